@@ -20,7 +20,7 @@ SECONDS ?= 3600
 LONGEST ?= 1800
 
 .PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all fuzz attack conformance placements
-.PHONY: pipelines clean
+.PHONY: pipelines test-frameworks ecosystem clean
 
 venv: $(STAMP)
 
@@ -35,11 +35,20 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not processes and not gpu and not broad"
-	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "processes and not alone and not gpu and not broad"
+	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "processes and not alone and not gpu and not broad and not frameworks"
 	$(RUN) -m pytest -n 3 --dist worksteal --durations 20 -m "alone and not gpu and not broad"
 
 test-broad: $(STAMP)
 	$(RUN) -m pytest --timeout $(LONGEST) --durations 20 -m "broad and not gpu"
+
+# Accelerate, Lightning, PEFT: tests that need them, and the page that says what works with them.
+test-frameworks: $(STAMP)
+	$(RUN) -m pip install --quiet -e ".[test,frameworks]"
+	$(RUN) -m pytest -m "frameworks"
+
+ecosystem: $(STAMP)
+	$(RUN) -m pip install --quiet -e ".[test,frameworks]"
+	$(RUN) -m tests.frameworks
 
 test-gpu: $(STAMP)
 	$(RUN) -m pytest -m gpu

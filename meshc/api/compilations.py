@@ -160,6 +160,8 @@ class Compilations:
         args, kwargs, key = call.args, call.kwargs, call.key
         if key not in self.kept:
             with self.guarded("compile"):
+                with self.world.refusable():
+                    self._refuse_changed()
                 if self.world.board is not None:
                     self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
                 self.kept[key] = self._compile(args, kwargs, key)
@@ -187,6 +189,12 @@ class Compilations:
         del self.kept[oldest], self._known[0]
         if not self.asked.dynamic:
             del self.general[oldest]
+
+    def _refuse_changed(self) -> None:
+        """Raises StateError for a model that is no longer what its store holds, before it is traced as something else."""
+        store = self.store or Store.of(self.asked.module)
+        if store is not None:
+            store.refuse_changed_model()
 
     def _refusal(self, difference: Disagreement) -> MeshcError:
         if difference.field != agreed.INPUTS:

@@ -16,8 +16,9 @@ from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
-from meshc.frontend import stock
+from meshc.frontend import stock, transforms
 from meshc.frontend.expert_load import with_loads
+from meshc.frontend.stock_trainer import tell_trainer
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
 from meshc.ir.keys import name_of
@@ -69,10 +70,18 @@ class Program:
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
         run_calls(called, self.__call__)
+        tell_trainer(called, self.asked.inputs)
         path = stock.encoder_of(called) if called is self.asked.module else None
         if path is not None and self.encoder is None:
             self.encoder = Program(self.asked.part(path), self.world)
             self.encoder.run_by_model()
+
+    def __repr__(self) -> str:
+        """What was compiled for what, in a line; `print(program)` is its text."""
+        compiled = len(self.compilations.kept)
+        many = f"{compiled} program{'s' if compiled != 1 else ''} compiled"
+        plan = ", ".join(str(self.plan).splitlines()) or "none"
+        return f"<meshc.Program of {self.asked.name} on {self.mesh}, {self.asked.inputs} inputs, plan {plan!r}, {many}>"
 
     def prepare(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compile for these inputs. All ranks call it."""
@@ -91,6 +100,7 @@ class Program:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
         self.world.refuse_call()
+        transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
             with self.world.refusable():
                 cached = cached_calls.opened(self.asked, args, kwargs)

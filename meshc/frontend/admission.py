@@ -165,6 +165,7 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
 
 
 def _foreign(module: nn.Module) -> Iterator[str]:
+    copies = _copies(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise StateError(
@@ -172,6 +173,8 @@ def _foreign(module: nn.Module) -> Iterator[str]:
                 "  what to do: call the model once on an example before meshc.compile"
             )
         if isinstance(tensor, DTensor):
+            if name.startswith(copies):
+                continue
             yield (
                 f"{name} is a DTensor that meshc did not make (parallelize_module, distribute_tensor); what to do: build the model plain, "
                 "and say in the plan what splits it"
@@ -180,6 +183,15 @@ def _foreign(module: nn.Module) -> Iterator[str]:
         fault = foreign_tensor(name, tensor)
         if fault:
             yield fault
+
+
+def _copies(module: nn.Module) -> tuple[str, ...]:
+    """Where copies of compiled models stand, whose DTensors are meshc's: by the hook that a copy has."""
+    return tuple(
+        f"{path}." if path else ""
+        for path, child in module.named_modules()
+        if any(getattr(hook, "copied", False) for hook in child._forward_pre_hooks.values())
+    )
 
 
 def foreign_tensor(name: str, tensor: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from meshc.errors import InputError
 from meshc.frontend import admission, flex
 from meshc.frontend.gradient_hooks import hooks_of
+from meshc.frontend.module_state import state_of
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -104,20 +105,14 @@ def _hashable(value: object) -> object:
 
 
 def module_key(module: nn.Module) -> tuple[object, object, bool, object]:
-    """What else of a module decides its program: training flags, hooks, which parameters take gradients and what hangs on
+    """What else of a module decides its program: its modules' flags, hooks and settings, which parameters take gradients and what hangs on
     these, grad mode, autocast."""
     return (
-        tuple((child.training, _hooks(child)) for child in module.modules()),
+        tuple(state_of(child) for child in module.modules()),
         tuple((parameter.requires_grad, hooks and hooks.numbers) for parameter in module.parameters() for hooks in [hooks_of(parameter)]),
         torch.is_grad_enabled(),
         autocast_state(),
     )
-
-
-def _hooks(module: nn.Module) -> int:
-    """How many functions run with a module's forward, but for meshc's own: they are part of what is traced."""
-    found = (module._forward_pre_hooks, module._forward_hooks)
-    return sum(getattr(hook, "of_meshc", False) is False for hooks in found if hooks for hook in hooks.values())
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

@@ -357,9 +357,10 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
     flat = {name.replace(".", "_"): name for name in traced.tensors}
 
     def qualified(target: str) -> str:
-        found = by_tensor.get(id(getattr(traced.module, target, None)))
-        name = found or names.get(target) or flat.get(target.split("_module_", 1)[-1], target)
-        name = name.removeprefix("_export_root.").removeprefix(ROOT)
+        name = by_tensor.get(id(getattr(traced.module, target, None)))
+        if name is None and target in names:
+            name = names[target].removeprefix("_export_root.").removeprefix(ROOT)
+        name = name or flat.get(target.split("_module_", 1)[-1], target)
         return traced.aliases.get(name, name)
 
     with contextlib.ExitStack() as stack:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from meshc.frontend import reachable_code as found
 from meshc.frontend.reachable_code import Code, is_stock, name_of
-from meshc.frontend.reachable_values import OPAQUE, PLAIN, is_plain, of_tensor, shown
+from meshc.frontend.reachable_values import OPAQUE, PLAIN, SAY_LITTLE, is_plain, of_tensor, shown
 from meshc.ir import trees
 
 MOST: Final = 200_000
@@ -227,7 +227,7 @@ class _Walk:
     def _object(self, place: str, value: object) -> None:
         kind = type(value)
         root = kind.__module__.partition(".")[0]
-        if root in OPAQUE or kind is object:
+        if root in OPAQUE or kind is object or kind.__name__ in SAY_LITTLE:
             return self._put(place, f"a {name_of(kind)}")
         if not self._own(place, value, f"a {name_of(kind)}"):
             self._incomparable(place, value)
@@ -358,6 +358,7 @@ _WAYS: Final[tuple[tuple[Any, Callable[[_Walk, str, Any], None]], ...]] = (
     (Tensor, _Walk._tensor),
     (nn.Module, _Walk._module),
     (types.FunctionType, _Walk._function),
+    (types.CodeType, lambda walk, place, code: walk._put(place, found.digest(code))),
     (types.MethodType, _holding("__self__", "__func__")),
     (functools.partial, _holding("func", "args", "keywords")),
     (staticmethod | classmethod, _holding("__func__")),

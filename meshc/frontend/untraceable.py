@@ -57,6 +57,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "make tensors on the device of an input or a parameter (device=x.device), and leave out .cuda() and .to(\"cuda\"): a program "
         "places them itself"
     )),
+    (r"backwards? hooks require compiled autograd", (
+        "remove the backward hook: gradients inside the model are made by the program; one on a parameter (parameter.register_hook) or on "
+        "what the model returns (output.register_hook) works"
+    )),
     (r"Generator reconstruction", "return a list or a tuple, not a generator"),
     (r"breakpoint|pdb", "take the breakpoint out; MESHC_DUMP shows what each pass leaves"),
     (r"Failed to trace builtin operator|marked as skipped|Unsupported", (

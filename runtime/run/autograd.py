@@ -55,7 +55,7 @@ class ProgramFunction(torch.autograd.Function):
         call.saved = {key: env[key] for key in session.program.stages["backward"].inputs if key in env}
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in call.results]
-        outputs = tuple(o if isinstance(o, DTensor) else o.view_as(o) for o in whole)  # an output may be an input, or another output
+        outputs = tuple(o if isinstance(o, DTensor) else _given(o) for o in whole)
         ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
         return outputs
 
@@ -63,6 +63,12 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[object, ...]:
         call = ctx.call
         session = call.session
+        if torch.is_grad_enabled():
+            raise StateError(
+                "create_graph=True: a compiled module's gradients are made by a program, which has no derivative of its own\n"
+                "  what to do: call backward (torch.autograd.grad) without create_graph; a loss that holds gradients, such as a penalty on "
+                "them,\n  needs the model as it was before meshc.compile"
+            )
         if call.moves != session.store.moves:
             raise StateError(
                 "experts have moved between this call and its backward, which would read others in their places\n"
@@ -93,6 +99,12 @@ class ProgramFunction(torch.autograd.Function):
             here = gradient is not None and gradient.key in own
             found.append(session.parameter_gradient(gradient, own[gradient.key]) if gradient is not None and here else None)
         return (None, None, *found, *[own.get(f"gradient:input:{port.name}") for port in call.inputs])
+
+
+def _given(output: torch.Tensor) -> torch.Tensor:
+    """An output as torch takes it, which may be an input or another output: a view, which cannot be changed in place, since backward may
+    read what it is of; one number by itself, as loops scale a loss in place."""
+    return output.view_as(output) if output.dim() else output.clone()
 
 
 def _own(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:

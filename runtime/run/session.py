@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from meshc.frontend.output_tree import OutputTree
 from meshc.ir import layouts, spmd
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import key_of, name_of
+from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import local_shape
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
@@ -42,6 +44,16 @@ class _EmptyIsNothing(TorchFunctionMode):
             if len(kept) == 1 and isinstance(kept[0], DTensor):
                 return kept[0]
         return func(*args, **(kwargs or {}))
+
+
+OF_WHOLE: Final = (
+    'but inputs="global" takes the same on every rank.\n'
+    '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
+)
+OF_PARTS: Final = (
+    "but they have the same part of the batch: no axis with a data role (dp, dp_shard) lies between them.\n"
+    '  what to do: deal the batch out by the data axes alone, or pass the whole batch everywhere and compile with inputs="global"'
+)
 
 
 class Session:
@@ -84,6 +96,7 @@ class Session:
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.calls = 0
         self.check_inputs = check_inputs
+        self._partners = _partners(program)
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
@@ -166,21 +179,19 @@ class Session:
         return [x if isinstance(x, DTensor) else dealt.tile(x.to(self.device), port.sharding, port.name) for port, x in pairs]
 
     def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Ranks compare a digest of their inputs, at the calls that `Options.check_inputs` says."""
+        """Ranks that are to pass the same compare a digest of their inputs, at the calls that `Options.check_inputs` says."""
         self.calls += 1
-        if not _due(self.calls, self.check_inputs) or self.program.info.get("inputs") != "global" or not tensors:
-            return
-        if dist.get_world_size() == 1:
+        if not _due(self.calls, self.check_inputs) or not tensors or not self._partners:
             return
         plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
         digest = torch.tensor([digest_of(plain)], dtype=torch.int64, device=self.device)
         with self.executor.guarded(self.store.step, "compare inputs"):
             digests = collectives.all_gather(digest, self.store.transfers.groups.world).wait().tolist()
-        if len(set(digests)) > 1:
-            first = next(rank for rank, value in enumerate(digests) if value != digests[0])
+        found = next(((ranks[0], rank) for ranks in self._partners for rank in ranks if digests[rank] != digests[ranks[0]]), None)
+        if found is not None:
             error = InputError(
-                f"ranks 0 and {first} passed different inputs, but inputs=\"global\" takes the same on every rank.\n"
-                '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
+                f"ranks {found[0]} and {found[1]} passed different inputs, "
+                + (OF_PARTS if self.program.info.get("inputs") == "local" else OF_WHOLE)
             )
             error.everywhere = True  # all have the same digests
             raise error
@@ -262,6 +273,19 @@ class Session:
             env = self.executor.run(values, self.store.step)
             self.finish(env)
         return env
+
+
+def _partners(program: PlainProgram) -> list[list[int]]:
+    """Ranks that are to pass the same inputs, where there are several: all of them, or those that have one part of the batch."""
+    inputs = program.info.get("inputs")
+    if inputs not in ("global", "local"):
+        return []
+    axes = [axis.name for axis in program.mesh.axes if inputs == "local" and role(axis.name) in DATA_ROLES]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in program.mesh.ranks:
+        place = program.mesh.coordinates(rank)
+        found.setdefault(tuple(place[name] for name in axes), []).append(rank)
+    return [ranks for ranks in found.values() if len(ranks) > 1]
 
 
 def _due(call: int, every: int | None) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, lines_of, listed
+from meshc.frontend.admission import refuse_module
 from meshc.program.program import Port
 
 if TYPE_CHECKING:
     from meshc.runtime.state.held import Held
+
+FUNCTIONAL: Final = ("torch._functorch.functional_call", "torch.nn.utils.stateless")
+"""Modules of torch whose functions put tensors in parameters' places for the time of a call."""
 
 Place = tuple[str, nn.Module, str]
 """Where a tensor stands in a model: the key of its port, the module, the module's own name for it."""
@@ -39,7 +44,6 @@ def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
         tensor = tensors.get(port.key)
         if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (port.shape, port.dtype):
             faults.append(f"{port.name} is {tensor.dtype} {list(tensor.shape)}; the program is for {port.dtype} {list(port.shape)}")
-    faults += [f"{key} is a DTensor already; compile a model of plain tensors" for key, x in tensors.items() if isinstance(x, DTensor)]
     if faults:
         raise StateError("the model is not the one that was compiled:\n    " + "\n    ".join(faults))
 
@@ -60,14 +64,39 @@ def refuse_converted(stored: Iterable[Held]) -> None:
         )
 
 
-def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]]) -> None:
-    """Refuses parameters that came with other modules after the model was compiled: no program has them. `known` are the places of its own,
-    by the identity of a module's dict and the name there."""
+def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
+    """Refuses what stands in a parameter's place for the time of a call, or was made of it by somebody who splits parameters too: the
+    program would take it for a new value of the parameter."""
+    swapped = [held for held in stored if not held.of and held.current() is not held.live]
+    if not swapped:
+        return
+    refuse_module(model, adopted=True)  # fully_shard changes classes
+    names = [held.name for held in swapped if isinstance(held.live, nn.Parameter) and not isinstance(held.current(), nn.Parameter)]
+    if names or _in_functional_call():
+        raise StateError(
+            f"other tensors stand in the place of parameters of a compiled model: {listed(names or [held.name for held in swapped], 4)}\n"
+            "  why: torch.func.functional_call puts them there for one call, and the program would take them for new values\n"
+            "  what to do: model.load_state_dict(values), or an nn.Parameter in each one's place, for values that stay; for values that a "
+            "call\n  passes, compile a function that takes them"
+        )
+
+
+def _in_functional_call() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in FUNCTIONAL:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]], keys: Collection[str]) -> None:
+    """Refuses parameters that came with other modules after the model was compiled, or moved with them: no program has them. `known` are
+    the places of its own, by the identity of a module's dict and the name there; `keys` those of their ports."""
     names = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
         for name, parameter in module._parameters.items()
-        if parameter is not None and (id(module._parameters), name) not in known
+        if parameter is not None
+        and ((id(module._parameters), name) not in known or (f"parameter:{path}.{name}" if path else f"parameter:{name}") not in keys)
     ]
     if names:
         raise StateError(

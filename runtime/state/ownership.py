@@ -8,13 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
@@ -22,6 +21,8 @@ from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.numbers import Stream
+from meshc.runtime.state import whole_state
+from meshc.runtime.state.guard import CallGuard, Guarded, put_guard, take_guards
 from meshc.runtime.state.state_dict_callers import look_who_asks
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ _STORES: weakref.WeakKeyDictionary[object, Store] = weakref.WeakKeyDictionary()
 
 RUN: Final = "_compiled_call_impl"
 """What torch calls the place of what a module's call runs instead of its forward."""
-
-_GUARDS: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-"""The hook on each model that refuses its calls."""
 
 _REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
@@ -52,9 +50,19 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
     """Ties a model to its store; `holders_of_copies` are the submodules whose tensors need `sync` before they are read."""
     for module in holders_of_copies | {model}:
         own_copies(module, store)
-    model.register_state_dict_pre_hook(_look_who_asks)
-    model.register_load_state_dict_post_hook(_after_model_load)
+    if _look_who_asks not in model._state_dict_pre_hooks.values():  # a copy of a compiled model has them
+        model.register_state_dict_pre_hook(_look_who_asks)
+        model.register_state_dict_post_hook(_bring_together)
+        model.register_load_state_dict_pre_hook(_lay_out)
+        model.register_load_state_dict_post_hook(_after_model_load)
+    _leave_to_program(model)
     _refuse_replaced_parameters()
+
+
+def _leave_to_program(model: nn.Module) -> None:
+    """DistributedDataParallel, which would broadcast and reduce what lies on a mesh, finds nothing to do, and says so."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def own_copies(module: nn.Module, store: Store) -> None:
@@ -67,28 +75,44 @@ def own_copies(module: nn.Module, store: Store) -> None:
 
 def guard_calls(model: nn.Module) -> None:
     """From now on calling the model raises, except within `calls_allowed`, and where its calls run a program."""
-    if model not in _GUARDS:
-        _GUARDS[model] = model.register_forward_pre_hook(_refuse_call)
+    put_guard(model, _guard(model, Guarded.CALLED if vars(model).get(RUN) is not None else Guarded.OF_STEP))
 
 
 def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
     """From now on calling the model calls `run`, except within `calls_allowed`. Its `forward` stays its own, and so does a copy of it:
-    torch has this place in a module for what `nn.Module.compile` makes, and copies and pickles leave it out."""
+    torch has this place in a module for what `nn.Module.compile` makes, and copies leave it out."""
     model._compiled_call_impl = run
+    put_guard(model, _guard(model, Guarded.CALLED))
+
+
+def _guard(model: nn.Module, standing: Guarded) -> CallGuard:
+    return CallGuard(standing, partial(_refuse_stale, weakref.ref(model)))
+
+
+def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
+    """A copy takes tensors as they lie, and has no hook of its own that could bring them up to date."""
+    owner = model()
+    store = None if owner is None else _STORES.get(owner)
+    stale = [] if store is None else [held.name for held in store.held.values() if held.stale and not held.of]
+    if stale:
+        raise StateError(
+            f"a copy of this model would hold values from before the program's last step: {listed(stale, 4)}\n"
+            "  why: their storage is no layout of torch's, so what you see is a copy, brought up to date on demand\n"
+            "  what to do: program.sync() on every rank, and then copy (average) the model"
+        )
 
 
 @contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
-    """A context in which a call of the model is its own: for tracing, which would trace `guard_calls` too, and for copies of the model."""
-    guard = _GUARDS.pop(model, None)
-    runs = [(module, run) for module in model.modules() if (run := module.__dict__.pop(RUN, None)) is not None]
-    if guard is not None:
-        guard.remove()
+    """A context in which a call of the model is its own: for tracing, which would trace guards too, and for copies of the model."""
+    modules = list(model.modules())
+    guards = [(module, guard) for module in modules for guard in take_guards(module)]
+    runs = [(module, run) for module in modules if (run := module.__dict__.pop(RUN, None)) is not None]
     try:
         yield
     finally:
-        if guard is not None:
-            guard_calls(model)
+        for module, guard in guards:
+            put_guard(module, guard)
         for module, run in runs:
             run_calls(module, run)
 
@@ -106,17 +130,6 @@ def mark_replaced(parameter: Tensor, name: str) -> None:
     _REPLACED[parameter] = name
 
 
-def _refuse_call(model: nn.Module, *_: object) -> None:
-    if model in _GUARDS:  # a copy of the model has the hook and is free
-        raise StateError(
-            f"this {type(model).__qualname__} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
-            "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
-        )
-
-
-_refuse_call.of_meshc = True  # type: ignore[attr-defined]  # no part of what the model computes
-
-
 def _sync(owner: object, *_: object) -> None:
     store = _STORES.get(owner)
     if store is not None and not store.filling:
@@ -130,6 +143,18 @@ _sync.of_meshc = True  # type: ignore[attr-defined]  # no hook of a user's
 def _look_who_asks(model: nn.Module, *_: object) -> None:
     if model in _STORES:  # a copy of the model has the hook and plain parameters
         look_who_asks(model)
+
+
+def _bring_together(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    store = _STORES.get(model)
+    if store is not None:
+        whole_state.bring_together(store, model, state, prefix)
+
+
+def _lay_out(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    store = _STORES.get(model)
+    if store is not None and not store.filling:
+        whole_state.lay_out(store, state, prefix)
 
 
 def _after_model_load(model: nn.Module, _: object) -> None:
@@ -161,14 +186,27 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
         return
     stream = _STREAMS.get(optimizer)
     if stream is None:
-        stores = set(_STORES.values())
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if not any(store.parameter_key(parameter) for parameter in parameters for store in stores):
+        if _of_parameters(optimizer) is None:
             return
         stream = _STREAMS[optimizer] = board.numbers.stream("optimizer")
+        optimizer.register_state_dict_post_hook(_bring_optimizer_together)
+        optimizer.register_load_state_dict_post_hook(whole_state.lay_out_optimizer)
+        whole_state.lay_out_optimizer(optimizer)
     board.check()
     given = [(f"{i}.{name}", number) for i, group in enumerate(optimizer.param_groups) for name, number in _numbers(optimizer, group)]
     stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))
+
+
+def _bring_optimizer_together(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    store = _of_parameters(optimizer)
+    return state if store is None else whole_state.bring_optimizer_together(store, state)
+
+
+def _of_parameters(optimizer: torch.optim.Optimizer) -> Store | None:
+    """The store of a compiled module that has one of these parameters."""
+    stores = set(_STORES.values())
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((store for parameter in parameters for store in stores if store.parameter_key(parameter)), None)
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Iterator[tuple[str, float]]:

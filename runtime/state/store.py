@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -229,8 +229,9 @@ class Store:
 
     def refuse_changed_model(self) -> None:
         """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing."""
+        adoption.refuse_strangers(self.model, self._places, self._alias)
+        adoption.refuse_swapped(self.model, self.held.values())
         adoption.refuse_converted(self.held.values())
-        adoption.refuse_strangers(self.model, self._places)
 
     def check_filled(self) -> None:
         """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
@@ -313,7 +314,8 @@ class Store:
             if self._stages and _is_parameter(key):
                 self.owners.setdefault(key, 0)  # what this program does not use, another one may update
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
-            tile = None if key in unfilled else self.home(key).scatter(tensor, sharding, tensor.dtype)
+            whole = self.transfers.full(cast(DTensor, tensor.detach())) if isinstance(tensor, DTensor) else tensor  # a copy's
+            tile = None if key in unfilled else self.home(key).scatter(whole, sharding, tensor.dtype)
             there = _is_parameter(key) and key in wanted and wanted[key].host
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
             if _is_parameter(key):

@@ -1,0 +1,91 @@
+"""What of a module's Python decides its program: two calls between which it changes are of two programs.
+
+    training                             train(), eval()
+    functions that run with forward      hooks; a forward that stands in the instance, where Accelerate's mixed precision puts one
+    torch's own layers                   what their classes list as `__constants__`: p of a Dropout, momentum of a BatchNorm
+    adapters of PEFT                     which is active, disabled, merged, and how it is scaled
+
+What else forward reads is a constant from the first call on, as in torch.export.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Final
+
+from torch import nn
+
+HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+STATE: Final[Mapping[str, tuple[str, ...]]] = {
+    "peft.tuners.tuners_utils.BaseTunerLayer": ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling"),
+}
+"""Attributes that a library changes between calls, by the full name of the class that has them (so that nothing is imported to look)."""
+
+
+SIZES: Final = frozenset(
+    "in_features out_features in1_features in2_features num_features num_embeddings embedding_dim in_channels out_channels num_channels "
+    "normalized_shape input_size hidden_size".split()
+)
+"""Settings that parameters show by their shapes."""
+
+_NAMES: Final[weakref.WeakKeyDictionary[type, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
+
+class Same:
+    """Something that has no hash of its own, as the object that it is."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def state_of(module: nn.Module) -> tuple[Hashable, ...]:
+    """Of one module, without those in it."""
+    held = vars(module)
+    found: tuple[Hashable, ...] = (held["training"],)
+    for name in HOOKS:  # this runs at each call, for each module
+        hooks = held.get(name)
+        if hooks:
+            found += tuple((name, _hashable(hook)) for hook in hooks.values() if not hasattr(hook, "of_meshc"))
+    if "forward" in held:
+        found += (_hashable(held["forward"]),)
+    names = _names(type(module))
+    return found if not names else (*found, *(_plain(held.get(name)) for name in names))
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """The attributes of a class of modules that count, sizes of parameters left out."""
+    found = _NAMES.get(kind)
+    if found is not None:
+        return found
+    names: dict[str, None] = {}
+    for owner in kind.__mro__:
+        if owner.__module__.startswith("torch.nn."):
+            names |= dict.fromkeys(vars(owner).get("__constants__", ()))
+        names |= dict.fromkeys(STATE.get(f"{owner.__module__}.{owner.__qualname__}", ()))
+    _NAMES[kind] = found = tuple(name for name in names if name not in SIZES)
+    return found
+
+
+def _plain(value: object) -> Hashable:
+    """A setting by its value: a list or a mapping may be changed in place."""
+    if isinstance(value, Mapping):
+        return tuple((_hashable(key), _plain(one)) for key, one in value.items())
+    if isinstance(value, list | tuple | set):
+        items: Iterable[object] = value
+        return tuple(map(_plain, items))
+    return _hashable(value)
+
+
+def _hashable(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return value

@@ -1,0 +1,105 @@
+"""What stands before a compiled module's own forward, which only a trace, a copy or somebody who goes round the program would reach.
+
+    model(x)                       runs the program, past this hook: torch has `_compiled_call_impl` looked at first (note 66)
+    step_model(x)                  a TrainStep's model has no program of its own: refused
+    copy.deepcopy(model)(x)        a copy has the DTensors and no program: refused, with the line that compiles it
+    pickle.dumps(model)            refused: it would hold a rank's part of each parameter
+
+`torch.compile(model)` traces forward, and meets it too. The hook is taken out while meshc traces or copies the model (`calls_allowed`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshc.errors import StateError
+
+
+class Guarded(enum.Enum):
+    """What the module is that a guard stands before."""
+
+    OF_STEP = "of a TrainStep"
+    CALLED = "compiled"
+    COPY = "a copy"
+
+
+SAID: Final = {
+    Guarded.OF_STEP: (
+        "this {name} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
+        "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
+    ),
+    Guarded.CALLED: (
+        "this {name} is compiled, and its own forward was reached past its program\n"
+        "  why: its parameters lie on the mesh, where plain inputs do not go together with them\n"
+        "  what to do: call the module, or `program`, what meshc.compile returned"
+    ),
+    Guarded.COPY: (
+        "this {name} is a copy of a compiled module: it has the DTensors, and no program\n"
+        "  what to do: compile what is called, meshc.compile(copy, mesh, args=...), of an average the AveragedModel; copies begin with the "
+        "values that they hold"
+    ),
+}
+TRACED: Final = (
+    "torch.compile is around a compiled module, and would trace its forward in place of its program\n"
+    '  what to do: call the module itself; a program whose operators are compiled is meshc.compile(..., backend="inductor")'
+)
+
+
+class CallGuard:
+    """A forward pre-hook. Its copy says that the module is one."""
+
+    of_meshc = True
+    """No part of what the model computes."""
+
+    def __init__(self, standing: Guarded, before_copy: Callable[[], None] | None = None) -> None:
+        """before_copy: raises where a copy would hold what is out of date."""
+        self.standing, self.before_copy = standing, before_copy
+
+    @property
+    def copied(self) -> bool:
+        """Whether the module is a copy of a compiled one."""
+        return self.standing is Guarded.COPY
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise StateError(TRACED)
+        if self.copied and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            return  # copied before anything was compiled, or given plain values since
+        raise StateError(SAID[self.standing].format(name=type(module).__qualname__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallGuard:
+        if self.before_copy is not None:
+            self.before_copy()
+        return CallGuard(Guarded.COPY)
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a compiled module is not pickled: its parameters lie on a mesh, a part of them on each rank\n"
+            '  what to do: program.save_pretrained(directory) or program.state_dict(full=True) on every rank, for whole tensors on rank 0; '
+            'torch.distributed.checkpoint.save({"program": program}, ...) to go on from'
+        )
+
+
+def guards_of(module: nn.Module) -> list[tuple[int, CallGuard]]:
+    """Those on one module, with torch's numbers of them."""
+    return [(number, hook) for number, hook in module._forward_pre_hooks.items() if isinstance(hook, CallGuard)]
+
+
+def put_guard(module: nn.Module, guard: CallGuard) -> None:
+    """In place of one that is there."""
+    take_guards(module)
+    module.register_forward_pre_hook(guard)
+
+
+def take_guards(module: nn.Module) -> list[CallGuard]:
+    """What was there."""
+    found = guards_of(module)
+    for number, _ in found:
+        del module._forward_pre_hooks[number]
+    return [guard for _, guard in found]

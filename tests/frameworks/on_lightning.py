@@ -1,0 +1,136 @@
+"""A compiled module under Lightning and its Fabric. Each function is a row."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader
+
+import meshc
+from tests.frameworks.on_accelerate import shared_folder
+from tests.frameworks.on_torch import X, compiled, mlp
+from tests.frameworks.rows import Rows, refuses, same, same_parameters
+from tests.processes.session import run_checks
+
+ROWS = Rows("lightning")
+STRATEGY = "strategy=ModelParallelStrategy(parallelize_fn=lambda module, mesh: module)"
+
+
+def steps_of(twin: torch.nn.Module, steps: int) -> list[float]:
+    """On one device; the losses."""
+    optimizer, losses = torch.optim.SGD(twin.parameters(), lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = twin(X).square().sum()
+        loss.backward()
+        clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def steps_by(fabric: Any, model: Any, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        fabric.backward(model(X).square().sum())
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+
+
+@ROWS.row("Fabric: setup, backward, clip_gradients, save, load", line=STRATEGY)
+def by_fabric(mesh: Any) -> None:
+    model, twin, _ = compiled(mesh)
+    strategy = OfFabric(parallelize_fn=lambda module, mesh: module, data_parallel_size=1, tensor_parallel_size=2)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    folder = shared_folder()
+    steps_by(fabric, wrapped, optimizer, 2)
+    fabric.save(folder / "state", {"model": wrapped, "optimizer": optimizer})
+    steps_by(fabric, wrapped, optimizer, 1)
+    fabric.load(folder / "state", {"model": wrapped, "optimizer": optimizer})
+    steps_of(twin, 2)
+    same_parameters(model, twin)
+    same(wrapped(X), twin(X))
+
+
+@ROWS.row("Fabric that knows of one device only", line="Fabric(devices=1), on each of torchrun's ranks")
+def by_fabric_alone(mesh: Any) -> None:
+    model, twin, _ = compiled(mesh)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps_by(fabric, wrapped, optimizer, 2)
+    steps_of(twin, 2)
+    same_parameters(model, twin)
+
+
+class Module(lightning.LightningModule):
+    """Compiled in `configure_model`, where Lightning has models split."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.net, self.mesh, self.losses = mlp(), mesh, []  # type: ignore[var-annotated]
+        self.program: Any = None
+
+    def configure_model(self) -> None:
+        if self.program is None:
+            self.program = meshc.compile(self.net, self.mesh, args=(X,))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().sum()
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("validated", self.net(batch).square().sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@ROWS.row("Lightning's Trainer: fit, validate, checkpoints", line="strategy=ModelParallelStrategy(), and meshc.compile in configure_model")
+def by_trainer(mesh: Any) -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    folder = shared_folder()
+    module, twin = Module(mesh), mlp()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), max_steps=3,
+        gradient_clip_val=0.5, enable_progress_bar=False, enable_model_summary=False, logger=False, default_root_dir=str(folder),
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    loader = DataLoader(X, batch_size=6)
+    trainer.fit(module, loader)
+    wanted = steps_of(twin, 3)
+    assert all(abs(one - other) < 1e-9 for one, other in zip(module.losses, wanted, strict=True))
+    same_parameters(module.net, twin)
+    (told,) = trainer.validate(module, loader, verbose=False)
+    assert abs(told["validated"] - twin(X).square().sum().item()) < 1e-6
+    trainer.save_checkpoint(folder / "state")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    trainer.strategy.load_checkpoint(folder / "state")
+    same_parameters(module.net, twin)
+
+
+@ROWS.row("strategies that wrap the model (ddp)", refused=STRATEGY)
+def by_ddp(mesh: Any) -> None:
+    model, _, _ = compiled(mesh)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refuses(RuntimeError, "doesn't have any parameter that requires a gradient", lambda: fabric.setup(model, optimizer))
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks([row.check for row in ROWS], mesh, names)

@@ -1,0 +1,140 @@
+"""A compiled model of transformers under its Trainer. Each function is a row."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import meshc
+from tests.frameworks.on_accelerate import shared_folder
+from tests.frameworks.rows import Rows, refuses
+from tests.processes.session import run_checks
+
+ROWS = Rows("trainer")
+SIZES: dict[str, Any] = dict(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+STEPS = 3
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+
+
+def texts(rows: int = 12, tokens: int = 6) -> list[dict[str, torch.Tensor]]:
+    """Some tokens of each have no label, and not as many of each."""
+    ids = torch.randint(3, 32, (rows, tokens), generator=torch.Generator().manual_seed(5))
+    labels = torch.where(torch.arange(tokens) < 1 + torch.arange(rows)[:, None] % 3, -100, ids)
+    return [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
+
+
+def batches(rows: int) -> list[dict[str, torch.Tensor]]:
+    data = texts()
+    return [default_collate(data[start : start + rows]) for start in range(0, len(data), rows)]
+
+
+def arguments(folder: Path, **kwargs: Any) -> TrainingArguments:
+    given: dict[str, Any] = dict(
+        per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=STEPS, learning_rate=0.1, optim="sgd", use_cpu=True,
+        lr_scheduler_type="constant", report_to=[], disable_tqdm=True, save_strategy="no", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    return TrainingArguments(str(folder), **{**given, **kwargs})
+
+
+def trained(twin: nn.Module, steps: int = STEPS) -> None:
+    """As the Trainer does on one device, by batches of four."""
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch in batches(4)[:steps]:
+        twin(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiled(mesh: Any, inputs: str, rows: int) -> tuple[Any, Any]:
+    model = llama()
+    twin = copy.deepcopy(model)
+    meshc.compile(model, mesh, kwargs=batches(rows)[0], inputs=inputs)
+    return model, twin
+
+
+@ROWS.row('train, evaluate, predict, with inputs="local"', mesh="dp=2")
+def dealt_out(mesh: Any) -> None:
+    """Each rank has its own rows, as the Trainer deals them out, with different numbers of labels."""
+    model, twin = compiled(mesh, "local", 2)
+    trainer = Trainer(model=model, args=arguments(shared_folder()), train_dataset=texts(), eval_dataset=texts(4))
+    trainer.train()
+    trained(twin)
+    _close(model, twin)
+    assert {"loss", "grad_norm"} <= {name for row in trainer.state.log_history for name in row} or trainer.state.global_step == STEPS
+    with torch.no_grad():
+        twin.eval()
+        wanted = twin(**batches(4)[0])
+        assert abs(trainer.evaluate()["eval_loss"] - wanted.loss.item()) < 1e-5
+        found = trainer.predict(texts(4)).predictions
+        torch.testing.assert_close(torch.as_tensor(found), wanted.logits, rtol=1e-6, atol=1e-6)
+
+
+class Whole(Trainer):
+    """The same batch on every rank: its loader does not deal out."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)  # type: ignore[arg-type]
+
+
+@ROWS.row(
+    'train on any mesh, with inputs="global"', line="def get_train_dataloader(self): return DataLoader(...)  # of a subclass, not prepared"
+)
+def the_same_everywhere(mesh: Any) -> None:
+    model, twin = compiled(mesh, "global", 4)
+    Whole(model=model, args=arguments(shared_folder()), train_dataset=texts()).train()
+    trained(twin)
+    _close(model, twin)
+
+
+@ROWS.row("save_model, and checkpoints", line="TrainingArguments(save_only_model=True)", mesh="dp=2")
+def saved(mesh: Any) -> None:
+    model, twin = compiled(mesh, "local", 2)
+    folder = shared_folder()
+    trainer = Trainer(model=model, args=arguments(folder, save_strategy="steps", save_steps=2, save_only_model=True), train_dataset=texts())
+    trainer.train()
+    trainer.save_model(str(folder / "last"))
+    torch.distributed.barrier()
+    for name, steps in (("checkpoint-2", 2), ("last", STEPS)):
+        wanted = copy.deepcopy(twin)
+        trained(wanted, steps)
+        _close(LlamaForCausalLM.from_pretrained(folder / name).double(), wanted)
+
+
+@ROWS.row("checkpoints to resume from", refused="the Trainer says: save_only_model=True; DCP of the program has the optimizer too")
+def resumed(mesh: Any) -> None:
+    model, _ = compiled(mesh, "global", 4)
+    refuses(ValueError, "save_only_model=True", lambda: Trainer(model=model, args=arguments(shared_folder(), save_strategy="steps")))
+
+
+@ROWS.row('ranks that are dealt other rows, with inputs="global"', refused='compile with inputs="local", or do not deal out')
+def dealt_out_unasked(mesh: Any) -> None:
+    model, _ = compiled(mesh, "global", 2)
+    refuses(meshc.InputError, 'inputs="local"', Trainer(model=model, args=arguments(shared_folder()), train_dataset=texts()).train)
+
+
+def _close(model: nn.Module, twin: nn.Module) -> None:
+    """The model's loss is float32 in any case."""
+    theirs = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        whole: Any = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]
+        torch.testing.assert_close(whole.detach(), theirs[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def run(mesh: str, *names: str) -> None:
+    run_checks([row.check for row in ROWS], mesh, names)

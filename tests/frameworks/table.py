@@ -1,0 +1,76 @@
+"""docs/ecosystem.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from tests.frameworks.libraries import LIBRARIES, UNTRIED
+
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "ecosystem.md"
+PACKAGES: Final = ("torch", "transformers", "accelerate", "lightning", "peft")
+
+TITLE: Final = """# The ecosystem
+
+What a compiled model does where people pass models: by nothing, by one line, or refused with what to do instead. Each row is a
+check on two processes under gloo (`tests/frameworks/`): losses, gradients and parameters equal those of the plain model on one
+device, and a refusal is raised on every rank, with its advice.
+
+A module that is compiled in module mode stays the live object: it is passed where a module is taken, and its call runs its program
+(`docs/decisions/0066-a-compiled-models-call-runs-its-program.md`). What is passed to it is by default the same on every rank
+(`inputs="global"`); a library that deals batches out goes with `inputs="local"`.
+"""
+AFTER: Final = """
+## Beside the tables
+
+- **Whole tensors.** `model.load_state_dict` takes whole plain tensors, the same on every rank, and sends nothing. Accelerate's
+  `save_state` and the Trainer's `save_model`, which every rank calls and one writes for, get whole tensors in each rank's host
+  memory; `program.save_pretrained` needs that on rank 0 alone.
+- **Copies.** `copy.deepcopy` of a compiled model has its DTensors and no program. `meshc.compile(copy, ...)` gives it a storage and
+  a program of its own, which begin with its values. Where a program's storage is no layout of torch's and a step has run since, the
+  copy is refused until `program.sync()`; `update_parameters` cannot look, so beside a `TrainStep` call `program.sync()` first.
+- **Mixed models.** `implicit_replication()` is torch's: plain tensors beside DTensors count as the same on every rank, which a
+  head's parameters are under `inputs="global"`. Without it torch says "got mixed torch.Tensor and DTensor". Under `inputs="local"`
+  a plain head is one for DDP, by itself.
+- **What Python holds.** Between calls, `train()`/`eval()`, `requires_grad`, hooks, a replaced `forward`, settings of torch's own
+  layers (`p` of Dropout, `momentum` of BatchNorm) and PEFT's adapters count; other attributes that forward reads are constants from
+  the first call on.
+- **The Trainer's mesh.** It deals out one part to each rank, so `inputs="local"` goes with meshes whose axes all have a data role.
+  On others every rank gets the same batch, by a loader of its own.
+- **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.
+"""
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page for what was found, by library and check."""
+    lines = [TITLE, f"Written by `make ecosystem` (`python -m tests.frameworks`), with {_versions()}."]
+    for key, library in LIBRARIES.items():
+        lines += ["", f"## {library.title}", "", "| what | outcome | the line, or what to do |", "|---|---|---|"]
+        lines += [_line(row, rows.get(f"{key}.{row.name}")) for row in import_rows(key)]
+    return "\n".join([*lines, AFTER, "## Untested", "", *(f"- {text}" for text in UNTRIED)]) + "\n"
+
+
+def import_rows(library: str) -> Any:
+    try:
+        return import_module(LIBRARIES[library].module).ROWS
+    except ModuleNotFoundError:
+        return ()
+
+
+def _line(row: Any, found: Mapping[str, Any] | None) -> str:
+    advice = f"`{row.line}`" if row.line else row.refused
+    outcome = "untested" if found is None else row.outcome if found["ok"] else f"WRONG: {found['said']}"
+    return f"| {row.what} | {outcome} | {advice} |".replace("  |", " |")
+
+
+def _versions() -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name).partition('+')[0]}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
