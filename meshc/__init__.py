@@ -1,6 +1,7 @@
 """meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
 
 from meshc.api.compile import TrainStep, compile
+from meshc.api.first_values import init_weights
 from meshc.api.handle import Program
 from meshc.api.options import Options
 from meshc.api.pretrained import load_pretrained
@@ -44,6 +45,7 @@ __all__ = [
     "VerifyError",
     "__version__",
     "compile",
+    "init_weights",
     "load_pretrained",
     "register_rule",
     "verify",
