@@ -1,7 +1,7 @@
 """Trains a language model on text files, as a job that runs for days does it: it may be killed at any moment and goes on where it was.
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh dp=2
-    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh tp=2       # goes on, on another mesh
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh tp=2    # goes on there
 
 Text is tokenised by byte and written once as shards of tokens, which are memory-mapped. The model is a small Llama, built on `meta` and given
 its first values on the mesh. Steps run in bfloat16 (autocast), the learning rate warms up and follows a cosine down; now and then the same
@@ -71,7 +71,7 @@ class Loader:
         held_out = max(batch, len(windows) // 20)  # the last twentieth is evaluated on
         self.windows = windows[-held_out:] if part == "valid" else windows[:-held_out]
         if len(self.windows) < batch:
-            raise SystemExit(f"the text has {len(windows)} windows of {seq} tokens, too few for batches of {batch}: give more, or a smaller --seq")
+            raise SystemExit(f"the text has {len(windows)} windows of {seq} tokens, too few for batches of {batch}; give more")
         self.batch, self.seq, self.seed, self.given = batch, seq, seed, 0
 
     def next(self) -> Tensor:
@@ -115,7 +115,8 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         if self.file is None:
             return
-        print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()), flush=True)
+        said = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+        print("  ".join(said), flush=True)
         self.file.write(json.dumps(row) + "\n")
         for name, value in row.items() if self.board is not None else ():
             if isinstance(value, float):
@@ -244,7 +245,8 @@ def train(options: argparse.Namespace) -> None:
         ids = data.next()
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = program(input_ids=ids, labels=ids).item()
-        row: dict[str, Any] = {"step": number, "loss": loss, "grad_norm": float(program.metrics["grad_norm"]), "lr": schedule.get_last_lr()[0]}
+        row: dict[str, Any] = {"step": number, "loss": loss, "lr": schedule.get_last_lr()[0]}
+        row["grad_norm"] = float(program.metrics["grad_norm"])
         schedule.step()
         row["tokens_per_s"] = ids.numel() / (time.perf_counter() - start)
         if (number + 1) % options.eval_every == 0:

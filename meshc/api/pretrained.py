@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshc.errors import ArtifactError, StateError
 from meshc.files.folders import may_replace, put, replacing, writing
 from meshc.files.weight_files import WeightFiles
-from meshc.frontend import adapters, stock_weights
+from meshc.frontend import adapters, own_init, stock_weights
 from meshc.runtime.saved import pretrained
 
 if TYPE_CHECKING:
@@ -40,8 +39,9 @@ def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: 
     `_init_weights`. Optimizer state that begins as a copy of a parameter begins again. All ranks call it.
 
     Raises ArtifactError for files that are missing, pickled or damaged; StateError, before anything is changed, for shapes that do not
-    fit, for an adapter that the model does not have or has with another scale, for parameters from `meta` that the files have no values for, and for a program without a process group. Warns of names that
-    only the model has, which keep their values, and of names that only the files have.
+    fit, for an adapter that the model does not have or has with another scale, for parameters from `meta` that the files have no values
+    for, and for a program without a process group. Warns of names that only the model has, which keep their values, and of names that
+    only the files have.
     """
     program.world.refuse_call()
     with program.world.together("load_pretrained"):
@@ -50,14 +50,15 @@ def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: 
         with WeightFiles(found) as files:
             if adapters.is_adapter(found):
                 name = adapters.chosen(store.model, found, adapter)
-                mine = partial(adapters.is_of, adapter=name)
-                pretrained.load(store, adapters.of_adapter(store.model, files, name), str(path), mine)
+                weights = adapters.of_adapter(store.model, files, name)
+                pretrained.load(store, weights, str(path), lambda one: adapters.is_of(one, [name]))
             elif has:
-                pretrained.load(store, adapters.of_base(store.model, files), str(path), lambda name: not any(map(partial(adapters.is_of, name), has)))
+                weights = adapters.of_base(store.model, files)
+                pretrained.load(store, weights, str(path), lambda one: not adapters.is_of(one, has))
             else:
                 pretrained.load(store, stock_weights.as_the_model_has_them(store.model, files), str(path))
-        fill: Any = getattr(store.model, "_init_weights", None)
-        if callable(fill) and store.unfilled:
+        fill = own_init.of_one_module(store.model)
+        if fill is not None and store.unfilled:
             pretrained.fill_buffers(store, fill)
 
 
@@ -105,7 +106,7 @@ def save_pretrained(program: Program, path: str | os.PathLike[str], **kwargs: An
 
     program.world.from_rank_0(check)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    whole = program.store.whole_model((lambda name: name in trained or any(map(partial(adapters.is_of, name), has))) if has else None)
+    whole = program.store.whole_model((lambda name: name in trained or adapters.is_of(name, has)) if has else None)
 
     def write() -> None:
         with writing(target), replacing(target) as made:

@@ -13,7 +13,7 @@ The names are found by what the model has, so that it does not matter whether pe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -107,9 +107,9 @@ def _with_adapter(name: str, adapter: str) -> Iterator[str]:
             yield ".".join([*parts[:at], "modules_to_save", adapter, *parts[at:]])
 
 
-def is_of(name: str, adapter: str) -> bool:
-    """Whether a name of the model is one of an adapter's."""
-    return f".{adapter}." in f".{name}."
+def is_of(name: str, adapters: Iterable[str]) -> bool:
+    """Whether a name of the model is one of these adapters'."""
+    return any(f".{adapter}." in f".{name}." for adapter in adapters)
 
 
 def of_base(model: nn.Module, files: Weights) -> Renamed:

@@ -35,6 +35,12 @@ def initialise(model: nn.Module) -> None:
         model.apply(one)
 
 
+def of_one_module(model: nn.Module) -> Callable[[nn.Module], object] | None:
+    """What gives a module of the model its values: `_init_weights` of the outermost module that has it, which adapters may lie around."""
+    found: Any = next((one for one in model.modules() if callable(getattr(type(one), "_init_weights", None))), None)
+    return None if found is None else found._init_weights
+
+
 def _reset(module: nn.Module) -> None:
     for name in _RESETS:
         method: Any = getattr(module, name, None)

@@ -111,7 +111,7 @@ def _agree(store: Store, error: str | None, digest: str) -> None:
     if other is not None:
         raise StateError(
             f"init_weights: the function did something else on rank {other} than on rank 0\n"
-            "  why: every rank runs it, and computes its own part of what it writes; numpy's and Python's own random numbers differ between "
-            "ranks, torch's are numbered and do not\n"
+            "  why: every rank runs it, and computes its own part of what it writes; numpy's and Python's own random numbers differ "
+            "between ranks, torch's are numbered and do not\n"
             "  what to do: draw with torch; or seed the others alike on every rank"
         )

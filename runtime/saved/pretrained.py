@@ -22,8 +22,9 @@ _EXTRA: Final = "_extra_state"
 
 
 def load(store: Store, weights: Weights, where: str, expected: Callable[[str], bool] = lambda name: True) -> None:
-    """Read all that the model and the files both have; of the rest of the model the names that are `expected` are missing. Raises StateError, before anything is changed, naming what does not fit, and what
-    has no values and is not there; warns of what else is not there, which keeps its values, and of what the model does not have."""
+    """Read all that the model and the files both have; of the rest of the model the names that are `expected` are missing. Raises
+    StateError, before anything is changed, naming what does not fit, and what has no values and is missing; warns of what else is missing,
+    which keeps its values, and of what the model does not have."""
     store.adopt_changes()
     wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA and expected(name)]
     pairs: dict[str, tuple[Held, str]] = {}

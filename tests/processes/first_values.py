@@ -19,10 +19,10 @@ TOKENS = torch.arange(24).view(4, 6) % 31
 INPUTS = {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def llama() -> nn.Module:
+def llama(tied: bool = True) -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=3,
-        tie_word_embeddings=True,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        pad_token_id=3, tie_word_embeddings=tied,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -48,10 +48,10 @@ def _program(model: nn.Module, mesh: Any, **options: Any) -> Any:
 
 def stock(mesh: Any) -> None:
     """A stock model from `meta`: parameters, rotary tables, the row of padding; and anew, after a step."""
-    model = on_meta(llama)
-    program = _program(model, mesh, master_weights=False)
+    model = on_meta(lambda: llama(tied=False))
+    program = _program(model, mesh)
     program.init_weights()
-    one = on_meta(llama)
+    one = on_meta(lambda: llama(tied=False))
     meshc.init_weights(one, seed=11)
     wanted = one.state_dict()
     assert wanted["model.embed_tokens.weight"][3].eq(0).all() and wanted["model.embed_tokens.weight"][4].ne(0).all()

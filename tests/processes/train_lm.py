@@ -11,7 +11,8 @@ from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 SMALL = (
-    "--steps", "7", "--batch", "4", "--seq", "16", "--width", "16", "--layers", "1", "--eval-every", "4", "--eval-batches", "1", "--save-every", "2",
+    "--steps", "7", "--batch", "4", "--seq", "16", "--width", "16", "--layers", "1", "--eval-every", "4",
+    "--eval-batches", "1", "--save-every", "2",
 )  # fmt: skip
 
 
