@@ -19,7 +19,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,26 +193,40 @@ def build_optimizer(model: LlamaForCausalLM, steps: int, lr: float) -> tuple[Ada
     return optimizer, LambdaLR(optimizer, scale)
 
 
-@torch.no_grad()
-def evaluate(model: LlamaForCausalLM, valid: Loader, batches: int, device: str) -> float:
-    """The mean loss over the first batches of what training does not see. The compiled model's own call runs a program of its own."""
-    model.eval()
-    valid.given = 0
-    losses = []
-    for ids in (valid.next() for _ in range(batches)):
-        with torch.autocast(device, dtype=torch.bfloat16):
-            losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss.item())
-    model.train()
-    return sum(losses) / len(losses)
+class Evaluation:
+    """A second program of the model, over the same parameters: the loss of what training does not see, and text."""
 
+    @torch.no_grad()
+    def __init__(self, model: LlamaForCausalLM, mesh: DeviceMesh, plan: str | None, valid: Loader) -> None:
+        self.model, self.valid, self.device = model, valid, mesh.device_type
+        with self._evaluating():
+            self.program = meshc.compile(model, mesh, plan=plan, kwargs=self._inputs())
 
-@torch.no_grad()
-def sample(model: LlamaForCausalLM, prompt: str, tokens: int) -> str:
-    model.eval()
-    ids = torch.tensor([list(prompt.encode())])
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
-    model.train()
-    return bytes(written[0].tolist()).decode(errors="replace")
+    @torch.no_grad()
+    def loss(self, batches: int) -> float:
+        """The mean over the first batches, always the same ones."""
+        self.valid.given = 0
+        with self._evaluating():
+            losses = [self.program(**self._inputs()).loss.item() for _ in range(batches)]
+        return sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def text(self, prompt: str, tokens: int) -> str:
+        ids = torch.tensor([list(prompt.encode())])
+        with self._evaluating():
+            written = self.program.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+        return bytes(written[0].tolist()).decode(errors="replace")
+
+    def _inputs(self) -> dict[str, Any]:
+        ids = self.valid.next()
+        return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            yield
+        self.model.train()
 
 
 def train(options: argparse.Namespace) -> None:
@@ -233,6 +248,8 @@ def train(options: argparse.Namespace) -> None:
         program = meshc.compile(step, mesh, plan=options.plan, kwargs=kwargs, options=meshc.Options(seed=options.seed))
     program.init_weights()
 
+    evaluation = Evaluation(model, mesh, options.plan, valid)
+
     checkpoints = Checkpoints(out, options.keep)
     state = {"program": program, "data": data, "schedule": schedule}
     newest = checkpoints.newest()
@@ -250,9 +267,9 @@ def train(options: argparse.Namespace) -> None:
         schedule.step()
         row["tokens_per_s"] = ids.numel() / (time.perf_counter() - start)
         if (number + 1) % options.eval_every == 0:
-            row["valid_loss"] = evaluate(model, valid, options.eval_batches, device)
+            row["valid_loss"] = evaluation.loss(options.eval_batches)
         if options.sample_every and (number + 1) % options.sample_every == 0:
-            row["sample"] = sample(model, "The ", 32)
+            row["sample"] = evaluation.text("The ", 32)
         metrics.write(row)
         if (number + 1) % options.save_every == 0:
             checkpoints.save(number + 1, state)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from meshc.errors import StateError, listed
 from meshc.frontend.own_init import initialise
-from meshc.frontend.recorded_values import nothing
 from meshc.frontend.reference import ReferenceRandom
 from meshc.ops.random import FIRST_VALUES
+from meshc.runtime.state import adoption
 from meshc.runtime.state.store import Store
 
 
@@ -28,7 +28,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object] | None = No
     made = _made(model)
     with torch.no_grad(), ReferenceRandom(torch.initial_seed() if seed is None else seed, FIRST_VALUES):
         (fn or initialise)(model)
-    left = [name for members, key, name, tensor, version in made if members[key] is tensor and tensor._version == version]
+    left = [name for members, key, name in made if not adoption.is_filled(members[key])]
     if left:
         raise StateError(
             f"init_weights left without values: {listed(left, 6)}\n"
@@ -36,8 +36,8 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object] | None = No
         )
 
 
-def _made(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str, Tensor, int]]:
-    """Gives what is on `meta` memory: where each stands, its name, and its version then."""
+def _made(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
+    """Gives what is on `meta` memory, marked as empty: where each stands, and its name."""
     memory: dict[int, Tensor] = {}
     found = []
     for members, key, name in _places(model):
@@ -46,11 +46,12 @@ def _made(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str, Te
             continue
         new = memory.get(id(before))
         if new is None:
-            new = nothing(before.shape, before.dtype)
+            new = torch.empty(before.shape, dtype=before.dtype)
+            adoption.mark_empty(new)
             new = memory[id(before)] = nn.Parameter(new, before.requires_grad) if isinstance(before, nn.Parameter) else new
             memory[id(new)] = before  # kept, or another tensor would get its number
         members[key] = new
-        found.append((members, key, name, new, new._version))
+        found.append((members, key, name))
     return found
 
 
