@@ -1,10 +1,10 @@
 """Trains a language model on text files, as a job that runs for days does it: it may be killed at any moment and goes on where it was.
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh dp=2
-    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh tp=2    # goes on there
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh tp=2    # goes on
 
-Text is tokenised by byte and written once as shards of tokens, which are memory-mapped. The model is a small Llama, built on `meta` and given
-its first values on the mesh. Steps run in bfloat16 (autocast), the learning rate warms up and follows a cosine down; now and then the same
+Text is tokenised by byte and written once as shards of tokens, memory-mapped. The model is a small Llama, built on `meta` and given its
+first values on the mesh. Steps run in bfloat16 (autocast), the learning rate warms up and follows a cosine down; now and then the same
 model is evaluated and writes a line of text. `run/metrics.jsonl` has a row a step (TensorBoard too, where it is installed); checkpoints are
 written beside training, and of the complete ones the last few are kept.
 """

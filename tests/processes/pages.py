@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch.distributed as dist
 
@@ -23,9 +24,10 @@ def blocks(page: str) -> list[str]:
 def run(*pages: str) -> None:
     """page:N runs the first N blocks of a page."""
     for page, count in (given.split(":") for given in pages):
-        names: dict[str, Any] = {"__name__": page}
+        module = ModuleType("page_" + re.sub(r"\W", "_", page))
+        sys.modules[module.__name__] = module  # which a trace of a class of it looks for
         for block in blocks(page)[: int(count)]:
-            exec(compile(block, str(DOCS / page), "exec"), names)
+            exec(compile(block, str(DOCS / page), "exec"), vars(module))
         print(f"ran {page} {count}")
     if dist.is_initialized():
         dist.barrier()
