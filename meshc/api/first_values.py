@@ -57,7 +57,7 @@ def _made(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
 
 def _places(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:
     for path, module in model.named_modules():
-        tables: tuple[dict[str, Tensor | None], ...] = (module._parameters, module._buffers)  # type: ignore[assignment]
+        tables: tuple[dict[str, Tensor | None], ...] = (module._parameters, module._buffers)
         for members in tables:
             for key in list(members):
                 yield members, key, f"{path}.{key}" if path else key

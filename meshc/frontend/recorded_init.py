@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,13 +46,13 @@ class Recorded(Tensor):
     @staticmethod
     def __new__(cls, memory: _Memory, shadow: Tensor, requires_grad: bool = False) -> Recorded:
         made: Recorded = Tensor._make_wrapper_subclass(
-            cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype, device="cpu",
-            requires_grad=requires_grad,
+            cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype,
+            device=torch.device("cpu"), requires_grad=requires_grad,
         )  # fmt: skip
         made.memory, made.shadow = memory, shadow
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Recorded({list(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -65,7 +66,9 @@ class Recorded(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is a function that is no classmethod
+        cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
+    ) -> Any:
         first = next(leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
         return first.memory.recording.record(func, args, kwargs or {})
 
@@ -153,7 +156,7 @@ class Recording(ReferenceRandom):
             self._write(x, result(x.shadow, written=at))
         known = [leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)]
         leaves, tree = trees_of_torch.tree_flatten(made)
-        outputs = [self._output(x, known, lambda x=x, at=at: result(x, output=at)) for at, x in enumerate(leaves)]
+        outputs = [self._output(x, known, partial(result, x, output=at)) for at, x in enumerate(leaves)]
         return trees_of_torch.tree_unflatten(outputs, tree)
 
     def _output(self, x: Any, known: Sequence[Recorded], result: Callable[[], Result]) -> Any:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from meshc.frontend.reference import FILLING, ReferenceRandom
-from meshc.ir.functions import Function
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
@@ -341,7 +340,7 @@ def _beside(shape: tuple[int, ...], box: Box) -> Box:
     return tuple((0, 1) if size == 1 else pair for size, pair in zip(shape, behind, strict=True))
 
 
-def _writes(func: Function | OpOverload, at: int | str) -> bool:
+def _writes(func: OpOverload, at: int | str) -> bool:
     arguments = func._schema.arguments
     found = arguments[at] if isinstance(at, int) else next(one for one in arguments if one.name == at)
     return found.alias_info is not None and found.alias_info.is_write

@@ -7,18 +7,15 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, overload
 
+import sympy
 import torch
 from torch.fx.node import Argument
 
 from meshc.errors import CompileError
 from meshc.ir.sizes import PREFIX, Dynamic, floor_divided, sized, text
-from meshc.later import Later
 
 if TYPE_CHECKING:
-    import sympy
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard
-else:
-    sympy = Later("sympy")
 
 _RELATIONS = {"Equality": "==", "Unequality": "!=", "StrictGreaterThan": ">", "GreaterThan": ">=", "StrictLessThan": "<", "LessThan": "<="}
 

@@ -16,16 +16,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, TypeAlias, overload
+from typing import Final, TypeAlias, overload
+
+import sympy
 
 from meshc.errors import ArtifactError
 from meshc.ir.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIED, MOST_SIZE, MOST_TERMS, shown
-from meshc.later import Later
-
-if TYPE_CHECKING:
-    import sympy
-else:
-    sympy = Later("sympy")
 
 Number: TypeAlias = int | float
 """Plain, or open: a `Size` is an int and a `Ratio` a float."""
@@ -295,11 +291,13 @@ def _bounded(value: Number) -> Number:
 def _refuse_many_roundings(*operands: Number, multiplied: bool) -> None:
     """sympy takes for ever over roundings (//, %, max, min) within each other, most where they are multiplied with other sizes."""
     open_ones = [value.expr for value in operands if isinstance(value, Size | Ratio)]
-    roundings = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min)
-    count = sum(len(expr.atoms(*roundings)) for expr in open_ones)
+    count = sum(len(expr.atoms(*_ROUNDINGS)) for expr in open_ones)
     most = MOST_ROUNDINGS_MULTIPLIED if multiplied and len(open_ones) > 1 else MOST_ROUNDINGS
     if count > most:
         raise ArtifactError(f"an expression of sizes has {count} roundings (//, %, max, min); at most {most} are read in one")
+
+
+_ROUNDINGS: Final = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Max, sympy.Min)
 
 
 def _terms(value: Number) -> int:

@@ -21,14 +21,15 @@ class LiveBytes(TorchDispatchMode):
         self._met: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            self._watch(storage, 0)  # it was there before
         made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, Tensor) and type(leaf) is Tensor and leaf.device.type == "cpu":
-                self._watch(leaf.untyped_storage())
+        for storage in _storages(made):
+            self._watch(storage, storage.nbytes())
         return made
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
         if key in self._met:
             return
         self._met.add(key)
@@ -39,3 +40,11 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._met.discard(key)
         self.now -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and _has_memory(leaf)]
+
+
+def _has_memory(x: Tensor) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
