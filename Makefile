@@ -20,7 +20,7 @@ SECONDS ?= 3600
 LONGEST ?= 1800
 
 .PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all fuzz attack conformance placements
-.PHONY: pipelines test-frameworks ecosystem clean
+.PHONY: pipelines test-frameworks ecosystem reference site wheel clean
 
 venv: $(STAMP)
 
@@ -97,6 +97,24 @@ zoo-all: $(STAMP)
 pipelines: $(STAMP)
 	$(RUN) -m tests.pipelining
 	$(RUN) -m tests.pipelining --torchrun
+
+reference: $(STAMP)
+	$(RUN) -m tests.reference
+
+# The pages as a site, in out/site.
+site: $(STAMP)
+	$(RUN) -m pip install --quiet -e ".[docs]"
+	$(RUN) -m mkdocs build --strict
+
+# What is installed from a wheel, in an environment of its own and away from these sources, trains the demo.
+wheel: $(STAMP)
+	rm -rf dist out/wheel out/elsewhere
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(PYTHON) -m venv out/wheel
+	out/wheel/bin/python -m pip install --quiet "$(TORCH)" "transformers>=5" dist/meshc-*.whl
+	mkdir -p out/elsewhere
+	cp -r examples out/elsewhere
+	cd out/elsewhere && env -u PYTHONPATH ../wheel/bin/python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,12 @@
-"""meshc compiles an unmodified PyTorch model for a device mesh. See README.md."""
+"""meshc compiles an unmodified PyTorch model for a device mesh. See README.md.
 
-from meshc.api.compile import TrainStep, compile
-from meshc.api.handle import Program
-from meshc.api.options import Options
-from meshc.api.prefetching import prefetch
-from meshc.api.pretrained import load_pretrained
-from meshc.api.rules import register_rule
-from meshc.api.verification import verify
+What users call is imported when it is first asked for: `import meshc` takes no longer than its errors do.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, Final
+
 from meshc.errors import (
     ArtifactError,
     CaptureError,
@@ -21,10 +21,20 @@ from meshc.errors import (
     StateError,
     VerifyError,
 )
-from meshc.ir.mesh import Mesh
-from meshc.optimizer.registered import register_update
 from meshc.package import __version__
-from meshc.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from meshc.api.compile import TrainStep, compile
+    from meshc.api.first_values import init_weights
+    from meshc.api.handle import Program
+    from meshc.api.options import Options
+    from meshc.api.prefetching import prefetch
+    from meshc.api.pretrained import load_pretrained
+    from meshc.api.rules import register_rule
+    from meshc.api.verification import verify
+    from meshc.ir.mesh import Mesh
+    from meshc.optimizer.registered import register_update
+    from meshc.plan.plan import Plan
 
 __all__ = [
     "ArtifactError",
@@ -46,9 +56,37 @@ __all__ = [
     "VerifyError",
     "__version__",
     "compile",
+    "init_weights",
     "load_pretrained",
     "prefetch",
     "register_rule",
     "register_update",
     "verify",
 ]
+
+_PLACES: Final = {
+    "TrainStep": "meshc.api.compile",
+    "compile": "meshc.api.compile",
+    "init_weights": "meshc.api.first_values",
+    "Program": "meshc.api.handle",
+    "Options": "meshc.api.options",
+    "load_pretrained": "meshc.api.pretrained",
+    "prefetch": "meshc.api.prefetching",
+    "register_rule": "meshc.api.rules",
+    "register_update": "meshc.optimizer.registered",
+    "verify": "meshc.api.verification",
+    "Mesh": "meshc.ir.mesh",
+    "Plan": "meshc.plan.plan",
+}
+
+if not TYPE_CHECKING:  # a type checker knows what there is, and refuses the rest
+
+    def __getattr__(name: str) -> Any:
+        if name in _PLACES:
+            value = getattr(importlib.import_module(_PLACES[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"meshc.{name}") is not None:
+            value = importlib.import_module(f"meshc.{name}")
+        else:
+            raise AttributeError(f"module 'meshc' has no attribute {name!r}")
+        globals()[name] = value
+        return value

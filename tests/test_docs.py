@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 
 from meshc.__main__ import _parser
+from tests import reference
 from tests.coverage_page import left_alone
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,3 +138,12 @@ def test_the_page_on_tests_names_what_make_test_leaves_out() -> None:
     ways = ("from tests.broad import " + "broad", "pytest.mark." + "broad")
     files = (ROOT / "tests").rglob("test_*.py")
     assert told == {str(file.relative_to(ROOT)) for file in files if any(way in file.read_text() for way in ways)}
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    assert reference.PAGE.read_text() == reference.page(), "make reference"
+
+
+def test_the_site_has_every_page() -> None:
+    told = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(told) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError, StateError
-from meshc.frontend import admission, calling, dynamic
+from meshc.frontend import admission, calling, dynamic, exported
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import give_slots, slots_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
@@ -67,6 +67,7 @@ class Asked:
             if value not in KNOWN[name]:
                 raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, KNOWN[name]))}")
         refuse_others(options)
+        what = exported.opened(what)
         self.what, self.mesh, self.inputs, self.outputs, self.backend = what, Mesh.of(mesh), inputs, outputs, backend
         self.names, self.options = names, options
         self.dynamic = dynamic.read(options.dynamic)
@@ -77,6 +78,7 @@ class Asked:
         self.adds = False
         self.called: object = what
         """What runs the program when it is called: the model, or a module of it."""
+        self._exported = exported.is_module(self.module)
         admission.refuse_module(self.module, Store.of(self.module) is not None)
         refused = getattr(self.traced.function, "refused", [])
         if refused:
@@ -161,7 +163,11 @@ class Asked:
 
     def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """A call's arguments as the signature has them. Raises InputError."""
-        return calling.canonical(self.traced.signature, args, kwargs)
+        inputs = calling.canonical(self.traced.signature, args, kwargs)
+        if self._exported:
+            names = input_names(self.traced.signature, *inputs)
+            exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole(inputs)), strict=True)))
+        return inputs
 
     def key(self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None) -> Key:
         """What a compilation for this call is kept under."""

@@ -37,7 +37,7 @@ def compile(
     names: Mapping[str, Sequence[str | None]] | None = None,
     options: Options = DEFAULTS,
 ) -> Program:
-    """Compile a module, a TrainStep or a function for a mesh.
+    """Compile a module, a TrainStep, a function or an ExportedProgram for a mesh.
 
     mesh      a torch.distributed.DeviceMesh with axis names, or a `meshc.Mesh("dp=2,tp=4")`, which needs no process group
     args, kwargs  example inputs, as in torch.export; meta tensors will do. A module with trainable parameters needs them

@@ -16,7 +16,7 @@ from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
-from meshc.frontend import stock, transforms
+from meshc.frontend import own_init, stock, transforms
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.stock_trainer import tell_trainer
 from meshc.frontend.train_step import Traced, TrainStep
@@ -38,6 +38,7 @@ from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
+from meshc.runtime.saved import initial
 from meshc.runtime.state.counts import Counts
 from meshc.runtime.state.ownership import calls_allowed, run_calls
 from meshc.runtime.state.store import Store
@@ -367,10 +368,23 @@ class Program:
         with self.world.together("load_state_dict"):
             self.store.load_state_dict(state)
 
-    def init_weights(self, fn: Callable[[nn.Module], Any]) -> None:
-        """Fill a model that was built on `meta`."""
+    def init_weights(self, fn: Callable[[nn.Module], object] | None = None) -> None:
+        """Give a model its first values, each rank no more than its own part of them: for a model that was built on `meta`, or anew.
+
+        fn  writes the values into the model that it is given; None: the model's own way (`init_weights()`, as transformers has it; else
+            `reset_parameters()` of each module, then `_init_weights(module)` of the model). What it leaves alone stays as it is
+
+        Every rank runs `fn`, on tensors without memory, and computes its tiles of what was written, a tensor at a time; so beyond its own
+        part a rank needs room for its part of the largest, or for all of one that no part of can be computed alone (`orthogonal_`). Values
+        are the same on every mesh, and those that `meshc.init_weights(model, fn, seed=seed)` gives on one device: random calls are
+        numbered (docs/randomness.md), with the program's seed. Optimizer state that begins as a copy of a parameter begins again. All
+        ranks call it.
+
+        Raises StateError, before anything is changed, if `fn` fails, does something else on another rank, or leaves something of a model
+        from `meta` without values; and for a program without a process group."""
+        self.world.refuse_call()
         with self.world.together("init_weights"):
-            self.store.init_weights(fn)
+            initial.init_weights(self.store, fn or own_init.initialise)
 
     def sync(self) -> None:
         """Bring the live parameters up to date where they do not share memory with the program."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshc.errors import ArtifactError, StateError
 from meshc.files.folders import may_replace, put, replacing, writing
 from meshc.files.weight_files import WeightFiles
-from meshc.frontend import stock_weights
+from meshc.frontend import adapters, own_init, stock_weights
 from meshc.runtime.saved import pretrained
 
 if TYPE_CHECKING:
@@ -24,11 +24,14 @@ _DESCRIBES = "config.json"
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
 
 
-def load_pretrained(program: Program, path: str | os.PathLike[str]) -> None:
+def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: str | None = None) -> None:
     """Read pretrained weights into a compiled model, each rank no more than its own part of them.
 
     path   a safetensors file, or a folder with `model.safetensors` or several files and `model.safetensors.index.json`, as
-           `save_pretrained` writes and the hub keeps; or the name of a model on the hub, which rank 0 of each machine downloads
+           `save_pretrained` writes and the hub keeps; or the name of a model on the hub, which rank 0 of each machine downloads. A
+           folder with `adapter_config.json` and `adapter_model.safetensors`, as peft keeps an adapter, is read into the model's adapter,
+           and touches nothing else; files of a base model go into a model with adapters under the names that it has there
+    adapter  which of several adapters of the model the files are for
 
     Values are cast to the dtype that the model has. A stock model's names and shapes may be those of an older release, as transformers
     converts them (of experts, say, which files keep one by one); beyond its own part a rank then holds the largest converted tensor. On a
@@ -36,16 +39,26 @@ def load_pretrained(program: Program, path: str | os.PathLike[str]) -> None:
     `_init_weights`. Optimizer state that begins as a copy of a parameter begins again. All ranks call it.
 
     Raises ArtifactError for files that are missing, pickled or damaged; StateError, before anything is changed, for shapes that do not
-    fit, for parameters from `meta` that the files have no values for, and for a program without a process group. Warns of names that
-    only the model has, which keep their values, and of names that only the files have.
+    fit, for an adapter that the model does not have or has with another scale, for parameters from `meta` that the files have no values
+    for, and for a program without a process group. Warns of names that only the model has, which keep their values, and of names that
+    only the files have.
     """
     program.world.refuse_call()
     with program.world.together("load_pretrained"):
-        store = program.store
-        with WeightFiles(_on_disk(program, path)) as files:
-            pretrained.load(store, stock_weights.as_the_model_has_them(store.model, files), str(path))
-        fill: Any = getattr(store.model, "_init_weights", None)
-        if callable(fill) and store.unfilled:
+        store, found = program.store, _on_disk(program, path)
+        has = adapters.adapters_of(store.model)
+        with WeightFiles(found) as files:
+            if adapters.is_adapter(found):
+                name = adapters.chosen(store.model, found, adapter)
+                weights = adapters.of_adapter(store.model, files, name)
+                pretrained.load(store, weights, str(path), lambda one: adapters.is_of(one, [name]))
+            elif has:
+                weights = adapters.of_base(store.model, files)
+                pretrained.load(store, weights, str(path), lambda one: not adapters.is_of(one, has))
+            else:
+                pretrained.load(store, stock_weights.as_the_model_has_them(store.model, files), str(path))
+        fill = own_init.of_one_module(store.model)
+        if fill is not None and store.unfilled:
             pretrained.fill_buffers(store, fill)
 
 
@@ -84,13 +97,16 @@ def save_pretrained(program: Program, path: str | os.PathLike[str], **kwargs: An
             '  what to do: state = program.state_dict(full=True) on every rank, and torch.save(state["model"], path) on rank 0'
         )
     target = Path(os.path.realpath(path))
+    has = adapters.adapters_of(model)
+    described_by = adapters.CONFIG if has else _DESCRIBES
 
     def check() -> None:
-        if not may_replace(target, _DESCRIBES):
-            raise StateError(f"{path} exists and holds no {_DESCRIBES}: it is not replaced; remove it or choose another path")
+        if not may_replace(target, described_by):
+            raise StateError(f"{path} exists and holds no {described_by}: it is not replaced; remove it or choose another path")
 
     program.world.from_rank_0(check)
-    whole = program.store.whole_model()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    whole = program.store.whole_model((lambda name: name in trained or adapters.is_of(name, has)) if has else None)
 
     def write() -> None:
         with writing(target), replacing(target) as made:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from meshc.errors import CaptureError, InputError, StateError
+from meshc.frontend import exported
 from meshc.ir import trees
 
 _SPLITS: Final = "{where} is wrapped in torch's {name}, which splits work between devices itself"
@@ -37,8 +38,8 @@ MODULES: Final[Mapping[str, tuple[str, str]]] = {
         "give meshc the module that torch.jit.script or torch.jit.trace was given",
     ),
     "torch.export._unlift._StatefulGraphModule": (
-        "{where} is the module of an ExportedProgram: a graph for the shapes and the mode that it was exported in",
-        "give meshc the module that torch.export.export was given; meshc exports it for the mesh",
+        "{where} is the module of an ExportedProgram inside another: what calls pass it cannot be compared with what it was exported for",
+        "compile it by itself; or put the module that torch.export.export was given in its place",
     ),
     "torch.ao.nn.": (
         "{where} is {name}, a quantized layer of torch.ao: its weights are packed for one device's kernels, which nothing can split",
@@ -48,7 +49,7 @@ MODULES: Final[Mapping[str, tuple[str, str]]] = {
 """Classes of modules that are refused, by full name or by package (with a dot at its end): (what is wrong, what to do)."""
 
 MODELS: Final[Mapping[str, str]] = {
-    "torch.export.exported_program.ExportedProgram": "give meshc the module that torch.export.export was given",
+    "torch.export.exported_program.ExportedProgram": "give it the module of the ExportedProgram: TrainStep(exported.module(), ...)",
     "torch.jit.torch.jit.ScriptFunction": "give meshc the Python function that torch.jit.script was given",
 }
 
@@ -155,7 +156,7 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
         for base in type(child).__mro__:
             full = _full_name(base)
             found = MODULES.get(full) or next((row for key, row in MODULES.items() if key[-1] == "." and full.startswith(key)), None)
-            if found is not None:
+            if found is not None and (path or full != exported.MODULE):
                 text, advice = found
                 where = f"model.{path}" if path else "the model"
                 said = text.format(where=where, name=type(child).__name__)

@@ -111,7 +111,11 @@ class ReferenceRandom(TorchDispatchMode):
                 "  why: a checkpointed region runs forward again without the state that the generator had\n"
                 "  what to do: checkpoint(..., preserve_rng_state=True), or switch checkpointing off in the reference"
             )
-        return answer(self, func, named)
+        return self.answered(answer, func, args, kwargs)
+
+    def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
+        """What a random call gets; who records calls does something else."""
+        return answer(self, func, _named(func, args, kwargs))
 
     def next(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
         """(seed_step, call, tile) of the next random call, which draws `shape`."""
@@ -120,8 +124,12 @@ class ReferenceRandom(TorchDispatchMode):
         shape = tuple(shape)
         if call == self.calls:  # not one that a checkpointed region repeats
             self.drawn.append((str(func), shape))
-        tile = self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
-        return random.seed_step(self.seed, self.step, device or "cpu"), call, tile
+        number, tile = self.tile_of_call(call, shape)
+        return random.seed_step(self.seed, self.step, device or "cpu"), number, tile
+
+    def tile_of_call(self, call: int, shape: tuple[int, ...]) -> tuple[int, Tile]:
+        """The number under which a call draws, and which tile of its draws it gets."""
+        return call, self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
 
     def draws(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> distributions.Draws:
         """The next random call, for a distribution."""

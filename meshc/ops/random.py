@@ -34,6 +34,10 @@ torch.library.define("meshc::dropout", f"(Tensor x, Tensor seed_step, int call, 
 torch.library.define("meshc::dropout_backward", "(Tensor grad, Tensor mask, float p) -> Tensor", tags=_TAGS)
 
 
+FIRST_VALUES = (1 << 32) - 1
+"""The step whose draws are a model's first values: one that training does not come to."""
+
+
 def seed_step(seed: int, step: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """The int64 tensor [2] that the operators read: the 64 bits of `seed` (as torch.initial_seed() gives them) and the step."""
     return torch.tensor([_signed(seed), _signed(step)], dtype=torch.int64, device=device)

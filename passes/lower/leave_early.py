@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from meshc.check.memory import writes
 from meshc.ir import has_record, records, runs_on_host, spmd
+from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.in_place import WRITERS
 from meshc.program.packing import is_view
 

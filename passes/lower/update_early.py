@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import has_record, is_getitem, local_bytes, record, records, runs_on_host, spmd
 from meshc.ir.graph import made_of, read_by
+from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.kept_state import WIDENS
 from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-from scipy.optimize import OptimizeResult, linprog
+from typing import TYPE_CHECKING, Any, Final
 
 from meshc.errors import CompileError
+from meshc.later import Later
+
+if TYPE_CHECKING:
+    from scipy import optimize
+else:
+    optimize = Later("scipy.optimize")
 
 ITERATIONS: Final = 2_000_000
 ANSWERED, INFEASIBLE = 0, 2
@@ -17,14 +21,14 @@ WAYS: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
-def solved(*program: Any, bounds: Any) -> OptimizeResult | None:
+def solved(*program: Any, bounds: Any) -> optimize.OptimizeResult | None:
     """What `scipy.optimize.linprog` says of a program; None if no choice keeps it.
 
     Raises CompileError where no way of solving it comes to an answer.
     """
     said = []
     for way in WAYS:
-        found = linprog(*program, bounds=bounds, method=way["method"], options={"maxiter": ITERATIONS, **way.get("options", {})})
+        found = optimize.linprog(*program, bounds=bounds, method=way["method"], options={"maxiter": ITERATIONS, **way.get("options", {})})
         if found.status == ANSWERED:
             return found
         if found.status == INFEASIBLE:

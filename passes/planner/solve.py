@@ -13,18 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix, vstack
 
+from meshc.later import Later
 from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Group, Leg, Model, Pick
 from meshc.passes.planner.numbered import numbered
 from meshc.passes.planner.space import Floats, Numbers
+
+if TYPE_CHECKING:
+    from scipy import optimize, sparse
+else:
+    optimize, sparse = Later("scipy.optimize"), Later("scipy.sparse")
 
 MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
@@ -235,9 +239,9 @@ class Columns:
     # -------------------------------------------------------------------------------------------------------------------------- solved
 
     @property
-    def matrix(self) -> csr_matrix:
+    def matrix(self) -> sparse.csr_matrix:
         rows, columns, values = self.entries
-        return csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
+        return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
 
     def relaxed(self) -> Relaxed | None:
         """The linear relaxation; None if not even that keeps the budget. (That no column is more than 1 follows from the rows: a limit of
@@ -247,8 +251,8 @@ class Columns:
         above, below = ~equal & np.isfinite(least), ~equal & np.isfinite(most)
         limits = np.concatenate([-least[above], most[below]])
         found = solved(
-            np.array(self.cost) * MILLI, vstack([-matrix[above], matrix[below]]) if len(limits) else None, limits if len(limits) else None,
-            matrix[equal], least[equal], bounds=(0, None),
+            np.array(self.cost) * MILLI, sparse.vstack([-matrix[above], matrix[below]]) if len(limits) else None,
+            limits if len(limits) else None, matrix[equal], least[equal], bounds=(0, None),
         )  # fmt: skip
         if found is None:
             return None
@@ -269,8 +273,9 @@ class Columns:
         integral = np.zeros(len(self.cost))
         integral[: self.options] = 1
         least, most = np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
-        found = milp(
-            np.array(self.cost) * MILLI, integrality=integral, bounds=Bounds(0, 1), constraints=LinearConstraint(self.matrix, least, most),
+        found = optimize.milp(
+            np.array(self.cost) * MILLI, integrality=integral, bounds=optimize.Bounds(0, 1),
+            constraints=optimize.LinearConstraint(self.matrix, least, most),
             options={"node_limit": nodes, "mip_rel_gap": gap},
         )  # fmt: skip
         bound = None if found.mip_dual_bound is None else float(found.mip_dual_bound) / MILLI

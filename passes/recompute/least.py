@@ -10,12 +10,18 @@ of equal cost the one closest to backward is taken, so that least is made again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_flow
 from torch.fx import Node
+
+from meshc.later import Later
+
+if TYPE_CHECKING:
+    from scipy import sparse
+    from scipy.sparse import csgraph
+else:
+    sparse, csgraph = Later("scipy.sparse"), Later("scipy.sparse.csgraph")
 
 _MOST: Final = 2**31 - 1
 """No cut goes through here; the flow's numbers are 32-bit."""
@@ -84,15 +90,15 @@ def _cut(
             edges[at + 1, sink] = _MOST
     rows, columns = zip(*edges, strict=True)
     shape = (2 * len(values) + 2,) * 2
-    capacity = csr_matrix((np.fromiter(edges.values(), np.int32), (rows, columns)), shape)
-    flow = maximum_flow(capacity, source, sink).flow
+    capacity = sparse.csr_matrix((np.fromiter(edges.values(), np.int32), (rows, columns)), shape)
+    flow = csgraph.maximum_flow(capacity, source, sink).flow
     late = _reaching(sink, capacity - flow)
     return {node for node, at in place.items() if at + 1 in late and at not in late}
 
 
-def _reaching(sink: int, left: csr_matrix) -> set[int]:
+def _reaching(sink: int, left: sparse.csr_matrix) -> set[int]:
     """Places from which more could flow to the sink."""
-    behind = csr_matrix(left.T)
+    behind = sparse.csr_matrix(left.T)
     found, work = {sink}, [sink]
     while work:
         at = work.pop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -13,7 +13,7 @@ from meshc.errors import StateError, lines_of, listed
 from meshc.files.weight_files import Weights
 from meshc.ir.keys import key_of
 from meshc.runtime.comm.stage_transfers import StageTransfers
-from meshc.runtime.saved.pieces import read_tile
+from meshc.runtime.saved.pieces import Slices, read_tile
 from meshc.runtime.state.held import Held
 from meshc.runtime.state.store import Store
 
@@ -21,11 +21,12 @@ _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 _EXTRA: Final = "_extra_state"
 
 
-def load(store: Store, weights: Weights, where: str) -> None:
-    """Read all that the model and the files both have. Raises StateError, before anything is changed, naming what does not fit, and what
-    has no values and is not there; warns of what else is not there, which keeps its values, and of what the model does not have."""
+def load(store: Store, weights: Weights, where: str, expected: Callable[[str], bool] = lambda name: True) -> None:
+    """Read all that the model and the files both have; of the rest of the model the names that are `expected` are missing. Raises
+    StateError, before anything is changed, naming what does not fit, and what has no values and is missing; warns of what else is missing,
+    which keeps its values, and of what the model does not have."""
     store.adopt_changes()
-    wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA]
+    wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA and expected(name)]
     pairs: dict[str, tuple[Held, str]] = {}
     for name in weights.names:
         held = held_of(store, name)
@@ -38,14 +39,25 @@ def load(store: Store, weights: Weights, where: str) -> None:
     strange = [name for name in weights.names if held_of(store, name) is None]
     if strange:
         warnings.warn(f"{listed(strange, 6)} in {where} are not in the model, and are left out", stacklevel=4)
+    for held, name in pairs.values():
+        put(store, held, weights, name)
+    begin_again(store, pairs.keys())
+
+
+def put(store: Store, held: Held, weights: Slices, name: str) -> None:
+    """Give a stored tensor what lies under a name: this rank reads its own tile of it."""
+    home = held.home
+    if not isinstance(home, StageTransfers) or home.member or held.lags:
+        with torch.no_grad():
+            store.write_tile(held, read_tile(weights, name, held.sharding, home.sizes, home.coordinates))
+
+
+def begin_again(store: Store, keys: Collection[str]) -> None:
+    """Optimizer state that begins as a copy of one of these parameters is one again."""
     with torch.no_grad():
-        for held, name in pairs.values():
-            home = held.home
-            if not isinstance(home, StageTransfers) or home.member or held.lags:
-                store.write_tile(held, read_tile(weights, name, held.sharding, home.sizes, home.coordinates))
         for held in store.held.values():
-            if held.of in pairs and held.fresh is not None and held.fresh.fill is None:
-                store.reset(held)  # it begins as a copy of the parameter
+            if held.of in keys and held.fresh is not None and held.fresh.fill is None:
+                store.reset(held)
 
 
 def fill_buffers(store: Store, fill: Callable[[nn.Module], object]) -> None:

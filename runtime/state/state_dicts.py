@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
@@ -81,11 +81,12 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     return dict(_full(store, state) if full else state)
 
 
-def whole_model(store: Store) -> dict[str, Tensor]:
-    """The model's tensors alone, whole and on the CPU of rank 0; {} elsewhere."""
+def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """The model's tensors alone (those of the names that are wanted), whole and on the CPU of rank 0; {} elsewhere."""
     store.adopt_changes()
     store.sync()
-    return _full(store, {"model": dict(store.model.state_dict()), "meshc": {}}).get("model", {})
+    found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
+    return _full(store, {"model": found, "meshc": {}}).get("model", {})
 
 
 def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
@@ -111,77 +112,6 @@ def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
     elif optim is not None:
         store.step = 0
         warnings.warn("the checkpoint was not written by a meshc program: random numbers (dropout) start again at step 0", stacklevel=3)
-
-
-def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
-    """Fills a model that was built on `meta`: `fn(model)` runs once, on rank 0, with every parameter and buffer a whole CPU tensor.
-
-        program.init_weights(lambda model: model.init_weights())         # transformers
-        program.init_weights(lambda model: model.apply(init_one_module))
-
-    Values that were there before are kept unless `fn` changes them. The result is scattered tensor by tensor; rank 0 needs CPU memory
-    for the whole model. Raises StateError on all ranks if `fn` raises, or leaves something without values.
-    """
-    store.adopt_changes()
-    unfilled = set(store.unfilled)
-    held_ones = [held for held in store.held.values() if not held.of]
-    root = dist.get_rank() == 0
-    values: list[Tensor] = []
-    error: list[str | None] = [None]
-    with torch.no_grad():
-        for held in held_ones:
-            whole = held.whole()
-            if root and held.name in unfilled:
-                values.append(_empty(held))
-            elif root:
-                values.append(whole.to("cpu", copy=True))
-    if root:
-        try:
-            store.filling = True
-            values = _with_plain_tensors(held_ones, values, store.model, fn)
-            left = [held.name for held, value in zip(held_ones, values, strict=True) if value.is_floating_point() and value.isnan().all()]
-            left = [name for name in left if name in unfilled]
-            error = [f"it left without values: {', '.join(left[:6])}" if left else None]
-        except Exception as raised:
-            error = [f"{type(raised).__name__}: {raised}"]
-        finally:
-            store.filling = False
-    if store.transfers.groups.world is not None:
-        dist.broadcast_object_list(error, src=0, group=store.transfers.groups.world)
-    if error[0] is not None:
-        raise StateError(f"init_weights: the function failed on rank 0\n  why: {error[0]}")
-    with torch.no_grad():
-        for index, held in enumerate(held_ones):
-            held.buffer.copy_(held.scattered(values[index] if root else None))
-            held.stale = not held.shared
-    store.sync()
-
-
-def _with_plain_tensors(held_ones: list[Held], values: list[Tensor], model: nn.Module, fn: Callable[[nn.Module], object]) -> list[Tensor]:
-    """Runs `fn` with `values` in the place of the live tensors, and returns what then stands there."""
-    try:
-        for held, value in zip(held_ones, values, strict=True):
-            is_parameter = isinstance(held.live, nn.Parameter)
-            plain = nn.Parameter(value, requires_grad=held.live.requires_grad) if is_parameter else value
-            for members, name in held.places:
-                members[name] = plain
-        fn(model)
-        found = []
-        for held in held_ones:
-            members, name = held.places[0]
-            if tuple(members[name].shape) != held.shape:
-                raise StateError(f"{held.name} was of shape {list(held.shape)} and is now of {list(members[name].shape)}")
-            found.append(members[name].detach())
-        return found
-    finally:
-        for held in held_ones:
-            for members, name in held.places:
-                members[name] = held.live
-
-
-def _empty(held: Held) -> Tensor:
-    value = torch.zeros(held.shape, dtype=held.dtype)
-    return value.fill_(float("nan")) if value.is_floating_point() else value
 
 
 def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerTables:

@@ -49,8 +49,8 @@ from meshc.runtime.state.held import Held
 class Store:
     """Made by `Store.adopt`; `Store.of(model)` finds it again.
 
-    `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them. `filling`: plain tensors stand in
-    the model for the time of `init_weights`, on one rank. `moves`: how often experts have been moved.
+    `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them. `filling`: other
+    tensors stand in the model for the time of `init_weights`. `moves`: how often experts have been moved.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, groups: Groups | None = None) -> None:
@@ -259,20 +259,15 @@ class Store:
         with alone("state_dict"):
             return state_dicts.state_dict(self, full)
 
-    def whole_model(self) -> dict[str, Tensor]:
+    def whole_model(self, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
         """`state_dicts.whole_model` of this store."""
         with alone("state_dict"):
-            return state_dicts.whole_model(self)
+            return state_dicts.whole_model(self, wanted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`state_dicts.load_state_dict` into this store."""
         with alone("load_state_dict"):
             state_dicts.load_state_dict(self, state)
-
-    def init_weights(self, fn: Callable[[nn.Module], object]) -> None:
-        """`state_dicts.init_weights` of this store."""
-        with alone("init_weights"):
-            state_dicts.init_weights(self, fn)
 
     def write(self, held: Held, value: Tensor) -> None:
         """Gives a stored tensor a value: a DTensor as it lies, or a plain tensor that is whole and the same on all ranks."""

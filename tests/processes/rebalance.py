@@ -248,7 +248,11 @@ def from_meta(mesh: Any) -> None:
     _one_step(program, twin)
     program.rebalance(UNEVEN)
     seen: dict[str, Tensor] = {}
-    program.init_weights(lambda module: seen.update({name: value.detach().clone() for name, value in module.named_parameters()}))
+
+    def look(module: nn.Module) -> None:
+        seen.update({name: torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()) for name, value in module.named_parameters()})
+
+    program.init_weights(look)
     for name, value in seen.items():
         _close(value, twin.model.get_parameter(name), name)
     _one_step(program, twin)

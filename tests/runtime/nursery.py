@@ -25,7 +25,9 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PRELOADED: Final = (
-    "meshc",
+    "meshc.api.compile",
+    "meshc.api.pretrained",
+    "meshc.api.verification",
     "pytest",
     "tests.models",
     "torch._functorch.aot_autograd",

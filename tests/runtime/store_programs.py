@@ -18,6 +18,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import FIRST, describe
 from meshc.program.program import Port
+from meshc.runtime.saved.initial import init_weights
 from meshc.runtime.state.store import Store
 from tests.runtime.store_model import (
     COPIES,
@@ -164,19 +165,20 @@ def meta(plan: str, folder: str) -> None:
 
     model, store = build()
     with refused("ZeroDivisionError"):
-        store.init_weights(lambda whole_model: 1 / 0)
+        init_weights(store, lambda whole_model: 1 / 0)
     with refused("left without values: ", "up.weight"):
-        store.init_weights(lambda whole_model: nn.init.ones_(whole_model.wte.weight))
+        init_weights(store, lambda whole_model: nn.init.ones_(whole_model.wte.weight))
+
+    original = seeded_model()
 
     def initialise(whole_model: nn.Module) -> None:
-        assert dist.get_rank() == 0 and whole_model.head.weight is whole_model.wte.weight and whole_model.wte.weight.shape == (129, 8)
-        original = seeded_model()
+        assert whole_model.head.weight is whole_model.wte.weight and whole_model.wte.weight.shape == (129, 8)
         for parameter, value in zip(whole_model.parameters(), original.parameters(), strict=True):
             parameter.data.copy_(value.data)
         whole_model.scale.copy_(original.scale)
         whole_model.calls.fill_(7)
 
-    store.init_weights(initialise)
+    init_weights(store, initialise)
     store.check_filled()
     check_values(store, model, want)
     assert model.calls.item() == 7

@@ -45,6 +45,6 @@ def _silent(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
             return OptimizeResult(status=4, message="status unknown")
         return found(*program, method=method, **how)
 
-    found = linear.linprog
-    monkeypatch.setattr(linear, "linprog", linprog)
+    found = linear.optimize.linprog
+    monkeypatch.setattr(linear.optimize, "linprog", linprog)
     return asked

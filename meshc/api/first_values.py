@@ -1,0 +1,63 @@
+"""First values of a model on one device: those that `Program.init_weights` gives on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshc.errors import StateError, listed
+from meshc.frontend.own_init import initialise
+from meshc.frontend.reference import ReferenceRandom
+from meshc.ops.random import FIRST_VALUES
+from meshc.runtime.state import adoption
+from meshc.runtime.state.store import Store
+
+
+def init_weights(model: nn.Module, fn: Callable[[nn.Module], object] | None = None, *, seed: int | None = None) -> None:
+    """Give a model that is not compiled its first values; what is on `meta` becomes memory on the CPU.
+
+    fn    writes the values into the model; None: the model's own way, as `Program.init_weights` says
+    seed  of the numbered random calls (docs/randomness.md); None: `torch.initial_seed()`, as for a program
+
+    The values are those that `program.init_weights(fn)` gives on any mesh, for a program with that seed. Raises StateError for a compiled
+    model, and if something that was on `meta` has not been written."""
+    if Store.of(model) is not None:
+        raise StateError("init_weights: this model is compiled\n  what to do: program.init_weights(fn) on every rank")
+    made = _made(model)
+    with torch.no_grad(), ReferenceRandom(torch.initial_seed() if seed is None else seed, FIRST_VALUES):
+        (fn or initialise)(model)
+    left = [name for members, key, name in made if not adoption.is_filled(members[key])]
+    if left:
+        raise StateError(
+            f"init_weights left without values: {listed(left, 6)}\n"
+            "  what to do: give it a function that writes those too, or load them (model.load_state_dict)"
+        )
+
+
+def _made(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
+    """Gives what is on `meta` memory, marked as empty: where each stands, and its name."""
+    memory: dict[int, Tensor] = {}
+    found = []
+    for members, key, name in _places(model):
+        before = members[key]
+        if before is None or not before.is_meta:
+            continue
+        new = memory.get(id(before))
+        if new is None:
+            new = torch.empty(before.shape, dtype=before.dtype)
+            adoption.mark_empty(new)
+            new = memory[id(before)] = nn.Parameter(new, before.requires_grad) if isinstance(before, nn.Parameter) else new
+            memory[id(new)] = before  # kept, or another tensor would get its number
+        members[key] = new
+        found.append((members, key, name))
+    return found
+
+
+def _places(model: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:
+    for path, module in model.named_modules():
+        tables: tuple[dict[str, Tensor | None], ...] = (module._parameters, module._buffers)
+        for members in tables:
+            for key in list(members):
+                yield members, key, f"{path}.{key}" if path else key

@@ -1,0 +1,125 @@
+"""Adapters as peft keeps them, and base models' weights under the names that adapters give them.
+
+    adapter_config.json, adapter_model.safetensors         in the model
+    base_model.model.layers.0.q_proj.lora_A.weight ──────> base_model.model.layers.0.q_proj.lora_A.default.weight
+    base_model.model.score.weight ───────────────────────> base_model.model.score.modules_to_save.default.weight
+
+    the base model's files
+    layers.0.q_proj.weight ──────────────────────────────> base_model.model.layers.0.q_proj.base_layer.weight
+
+The names are found by what the model has, so that it does not matter whether peft wrapped the model or put adapters into it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from meshc.errors import ArtifactError, StateError
+from meshc.files.weight_files import Weights
+from meshc.ir.bounds import parse_json, read_text
+
+CONFIG: Final = "adapter_config.json"
+_PREFIX: Final = "base_model.model."
+_MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "bias")
+"""Entries of an adapter's configuration that say what its weights mean in the model."""
+
+
+class Renamed:
+    """`Weights` under other names: by each of them what it is called in the files."""
+
+    def __init__(self, files: Weights, names: Mapping[str, str]) -> None:
+        self._files, self._called = files, dict(names)
+        self.names: tuple[str, ...] = tuple(self._called)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._called[name])
+
+    def kind(self, name: str) -> str:
+        return self._files.kind(self._called[name])
+
+    def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        return self._files.slice(self._called[name], ranges)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._files.tensor(self._called[name])
+
+
+def adapters_of(model: nn.Module) -> dict[str, Any]:
+    """The configurations of a model's adapters, by their names; {} of a model without."""
+    found = getattr(model, "peft_config", None)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter."""
+    return (path / CONFIG).is_file()
+
+
+def chosen(model: nn.Module, path: Path, adapter: str | None) -> str:
+    """Which of a model's adapters the files in a folder are for. Raises StateError where there is none, where it is to be said which, and
+    where its configuration gives the weights another meaning than the model's does; ArtifactError for a configuration that is none."""
+    has = adapters_of(model)
+    if not has:
+        raise StateError(
+            f"{path} holds an adapter, and the model has none\n"
+            f"  what to do: before you compile it, model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained({str(path)!r}))"
+        )
+    name = adapter or (next(iter(has)) if len(has) == 1 else None)
+    if name is None or name not in has:
+        raise StateError(f"the model has the adapters {', '.join(sorted(has))}\n  what to do: load_pretrained(..., adapter=one of them)")
+    _compare(path, has[name], name)
+    return name
+
+
+def _compare(path: Path, mine: Any, name: str) -> None:
+    theirs = parse_json(read_text(path / CONFIG), str(path / CONFIG))
+    if not isinstance(theirs, dict):
+        raise ArtifactError(f"{path / CONFIG} is no adapter's configuration\n  what to do: download or copy it again")
+    other = []
+    for key in _MEANING:
+        have = mine.get(key) if isinstance(mine, Mapping) else getattr(mine, key, None)
+        have = getattr(have, "value", have)  # an enumeration, as peft has its types
+        if key in theirs and have is not None and (theirs[key] or None) != (have or None):
+            other.append(f"{key} is {json.dumps(theirs[key])}, of the model's adapter {name} it is {json.dumps(have, default=str)}")
+    if other:
+        raise StateError(
+            f"the adapter in {path} means something else than the model's:\n    " + "\n    ".join(other) + "\n"
+            f"  what to do: build the model's from it, peft.PeftConfig.from_pretrained({str(path)!r})"
+        )
+
+
+def of_adapter(model: nn.Module, files: Weights, adapter: str) -> Renamed:
+    """An adapter's files under the model's names; what the model does not have keeps its name."""
+    has = frozenset(model.state_dict())
+    return Renamed(files, {next((one for one in _with_adapter(name, adapter) if one in has), name): name for name in files.names})
+
+
+def _with_adapter(name: str, adapter: str) -> Iterator[str]:
+    for plain in (name, name.removeprefix(_PREFIX)):
+        parts = plain.split(".")
+        for at in range(len(parts), 0, -1):
+            yield ".".join([*parts[:at], adapter, *parts[at:]])
+            yield ".".join([*parts[:at], "modules_to_save", adapter, *parts[at:]])
+
+
+def is_of(name: str, adapters: Iterable[str]) -> bool:
+    """Whether a name of the model is one of these adapters'."""
+    return any(f".{adapter}." in f".{name}." for adapter in adapters)
+
+
+def of_base(model: nn.Module, files: Weights) -> Renamed:
+    """A base model's files under the names that they have in a model with adapters."""
+    renamed: dict[str, str] = {}
+    given = frozenset(files.names)
+    for name in model.state_dict():
+        plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        source = next((one for one in (name, plain, plain.removeprefix(_PREFIX)) if one in given), None)
+        if source is not None:
+            renamed[name] = source
+    taken = frozenset(renamed.values())
+    return Renamed(files, {**renamed, **{name: name for name in files.names if name not in taken}})

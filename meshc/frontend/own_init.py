@@ -1,0 +1,71 @@
+"""How a model gives its own parameters their first values, where its constructor ran on `meta` and could not.
+
+    transformers                 model.init_weights(), which calls _init_weights of the model that a module belongs to
+    others with init_weights()   that
+    any other                    reset_parameters() of each module that has one, the innermost first; then model._init_weights(module)
+                                 of each, where the model has such a method
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+_DONE: Final = "_is_hf_initialized"
+"""With which transformers marks modules, and parameters, that it leaves alone."""
+_RESETS: Final = ("reset_parameters", "_reset_parameters")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module) -> None:
+    """Gives a model its first values, in the way that it has itself."""
+    whole: Any = getattr(model, "init_weights", None)
+    if callable(whole) and _takes_nothing(whole):
+        with _unmarked(model):
+            whole()
+        return
+    model.apply(_reset)
+    one: Any = getattr(model, "_init_weights", None)
+    if callable(one):
+        model.apply(one)
+
+
+def of_one_module(model: nn.Module) -> Callable[[nn.Module], object] | None:
+    """What gives a module of the model its values: `_init_weights` of the outermost module that has it, which adapters may lie around."""
+    found: Any = next((one for one in model.modules() if callable(getattr(type(one), "_init_weights", None))), None)
+    return None if found is None else found._init_weights
+
+
+def _reset(module: nn.Module) -> None:
+    for name in _RESETS:
+        method: Any = getattr(module, name, None)
+        if callable(method) and _takes_nothing(method):
+            method()
+            return
+
+
+def _takes_nothing(function: Callable[..., object]) -> bool:
+    """Whether it can be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _unmarked(model: nn.Module) -> Iterator[None]:
+    """The model as if transformers had initialised nothing of it."""
+    owners: list[Any] = [one for one in (*model.modules(), *model.parameters(), *model.buffers()) if getattr(one, _DONE, False)]
+    for one in owners:
+        setattr(one, _DONE, False)
+    try:
+        yield
+    finally:
+        for one in owners:
+            setattr(one, _DONE, True)

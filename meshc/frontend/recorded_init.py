@@ -1,0 +1,227 @@
+"""A function that gives a model its values, recorded: it runs once, nothing of it is computed, and any rank computes any part of it later.
+
+    recording = Recording(seed, step)
+    with recording:
+        weight = recording.tensor(0, (8, 4), torch.float32)     # a tensor without memory
+        nn.init.normal_(weight)                                 # random call 0
+        weight[3].zero_()
+    recording.read(weight, ((2, 4), (0, 4)))                    # rows 2 and 3: the draws of call 0 there, and zeros
+
+Random calls are numbered and drawn as `meshc.reference.ReferenceRandom` does, so that the function run on one device inside that gives
+the same bits. Where it looks at a value (`if not mask.any()`), the value is computed there and then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshc.errors import StateError
+from meshc.frontend.recorded_values import Box, Evaluation, Geometry, Given, Known, Result, Seen, Value, Written
+from meshc.frontend.reference import Answer, Named, ReferenceRandom
+from meshc.private import OpOverload, trees_of_torch
+
+aten = torch.ops.aten
+_LOOKS_AT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _Memory:
+    """What tensors that share memory have in common: its value now."""
+
+    def __init__(self, recording: Recording, base: Tensor, value: Value) -> None:
+        self.recording, self.base, self.value = recording, base, value
+
+
+class Recorded(Tensor):
+    """A tensor without memory: a view (`shadow`, on `meta`) of a `_Memory`."""
+
+    memory: _Memory
+    shadow: Tensor
+
+    @staticmethod
+    def __new__(cls, memory: _Memory, shadow: Tensor, requires_grad: bool = False) -> Recorded:
+        made: Recorded = Tensor._make_wrapper_subclass(
+            cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype,
+            device=torch.device("cpu"), requires_grad=requires_grad,
+        )  # fmt: skip
+        made.memory, made.shadow = memory, shadow
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Recorded({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None) -> Any:
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # a descriptor of torch's
+            target, value = args
+            with torch.no_grad():
+                target.copy_(_fitting(target, value))
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # what comes back is no Recorded unless it was made as one
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is a function that is no classmethod
+        cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
+    ) -> Any:
+        first = next(leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
+        return first.memory.recording.record(func, args, kwargs or {})
+
+
+def _fitting(target: Tensor, value: Tensor) -> Tensor:
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise StateError(
+            f"`.data` of a {target.dtype} tensor of shape {list(target.shape)} was given one of {value.dtype} {list(value.shape)}: weights "
+            "keep the shape and dtype that they were compiled with"
+        )
+    return value
+
+
+class Recording(ReferenceRandom):
+    """The mode in which a function is recorded. `given(at)` is what was there before, whole; None where nothing was."""
+
+    def __init__(self, seed: int, step: int, given: Callable[[int], Tensor | None] = lambda at: None) -> None:
+        super().__init__(seed, step)
+        self._evaluation = Evaluation(seed, step, given)
+        self._count = 0
+        self._said = hashlib.sha256()
+
+    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Recorded:
+        """A tensor that the function may write: number `at` of the model's."""
+        shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return Recorded(_Memory(self, shadow, Given(self._next(), Geometry.of(shadow), dtype, at=at)), shadow, requires_grad)
+
+    def value(self, x: Tensor) -> Value:
+        """What a tensor holds now, whether it is recorded or not."""
+        if not isinstance(x, Recorded):
+            self._say(_content(x))
+            return Known(self._next(), Geometry.of(torch.empty(x.shape, device="meta")), x.dtype, tensor=x.detach().to("cpu", copy=True))
+        where = Geometry.of(x.shadow)
+        if where == Geometry.of(x.memory.base):
+            return x.memory.value
+        return Seen(self._next(), where, x.dtype, base=x.memory.value)
+
+    def untouched(self, x: Tensor) -> bool:
+        """Whether a tensor of the model holds what it held before."""
+        return isinstance(x, Recorded) and isinstance(x.memory.value, Given)
+
+    def read(self, value: Value | Tensor, box: Box | None = None) -> Tensor:
+        """A box of a value, in memory of its own."""
+        return self._evaluation.read(self.value(value) if isinstance(value, Tensor) else value, box)
+
+    def ask(self, value: Value) -> None:
+        """`Evaluation.ask`."""
+        self._evaluation.ask(value)
+
+    def forget(self) -> None:
+        """Drops what was computed whole for the tensor before."""
+        self._evaluation.forget()
+
+    def digest(self, values: Sequence[Value]) -> str:
+        """Of all that was done, and of what stands where: equal where two ranks have recorded the same."""
+        return hashlib.sha256(self._said.digest() + repr([value.number for value in values]).encode()).hexdigest()
+
+    # ------------------------------------------------------------------------------------------------------------- recording
+
+    def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
+        if not any(isinstance(leaf, Recorded) for leaf in trees_of_torch.tree_leaves((args, kwargs))):
+            return super().answered(answer, func, args, kwargs)
+        shape = next(leaf.shape for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
+        _, call, _ = self.next(func, shape, None)
+        return self.record(func, args, kwargs, call)
+
+    def record(self, func: OpOverload, args: Sequence[Any], kwargs: Named, call: int | None = None) -> Any:
+        """One call of an operator that has a recorded tensor among its operands."""
+        written = _written(func, args, kwargs)
+        if _LOOKS_AT & set(func.tags) or any(not isinstance(x, Recorded) for _, x in written):
+            return self._now(func, args, kwargs)
+        if func is aten.any.default:
+            return self._looked_at(args[0])
+        if torch.Tag.inplace_view in func.tags:
+            raise StateError(f"{func} changes the shape of a tensor in place, which is not recorded\n  what to do: call it without the _")
+        shadows = trees_of_torch.tree_map(_shadow, (tuple(args), dict(kwargs)))
+        made = func(*shadows[0], **{name: _on_meta(name, value) for name, value in shadows[1].items()})
+        before = trees_of_torch.tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (tuple(args), dict(kwargs)))
+        self._say((str(func), call, *(_told(leaf) for leaf in trees_of_torch.tree_leaves(before))))
+
+        def result(x: Tensor, **which: Any) -> Result:
+            return Result(self._next(), Geometry.of(x), x.dtype, func=func, args=before[0], kwargs=before[1], call=call, **which)
+
+        for at, x in written:
+            self._write(x, result(x.shadow, written=at))
+        known = [leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)]
+        leaves, tree = trees_of_torch.tree_flatten(made)
+        outputs = [self._output(x, known, partial(result, x, output=at)) for at, x in enumerate(leaves)]
+        return trees_of_torch.tree_unflatten(outputs, tree)
+
+    def _output(self, x: Any, known: Sequence[Recorded], result: Callable[[], Result]) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        for operand in known:
+            if x is operand.shadow:
+                return operand
+        for operand in known:
+            if x.untyped_storage()._cdata == operand.memory.base.untyped_storage()._cdata:
+                return Recorded(operand.memory, x)
+        return Recorded(_Memory(self, x, result()), x)
+
+    def _write(self, x: Recorded, value: Value) -> None:
+        memory, where = x.memory, Geometry.of(x.shadow)
+        if where != Geometry.of(memory.base):
+            value = Written(self._next(), Geometry.of(memory.base), memory.base.dtype, base=memory.value, where=where, value=value)
+        memory.value = value
+
+    def _looked_at(self, x: Recorded) -> Tensor:
+        """`any` is computed a chunk at a time: who asks for it looks at it next (`trunc_normal_`)."""
+        found = torch.tensor(self._evaluation.holds_anywhere(self.value(x)))
+        self.forget()
+        return found
+
+    def _now(self, func: OpOverload, args: Sequence[Any], kwargs: Named) -> Any:
+        """A call that needs its operands: it happens here."""
+        real = trees_of_torch.tree_map(lambda leaf: self.read(leaf) if isinstance(leaf, Recorded) else leaf, (tuple(args), dict(kwargs)))
+        self.forget()
+        return func(*real[0], **real[1])
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _say(self, what: object) -> None:
+        self._said.update(repr(what).encode())
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple[int | str, Any]]:
+    """The operands that a call overwrites, each with its place."""
+    found: list[tuple[int | str, Any]] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if at < len(args):
+                found.append((at, args[at]))
+            elif argument.name in kwargs:
+                found.append((argument.name, kwargs[argument.name]))
+    return found
+
+
+def _shadow(leaf: Any) -> Any:
+    if isinstance(leaf, Recorded):
+        return leaf.shadow
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _on_meta(name: str, value: Any) -> Any:
+    return torch.device("meta") if name == "device" and value is not None else value
+
+
+def _told(leaf: Any) -> Any:
+    return ("value", leaf.number) if isinstance(leaf, Value) else leaf
+
+
+def _content(x: Tensor) -> tuple[str, tuple[int, ...], str]:
+    raw = x.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return str(x.dtype), tuple(x.shape), hashlib.sha256(raw.numpy().tobytes()).hexdigest()

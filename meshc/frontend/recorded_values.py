@@ -1,0 +1,346 @@
+"""Values that a function would have written, computed for any box of a tensor at a time.
+
+    normal_(weight); weight[0].zero_()        Written(Result(normal_, call 7), row 0, Result(zero_))
+    box rows 4:8 of weight                    the draws of call 7 at rows 4:8; row 0 is not among them
+
+What is computed element by element, and draws that fill a tensor, are computed for the box alone, in chunks; anything else (a QR
+decomposition) is computed whole, and its box taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshc.frontend.reference import FILLING, ReferenceRandom
+from meshc.private import OpOverload, trees_of_torch
+
+aten = torch.ops.aten
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""From and to, a pair for each dim."""
+
+CHUNK_BYTES: Final = 16 << 20
+"""What is computed at a time: a few tensors of this size are there beside the result."""
+
+_ELEMENTWISE: Final = {
+    aten.zero_, aten.fill_, aten.copy_, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten._to_copy, aten.clone,
+    aten.detach, aten.alias,
+}  # fmt: skip
+"""Beside what torch calls pointwise."""
+
+_DRAWN: Final = {
+    *(getattr(aten, f"{name}_") for name in FILLING), aten.bernoulli_, aten.rand, aten.randn, aten.rand_like, aten.randn_like
+}  # fmt: skip
+"""Random operators that give each element its own draw, whose number is the element's."""
+
+_OVERWRITES: Final = {aten.zero_, aten.fill_, aten.copy_, aten.bernoulli_, *(getattr(aten, f"{name}_") for name in FILLING)}
+"""What was there before is not read."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where a view lies in the memory of what it is a view of."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Geometry:
+        return cls(tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+
+@dataclass(eq=False)
+class Value:
+    """What a tensor holds at one moment. `number` counts the values of a recording."""
+
+    number: int
+    geometry: Geometry
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.geometry.size
+
+
+@dataclass(eq=False)
+class Given(Value):
+    """What was there before, by the place it had among the tensors of the model."""
+
+    at: int = 0
+
+
+@dataclass(eq=False)
+class Known(Value):
+    """A tensor that was there to begin with, or was computed on the way."""
+
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass(eq=False)
+class Result(Value):
+    """What a call left in one of its arguments (`written`), or returned (`output`). Tensors among `args` are values; `call` is the number
+    of its draws."""
+
+    func: OpOverload = aten.detach.default
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    call: int | None = None
+    written: int | str | None = None
+    output: int = 0
+
+
+@dataclass(eq=False)
+class Seen(Value):
+    """A view of a value."""
+
+    base: Value | None = None
+
+
+@dataclass(eq=False)
+class Written(Value):
+    """A value of which a view has been written."""
+
+    base: Value | None = None
+    where: Geometry = Geometry((), (), 0)
+    value: Value | None = None
+
+
+class _Answered(ReferenceRandom):
+    """Answers the one random call that runs inside it with the draws of call number `number`, at a tile of what was drawn."""
+
+    def __init__(self, seed: int, step: int, number: int, shape: Sequence[int], box: Box) -> None:
+        super().__init__(seed, step)
+        self._number, self._whole, self._starts = number, list(shape), [start for start, _ in box]
+
+    def tile_of_call(self, call: int, shape: tuple[int, ...]) -> tuple[int, tuple[Sequence[int], Sequence[int], Sequence[int]]]:
+        elementwise = len(shape) == len(self._whole)
+        return self._number, (self._whole, shape, self._starts) if elementwise else (shape, shape, [0] * len(shape))
+
+
+class Evaluation:
+    """Computes values. `given(at)` is what stood at a place of the model before, whole, or None where nothing did."""
+
+    def __init__(self, seed: int, step: int, given: Callable[[int], Tensor | None]) -> None:
+        self._seed, self._step, self._given = seed, step, given
+        self._whole: dict[int, Tensor] = {}
+        self._stood: dict[int, Tensor | None] = {}
+
+    def forget(self) -> None:
+        """Drops what was computed whole, or asked for, for the value before."""
+        self._whole.clear()
+        self._stood.clear()
+
+    def ask(self, value: Value) -> None:
+        """Asks for all that stood before and that this value is made of, in the same order on every rank."""
+        for at in sorted(reads(value)):
+            self._before(at)
+
+    @torch.no_grad()
+    def read(self, value: Value, box: Box | None = None) -> Tensor:
+        """A box of a value, in memory of its own; all of it by default."""
+        box = box or full(value.shape)
+        out = torch.empty([stop - start for start, stop in box], dtype=value.dtype)
+        rows = len(out) if out.dim() else 0
+        step = max(1, CHUNK_BYTES * rows // max(1, out.numel() * out.element_size())) if rows else 1
+        if not rows:
+            return out.copy_(self._box(value, box))
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            out[start:stop] = self._box(value, ((box[0][0] + start, box[0][0] + stop), *box[1:]))
+        return out
+
+    def holds_anywhere(self, value: Value) -> bool:
+        """Whether any element is not zero, a chunk at a time."""
+        shape = value.shape
+        if not shape or not shape[0]:
+            return bool(self._box(value, full(shape)).any())
+        rows = max(1, CHUNK_BYTES // max(1, 4 * math.prod(shape[1:])))
+        chunks = (((at, min(shape[0], at + rows)), *full(shape)[1:]) for at in range(0, shape[0], rows))
+        return any(bool(self._box(value, chunk).any()) for chunk in chunks)
+
+    def _box(self, value: Value, box: Box) -> Tensor:
+        """Not to be written: it may be somebody's memory."""
+        if isinstance(value, Known):
+            return value.tensor[_slices(box)]
+        if isinstance(value, Written):
+            return self._written(value, box)
+        if isinstance(value, Seen):
+            return self._seen(value, box)
+        if isinstance(value, Given) and self._before(value.at) is None:
+            return nothing([stop - start for start, stop in box], value.dtype)
+        if isinstance(value, Result) and _by_element(value.func):
+            return self._called(value, box)
+        return self._all(value)[_slices(box)]
+
+    def _all(self, value: Value) -> Tensor:
+        """A value whole, kept until `forget`."""
+        found = self._whole.get(value.number)
+        if found is None:
+            found = self._whole[value.number] = self._made(value)
+        return found
+
+    def _made(self, value: Value) -> Tensor:
+        if isinstance(value, Given):
+            before = self._before(value.at)
+            return before if before is not None else nothing(value.shape, value.dtype)
+        if isinstance(value, Result):
+            return self._called(value, None)
+        return self._box(value, full(value.shape))
+
+    def _before(self, at: int) -> Tensor | None:
+        if at not in self._stood:
+            self._stood[at] = self._given(at)
+        return self._stood[at]
+
+    def _called(self, value: Result, box: Box | None) -> Tensor:
+        """Runs a call, on a box of its operands or on all of each."""
+        written: dict[int | str, Tensor] = {}
+
+        def operand(at: int | str, leaf: object) -> object:
+            if not isinstance(leaf, Value):
+                return leaf
+            if at == value.written and value.func.overloadpacket in _OVERWRITES:
+                written[at] = torch.empty(here, dtype=leaf.dtype)
+                return written[at]
+            read = self._all(leaf) if box is None else self._box(leaf, _beside(leaf.shape, box))
+            if at == value.written or _writes(value.func, at):
+                read = written[at] = read.clone()
+            return read
+
+        shape = value.shape
+        here = [stop - start for start, stop in box] if box is not None else list(shape)
+
+        args = [trees_of_torch.tree_map(lambda leaf, at=at: operand(at, leaf), arg) for at, arg in enumerate(value.args)]
+        kwargs = {name: trees_of_torch.tree_map(lambda leaf, at=name: operand(at, leaf), arg) for name, arg in value.kwargs.items()}
+        if box is not None and value.func.overloadpacket in (aten.rand, aten.randn):
+            args[0] = here
+        if value.call is None:
+            made = value.func(*args, **kwargs)
+        else:
+            with _Answered(self._seed, self._step, value.call, shape, box or full(shape)):
+                made = value.func(*args, **kwargs)
+        if value.written is not None:
+            return written[value.written]
+        return trees_of_torch.tree_leaves(made)[value.output]
+
+    def _seen(self, value: Seen, box: Box) -> Tensor:
+        assert value.base is not None
+        ranges = ranges_of(value.base.geometry, value.geometry)
+        if ranges is None:
+            return _memory(value.base.geometry, self._all(value.base)).as_strided(*_strided(value))[_slices(box)]
+        wanted, at = [], iter(box)
+        for start, _, kept in ranges:
+            first, last = next(at) if kept else (0, 1)
+            wanted.append((start + first, start + last))
+        return self._box(value.base, tuple(wanted)).reshape([stop - start for start, stop in box])
+
+    def _written(self, value: Written, box: Box) -> Tensor:
+        assert value.base is not None and value.value is not None
+        ranges = ranges_of(value.base.geometry, value.where)
+        if ranges is None:
+            whole = _memory(value.base.geometry, self._all(value.base))
+            whole.as_strided(value.where.size, value.where.stride, value.where.offset).copy_(self._all(value.value))
+            return whole[_slices(box)]
+        out = self._box(value.base, box).clone()
+        both = [(max(start, first), min(stop, last)) for (start, stop, _), (first, last) in zip(ranges, box, strict=True)]
+        if any(start >= stop for start, stop in both):
+            return out
+        inner = tuple((start - origin, stop - origin) for (start, stop), (origin, _, kept) in zip(both, ranges, strict=True) if kept)
+        target = out[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, box, strict=True))]
+        target.copy_(self._box(value.value, inner).reshape(target.shape))
+        return out
+
+
+def reads(value: Value) -> set[int]:
+    """The places of the model whose values before it is made of."""
+    found: set[int] = set()
+    left, met = [value], {value.number}
+    while left:
+        one = left.pop()
+        if isinstance(one, Given):
+            found.add(one.at)
+        for operand in _operands(one):
+            if operand.number not in met:
+                met.add(operand.number)
+                left.append(operand)
+    return found
+
+
+def _operands(value: Value) -> list[Value]:
+    if isinstance(value, Seen | Written):
+        return [one for one in (value.base, getattr(value, "value", None)) if one is not None]
+    if not isinstance(value, Result):
+        return []
+    over = value.written if value.func.overloadpacket in _OVERWRITES else None
+    read = [arg for at, arg in enumerate(value.args) if at != over], [arg for name, arg in value.kwargs.items() if name != over]
+    return [leaf for leaf in trees_of_torch.tree_leaves(read) if isinstance(leaf, Value)]
+
+
+def _by_element(func: OpOverload) -> bool:
+    return func.overloadpacket in _DRAWN or func.overloadpacket in _ELEMENTWISE or torch.Tag.pointwise in func.tags
+
+
+def full(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """NaN, or 0 where there is none: what a tensor holds that nobody has written."""
+    made = torch.zeros(tuple(shape), dtype=dtype)
+    return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made
+
+
+def ranges_of(base: Geometry, view: Geometry) -> list[tuple[int, int, bool]] | None:
+    """Of each dim of a contiguous base from where to where a view goes, and whether it is a dim of the view; None if it is no such view."""
+    if base.stride != contiguous(base.size) or base.offset:
+        return None
+    ranges: list[tuple[int, int, bool]] = []
+    rest, at = view.offset, 0
+    for size, stride in zip(base.size, base.stride, strict=True):
+        start = min(rest // stride, max(0, size - 1)) if stride else 0
+        rest -= start * stride
+        if at < len(view.size) and (view.stride[at] == stride or view.size[at] == 1 == size):
+            ranges.append((start, start + view.size[at], True))
+            at += 1
+        else:
+            ranges.append((start, start + 1, False))
+    fits = all(stop <= size for (_, stop, _), size in zip(ranges, base.size, strict=True))
+    return ranges if fits and rest == 0 and at == len(view.size) else None
+
+
+def contiguous(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor."""
+    strides = itertools.accumulate([1, *(max(1, one) for one in reversed(size))], lambda a, b: a * b)
+    return tuple(reversed(list(strides)[: len(size)]))
+
+
+def _strided(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return value.geometry.size, value.geometry.stride, value.geometry.offset
+
+
+def _memory(base: Geometry, whole: Tensor) -> Tensor:
+    """A copy of a tensor with the strides that it had where views of it were taken."""
+    return torch.empty_strided(base.size, base.stride, dtype=whole.dtype).copy_(whole)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _beside(shape: tuple[int, ...], box: Box) -> Box:
+    """The box of an operand that is broadcast to what `box` is a box of."""
+    behind = box[len(box) - len(shape) :] if shape else ()
+    return tuple((0, 1) if size == 1 else pair for size, pair in zip(shape, behind, strict=True))
+
+
+def _writes(func: OpOverload, at: int | str) -> bool:
+    arguments = func._schema.arguments
+    found = arguments[at] if isinstance(at, int) else next(one for one in arguments if one.name == at)
+    return found.alias_info is not None and found.alias_info.is_write

@@ -1,0 +1,25 @@
+"""Modules that are imported when something of them is first used: importing meshc should take little longer than importing torch.
+
+    if TYPE_CHECKING:
+        import sympy
+    else:
+        sympy = Later("sympy")
+    sympy.Symbol("s")               # imported here
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Later:
+    """Stands for a module, whose names it looks up as they are asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, found)
+        return found
