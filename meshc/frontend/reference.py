@@ -115,7 +115,7 @@ class ReferenceRandom(TorchDispatchMode):
 
     def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
         """What a random call gets; who records calls does something else."""
-        return answer(self, func, _named(func, args, kwargs))
+        return answer(self, func, by_name(func, args, kwargs))
 
     def next(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
         """(seed_step, call, tile) of the next random call, which draws `shape`."""
