@@ -28,7 +28,7 @@ from meshc.runtime.agreement.compare import Disagreement
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.ownership import calls_allowed, guard_calls
+from meshc.runtime.state.ownership import bar_calls, calls_allowed
 from meshc.runtime.state.store import Store
 
 WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
@@ -187,7 +187,7 @@ class Compilations:
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
         self._adopted()
         if asked.step is not None:
-            guard_calls(asked.module)
+            bar_calls(asked.module)
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
             self.spec = None if self.spec is None else self.spec.of_live(store.live)
