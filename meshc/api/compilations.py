@@ -34,7 +34,7 @@ from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_state import follow
-from meshc.runtime.state.ownership import calls_allowed, guard_calls
+from meshc.runtime.state.ownership import bar_calls, calls_allowed
 from meshc.runtime.state.store import Store
 
 OTHER_SIZES = (
@@ -264,7 +264,7 @@ class Compilations:
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
         self._adopted()
         if asked.step is not None:
-            guard_calls(asked.module)
+            bar_calls(asked.module)
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
             self.spec = None if self.spec is None else self.spec.of_live(store.live)

@@ -45,6 +45,7 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
     (r"Tensor\.backward\(\)", _SPLITTING),
     (r"[Dd]ata-dependent branching|Data.dependent jump", _BRANCH),
+    (r"ToFloat\(u\d+\)", f"{_KEEP}; momentum=None of a batch norm, which update_bn sets, divides by a counter: give it a number"),
     (r"tolist\(\)|\.item\(\)|unbacked symbols", _KEEP),
     (r"[Dd]ata.dependent|GuardOnDataDependent|Dynamic shape operator", _FIXED),
     (r"backwards? hooks", (

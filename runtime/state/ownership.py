@@ -22,7 +22,7 @@ from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.state import whole_state
-from meshc.runtime.state.guard import CallGuard, Guarded, put_guard, take_guards
+from meshc.runtime.state.barred import Bar, Barred, put_bar, take_bars
 from meshc.runtime.state.state_dict_callers import look_who_asks
 
 if TYPE_CHECKING:
@@ -73,20 +73,20 @@ def own_copies(module: nn.Module, store: Store) -> None:
         module.register_load_state_dict_pre_hook(_sync)
 
 
-def guard_calls(model: nn.Module) -> None:
+def bar_calls(model: nn.Module) -> None:
     """From now on calling the model raises, except within `calls_allowed`, and where its calls run a program."""
-    put_guard(model, _guard(model, Guarded.CALLED if vars(model).get(RUN) is not None else Guarded.OF_STEP))
+    put_bar(model, _bar(model, Barred.CALLED if vars(model).get(RUN) is not None else Barred.OF_STEP))
 
 
 def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
     """From now on calling the model calls `run`, except within `calls_allowed`. Its `forward` stays its own, and so does a copy of it:
     torch has this place in a module for what `nn.Module.compile` makes, and copies leave it out."""
     model._compiled_call_impl = run
-    put_guard(model, _guard(model, Guarded.CALLED))
+    put_bar(model, _bar(model, Barred.CALLED))
 
 
-def _guard(model: nn.Module, standing: Guarded) -> CallGuard:
-    return CallGuard(standing, partial(_refuse_stale, weakref.ref(model)))
+def _bar(model: nn.Module, standing: Barred) -> Bar:
+    return Bar(standing, partial(_refuse_stale, weakref.ref(model)))
 
 
 def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
@@ -104,15 +104,15 @@ def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
 
 @contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
-    """A context in which a call of the model is its own: for tracing, which would trace guards too, and for copies of the model."""
+    """A context in which a call of the model is its own: for tracing, which would trace bars too, and for copies of the model."""
     modules = list(model.modules())
-    guards = [(module, guard) for module in modules for guard in take_guards(module)]
+    bars = [(module, bar) for module in modules for bar in take_bars(module)]
     runs = [(module, run) for module in modules if (run := module.__dict__.pop(RUN, None)) is not None]
     try:
         yield
     finally:
-        for module, guard in guards:
-            put_guard(module, guard)
+        for module, bar in bars:
+            put_bar(module, bar)
         for module, run in runs:
             run_calls(module, run)
 

@@ -58,7 +58,7 @@ def lora(mesh: Any) -> None:
     assert same_loss(model, twin) != first
 
 
-@ROWS.row("LoRA: disable_adapter, merge_adapter, unmerge_adapter, set_adapter, scales, generate", line=BASE)
+@ROWS.row("LoRA: disable_adapter, merge_adapter, unmerge_adapter, set_adapter, generate", line=BASE)
 def inference(mesh: Any) -> None:
     """Nothing takes gradients: what changes are attributes of Python."""
     model, twin = adapted()

@@ -17,7 +17,7 @@ TITLE: Final = """# The ecosystem
 
 What a compiled model does where people pass models: by nothing, by one line, or refused with what to do instead. Each row is a
 check on two processes under gloo (`tests/frameworks/`): losses, gradients and parameters equal those of the plain model on one
-device, and a refusal is raised on every rank, with its advice.
+device, and a refusal is raised on every rank: by meshc with its advice, or by the library itself (DDP, `fully_shard`, the Trainer).
 
 A module that is compiled in module mode stays the live object: it is passed where a module is taken, and its call runs its program
 (`docs/decisions/0066-a-compiled-models-call-runs-its-program.md`). What is passed to it is by default the same on every rank
@@ -34,7 +34,7 @@ AFTER: Final = """
   copy is refused until `program.sync()`; `update_parameters` cannot look, so beside a `TrainStep` call `program.sync()` first.
 - **Mixed models.** `implicit_replication()` is torch's: plain tensors beside DTensors count as the same on every rank, which a
   head's parameters are under `inputs="global"`. Without it torch says "got mixed torch.Tensor and DTensor". Under `inputs="local"`
-  a plain head is one for DDP, by itself.
+  a plain head has gradients of each rank's own rows (DDP around the head alone is the way; it was not tried).
 - **What Python holds.** Between calls, `train()`/`eval()`, `requires_grad`, hooks, a replaced `forward`, settings of torch's own
   layers (`p` of Dropout, `momentum` of BatchNorm) and PEFT's adapters count; other attributes that forward reads are constants from
   the first call on.

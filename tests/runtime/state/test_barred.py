@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshc
-from meshc.runtime.state.guard import CallGuard, Guarded, guards_of, put_guard, take_guards
+from meshc.runtime.state.barred import Bar, Barred, bars_of, put_bar, take_bars
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -27,18 +27,18 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def test_one_at_a_time() -> None:
     module = nn.Linear(8, 3)
-    for kind in (Guarded.OF_STEP, Guarded.CALLED):
-        put_guard(module, CallGuard(kind))
-    assert [guard.standing for _, guard in guards_of(module)] == [Guarded.CALLED]
+    for kind in (Barred.OF_STEP, Barred.CALLED):
+        put_bar(module, Bar(kind))
+    assert [bar.standing for _, bar in bars_of(module)] == [Barred.CALLED]
     with pytest.raises(meshc.StateError, match="past its program\n.*\n  what to do: call the module"):
         module(X)
-    assert [guard.standing for guard in take_guards(module)] == [Guarded.CALLED]
+    assert [bar.standing for bar in take_bars(module)] == [Barred.CALLED]
     assert module(X).shape == (4, 3)
 
 
 def test_a_copy_of_what_has_plain_parameters_runs() -> None:
     module = nn.Linear(8, 3)
-    put_guard(module, CallGuard(Guarded.CALLED))
+    put_bar(module, Bar(Barred.CALLED))
     assert copy.deepcopy(module)(X).shape == (4, 3)
     with pytest.raises(meshc.StateError, match="is not pickled"):
         pickle.dumps(module)

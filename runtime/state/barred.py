@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError
 
 
-class Guarded(enum.Enum):
-    """What the module is that a guard stands before."""
+class Barred(enum.Enum):
+    """What the module is that a bar stands before."""
 
     OF_STEP = "of a TrainStep"
     CALLED = "compiled"
@@ -30,16 +30,16 @@ class Guarded(enum.Enum):
 
 
 SAID: Final = {
-    Guarded.OF_STEP: (
+    Barred.OF_STEP: (
         "this {name} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
         "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
     ),
-    Guarded.CALLED: (
+    Barred.CALLED: (
         "this {name} is compiled, and its own forward was reached past its program\n"
         "  why: its parameters lie on the mesh, where plain inputs do not go together with them\n"
         "  what to do: call the module, or `program`, what meshc.compile returned"
     ),
-    Guarded.COPY: (
+    Barred.COPY: (
         "this {name} is a copy of a compiled module: it has the DTensors, and no program\n"
         "  what to do: compile what is called, meshc.compile(copy, mesh, args=...), of an average the AveragedModel; copies begin with the "
         "values that they hold"
@@ -51,20 +51,20 @@ TRACED: Final = (
 )
 
 
-class CallGuard:
-    """A forward pre-hook. Its copy says that the module is one."""
+class Bar:
+    """A forward pre-hook. Its copy says that its module is a copy."""
 
     of_meshc = True
     """No part of what the model computes."""
 
-    def __init__(self, standing: Guarded, before_copy: Callable[[], None] | None = None) -> None:
+    def __init__(self, standing: Barred, before_copy: Callable[[], None] | None = None) -> None:
         """before_copy: raises where a copy would hold what is out of date."""
         self.standing, self.before_copy = standing, before_copy
 
     @property
     def copied(self) -> bool:
         """Whether the module is a copy of a compiled one."""
-        return self.standing is Guarded.COPY
+        return self.standing is Barred.COPY
 
     def __call__(self, module: nn.Module, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -73,10 +73,10 @@ class CallGuard:
             return  # copied before anything was compiled, or given plain values since
         raise StateError(SAID[self.standing].format(name=type(module).__qualname__))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallGuard:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bar:
         if self.before_copy is not None:
             self.before_copy()
-        return CallGuard(Guarded.COPY)
+        return Bar(Barred.COPY)
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -86,20 +86,20 @@ class CallGuard:
         )
 
 
-def guards_of(module: nn.Module) -> list[tuple[int, CallGuard]]:
+def bars_of(module: nn.Module) -> list[tuple[int, Bar]]:
     """Those on one module, with torch's numbers of them."""
-    return [(number, hook) for number, hook in module._forward_pre_hooks.items() if isinstance(hook, CallGuard)]
+    return [(number, hook) for number, hook in module._forward_pre_hooks.items() if isinstance(hook, Bar)]
 
 
-def put_guard(module: nn.Module, guard: CallGuard) -> None:
+def put_bar(module: nn.Module, bar: Bar) -> None:
     """In place of one that is there."""
-    take_guards(module)
-    module.register_forward_pre_hook(guard)
+    take_bars(module)
+    module.register_forward_pre_hook(bar)
 
 
-def take_guards(module: nn.Module) -> list[CallGuard]:
+def take_bars(module: nn.Module) -> list[Bar]:
     """What was there."""
-    found = guards_of(module)
+    found = bars_of(module)
     for number, _ in found:
         del module._forward_pre_hooks[number]
-    return [guard for _, guard in found]
+    return [bar for _, bar in found]
