@@ -190,7 +190,8 @@ def _deferred(
         if axis in summed and all(any(place in deferral.positions for deferral in deferrals) for place in places):
             continue
         fitting = [deferral for deferral in deferrals if deferral.reduction == how and set(deferral.positions) == places]
-        if not fitting and None in owing and how == "sum" and places <= added:
+        summing = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
+        if not fitting and None in owing and how == "sum" and (places <= added or any(places < part for part in summing)):
             return None  # a rank may have one position of what the product sums over, and then no line says which axis splits it
         if not fitting:
             told = " and ".join(dict.fromkeys(names[place] for place in sorted(places)))

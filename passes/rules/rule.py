@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -227,13 +226,10 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
                 sizes[letter] = size
         return tuple(letters)
 
-    # larger sizes first, so that a broadcast dim of size 1 is recognised
-    order = sorted(range(len(tensors)), key=lambda i: -prod(shape_of(tensors[i])))
     results = tuple(dims(tokens, shape) for tokens, shape in zip(stripped, out_shapes, strict=False))
-    operands: list[Dims] = [()] * len(tensors)
-    for index in order:
-        operands[index] = dims(operand_texts[index], shape_of(tensors[index]))
-    return Rule(tuple(operands), results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
+    for _ in range(2):  # the sizes of all letters come first, so that a dim of size 1 that broadcasts is recognised
+        operands = tuple(dims(tokens, shape_of(tensor)) for tokens, tensor in zip(operand_texts, tensors, strict=True))
+    return Rule(operands, results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
 
 
 def by_text(text: str, clean: Sequence[int] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:

@@ -75,10 +75,24 @@ def cuts_that_do_not_meet(x: Tensor, w: Tensor) -> Tensor:
     return rows.expand(6, -1, -1).reshape(3, 2, -1, 2, 5, 5) * w
 
 
+def all_rows_written_alike(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.clone()
+    rows[:, x[0].argmax(-1)] = w
+    return rows * 2
+
+
+def matrices_that_tokens_choose(x: Tensor, w: Tensor) -> Tensor:
+    tokens = x.reshape(-1, 1)
+    index = (tokens * torch.arange(1.0, 7.0)).topk(3, -1)[1]
+    return torch.einsum("td,tkdn->tkn", tokens, w[index]).sum(1)
+
+
 TYPED: list[tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], str, str]] = [
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "b=3", "b: batch"),
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "a=2,b=3", "a: -\nb: batch"),
     (product_of_no_columns, (12, 8), (12, 8, 0), "a=2", "a: -"),
+    (all_rows_written_alike, (8, 10, 4), (8, 1, 4), "a=2", "a: -"),
+    (matrices_that_tokens_choose, (3, 12, 1), (6, 1, 5), "a=4", "a: batch"),
     (cuts_that_do_not_meet, (5, 2, 6, 5), (5,), "a=3", "a: -"),
 ]
 """Programs that were right, and whose types were taken for wrong."""
