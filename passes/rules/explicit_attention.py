@@ -3,8 +3,8 @@
 Batch and heads pass, each query stands alone, and all keys must be there, at once or one block after the other. What is dropped goes by
 where a weight stands among all: a rank is told which tile of [batch, heads, q, k] it has, and of a block in a ring which tile that is.
 
-    dbias  [.., q of the rank, all keys]        backward's blocks give the columns of rank r, r - 1, ..., round the ring; those of tile j come
-                                                with the block r - j, and so are put in order
+    dbias  [.., q of the rank, all keys]        backward's blocks give the columns of rank r, r - 1, ..., round the ring; those of
+                                                tile j come with block r - j, and so are put in order
 """
 
 from __future__ import annotations
