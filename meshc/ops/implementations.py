@@ -8,6 +8,7 @@ from meshc.ir.functions import Function, Target
 from meshc.ops import (
     attention,
     attention_block,
+    attention_join,
     attention_zigzag,
     capacity,
     check_index,
@@ -34,6 +35,7 @@ def _collect() -> None:
         (attention, ("attention", "attention_backward")),
         (attention_block, ("attention_block", "attention_block_backward", "attention_merge")),
         (explicit_attention, ("explicit_attention", "explicit_attention_backward", "explicit_attention_bias_backward")),
+        (attention_join, ("attention_join",)),
         (attention_zigzag, ("attention_zigzag", "attention_zigzag_backward")),
         (check_index, ("check_index",)),
         (delta_rule, ("delta_rule", "delta_rule_backward", "delta_rule_end", "delta_rule_ends", "delta_rule_join")),

@@ -18,6 +18,6 @@ from meshc.passes.place.names import name_factors
 def find_factors(traced: Traced) -> Placed:
     joint = traced.operators()
     factors = factorize(joint.graph, alike(joint), counts_of(joint, traced.depth))
-    names = name_factors(joint.graph, factors, joint.inputs, traced.request.names)
+    names = name_factors(joint.graph, factors, joint.inputs, traced.request.names, traced.model.output_tree.caches())
     view = view_of(joint, traced.depth)
     return Placed(**carried(traced.noting(*factors.dropped)), traced=traced, joint=joint, view=view, factors=factors, names=names)

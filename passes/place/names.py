@@ -9,7 +9,7 @@ several classes (each layer has its own heads); `names=` given by the user win.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -24,11 +24,21 @@ from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
 
+TOKENS = 2
+"""The dim of a cache [rows, heads, tokens, head] that tokens follow each other in."""
+
 
 def name_factors(
-    graph: Graph, factors: Factors, inputs: Sequence[Port], names: Mapping[str, Sequence[str | None]] | None = None
+    graph: Graph,
+    factors: Factors,
+    inputs: Sequence[Port],
+    names: Mapping[str, Sequence[str | None]] | None = None,
+    caches: Collection[str] = (),
 ) -> Names:
-    """Names for every class. Raises PlanError for a user's name that fits no input or has the wrong number of dims."""
+    """Names for every class. `caches`: the inputs that are keys and values of tokens before.
+
+    Raises PlanError for a user's name that fits no input or has the wrong number of dims.
+    """
     found = Names()
     placeholders = dict(zip((port.key for port in inputs), entering(graph), strict=True))
     _user_names(found, factors, inputs, placeholders, names or {})
@@ -49,6 +59,10 @@ def name_factors(
                         found.set(factor, f"{port.name}.{dim}{suffix}")
                 if not classes:
                     found.ones.add(f"{port.name}.{dim}")
+        elif port.kind == "input" and port.name in caches and len(port.shape) == 4:
+            for factor in factors.dims[(placeholders[port.key], 0)][TOKENS]:
+                if factor not in found.of:
+                    found.set(factor, "seq")
     found.sums = _sums(graph)
     _joined_steps(found, factors)
     count = 0

@@ -66,8 +66,10 @@ class Rings:
         for letter, passing in instance.rule.rings.items():
             other, keys = passing.letter, passing.operands
             axes = {token: axes for token, axes in chosen.items() if token[0] == letter and set(axes) - SEQUENTIAL}
-            if not axes or (other, 0) not in instance.size:
+            if (other, 0) not in instance.size:
                 continue
+            if not axes:
+                return self._apart(instance, passing, chosen, given)
             lying = [_lies(given(instance.values[number]), instance.operands[number], other) for number in keys]
             if not any(axis in split for split in lying for each in axes.values() for axis in each):
                 continue  # no rank has only a part of them
@@ -85,6 +87,29 @@ class Rings:
                 self.balanced.add(instance.node)
             return ring
         return {}
+
+    def _apart(self, instance: Instance, passing: Passing, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
+        """The axis of keys that stay on their ranks: queries that are few are looked up everywhere."""
+        taken = {axis for axes in chosen.values() for axis in axes} | SEQUENTIAL
+        lying = [_lies(given(instance.values[number]), instance.operands[number], passing.letter) for number in passing.operands]
+        free = [{axis: place for axis, place in split.items() if axis not in taken} for split in lying]
+        if not passing.apart or any(split != free[0] for split in free) or list(free[0].values()) != [0]:
+            return {}
+        (axis,) = free[0]
+        split: dict[Token, tuple[str, ...]] = {(passing.letter, 0): (axis,)}
+        device, ranks = for_mesh(self.mesh), self.sizes[axis]
+        link = link_of(self.mesh, (axis,), device)
+        found = _Sizes.of(instance, self.factors, self.sizes, passing.operands, {**chosen, **split}, device, ranks)
+
+        def moved(kind: str, size: float) -> float:
+            return device.collective_s + fastest(kind, ranks, size, link).seconds(link)
+
+        gather = 2 * moved("all_gather", ranks * found.small) + found.work_s
+        apart = moved("all_gather", ranks * found.asked) + found.work_s / ranks + found.joined_s + 2 * device.launch_s
+        if self.grad:
+            gather += 2 * moved("all_gather", ranks * found.small) + 2.5 * found.work_s + 2 * moved("reduce_scatter", ranks * found.large)
+            apart += 2.5 * found.work_s / ranks + moved("all_reduce", found.asked)
+        return split if apart < gather else {}
 
     def _seconds(self, instance: Instance, passing: Passing, split: Tokens, axis: str) -> dict[str, float]:
         """What each way takes, forward and backward together; of one that cannot be infinity."""

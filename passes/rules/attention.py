@@ -15,6 +15,7 @@ from torch.fx import Node
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.passes.rules.ring import Ring, mask_of, place_of
 from meshc.passes.rules.rule import Made, Passing, Rule, RuleFunction, einsum
+from meshc.passes.rules.split_keys import SplitKeys
 from meshc.passes.rules.zigzag import Zigzag
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 def _attention(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, K, K] + [BIAS] * (len(tensors) - 3)
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", Passing("k", (1, 2), zigzag=True))
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", Passing("k", (1, 2), zigzag=True, apart=True))
 
 
 def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, Q, K, K] + [BIAS] * (len(tensors) - 6) + [Q, ROW]
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", Passing("k", (2, 3), (1, 2), zigzag=True))
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", Passing("k", (2, 3), (1, 2), zigzag=True, apart=True))
 
 
 def _rule(node: Node, tensors: list[Node], text: str, keys: Passing) -> Rule:
@@ -52,7 +53,7 @@ def _lower(local: Local) -> Made:
     node = local.node
     causal = place_of(node, "causal")
     if local.axes("k"):
-        ring = (Zigzag if local.balanced else Ring)(local)
+        ring = (Zigzag if local.balanced else Ring if local.axes("q") == local.axes("k") else SplitKeys)(local)
         return ring.forward() if node.target is meshc.attention.default else ring.backward()
     if not local.axes("q") or not node.args[causal]:
         return local.call(*local.operands)
@@ -87,12 +88,17 @@ def _merge(node: Node, tensors: list[Node]) -> Rule:
     return einsum("b h q d, b h q, b h q d, b h q -> b h q d | b h q", node, tensors)
 
 
+def _join(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("n! b h q d! -> b h q e! | b h q", node, tensors)
+
+
 RULES: dict[object, RuleFunction] = {
     meshc.attention.default: _attention,
     meshc.attention_backward.default: _attention_backward,
     meshc.attention_block.default: _block,
     meshc.attention_block_backward.default: _block_backward,
     meshc.attention_merge.default: _merge,
+    meshc.attention_join.default: _join,
     meshc.attention_zigzag.default: _zigzag,
     meshc.attention_zigzag_backward.default: _zigzag_backward,
 }

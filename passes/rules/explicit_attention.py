@@ -3,8 +3,8 @@
 Batch and heads pass, each query stands alone, and all keys must be there, at once or one block after the other. What is dropped goes by
 where a weight stands among all: a rank is told which tile of [batch, heads, q, k] it has, and of a block in a ring which tile that is.
 
-    dbias  [.., q of the rank, all keys]        backward's blocks give the columns of rank r, r - 1, ..., round the ring; put side by side
-                                                from the last to the first, and rolled by r + 1 tiles, they stand in order
+    dbias  [.., q of the rank, all keys]        backward's blocks give the columns of rank r, r - 1, ..., round the ring; those of
+                                                tile j come with block r - j, and so are put in order
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _summed(shape: Sequence[int], queries: Sequence[int]) -> list[str]:
 
 def _rule(node: Node, tensors: list[Node], operands: list[str], results: list[str], keys: Passing) -> Rule:
     text = f"{', '.join(operands)} -> {' | '.join(results)}"
-    if any(isinstance(first, Node) for first in node.args[place_of(node, "first") :]):
+    if len(node.args) > place_of(node, "first"):
         return einsum(_of_block(text), node, tensors)
     major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
     return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
@@ -78,13 +78,12 @@ def _lower(local: Local) -> Made:
 
 
 def _numbers(local: Local, back: int) -> tuple[object, ...]:
-    """The arguments behind `seed_step`, of the keys that the rank so many places before this one has, if they are split."""
+    """The arguments behind `seed_step` up to where queries begin; of the keys that the rank so many places before this one has, if they
+    are split."""
     node = local.node
-    call, causal = place_of(node, "call"), mask_of(node)
+    call, how = place_of(node, "call"), mask_of(node)
     draws = local.weights_drawn(WEIGHTS, {"k": back}) if node.args[place_of(node, "seed_step")] is not None else ([], [], [])
-    first = local.start("k", back) if local.axes("k") else 0
-    start = local.start("q") if causal[0] else 0
-    return *node.args[call : call + 2], *draws, *causal, start, first, local.count("k", back)
+    return *node.args[call : call + 2], *draws, *how, local.start("q") if how[0] else 0
 
 
 class ExplicitRing(Ring):
@@ -97,12 +96,16 @@ class ExplicitRing(Ring):
         self.of_bias: list[Node] = []
 
     def attended(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
-        return self.local.emit(meshc.explicit_attention.default, q, keys, values, bias, self.seed, *_numbers(self.local, step))
+        return self.local.emit(meshc.explicit_attention.default, q, keys, values, bias, self.seed, *self.where(step))
+
+    def where(self, step: int) -> tuple[object, ...]:
+        """Which block it is, too."""
+        return *_numbers(self.local, step), self.local.start("k", step), self.local.count("k", step)
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
         grad, out, lse = known
         target = self.local.node.target
-        made = self.local.emit(target, grad, q, keys, values, bias, out, lse, self.seed, *_numbers(self.local, step))
+        made = self.local.emit(target, grad, q, keys, values, bias, out, lse, self.seed, *self.where(step))
         if target is meshc.explicit_attention_bias_backward.default:
             self.of_bias.append(self.local.item(made, 3))
         return [self.local.item(made, index) for index in range(3)]
@@ -119,12 +122,10 @@ class ExplicitRing(Ring):
             for one in rest:
                 total = emit(aten.add.Tensor, total, one)
             return total
-        tile = self.local.local_size("k")
-        beside = emit(aten.cat.default, self.of_bias[::-1], 3)
-        at = emit(spmd.tile_start, tile * self.ranks, [self.ranks], [self.local.place(self.axes[0], self.ranks - 1)])
-        found = emit(aten.roll.default, beside, [at], [3])
-        length = self.local.global_size("k")
-        return found if length == tile * self.ranks else emit(aten.slice.Tensor, found, 3, 0, length)
+        beside = emit(aten.cat.default, self.of_bias, 3)
+        tiles = [emit(spmd.shard, beside, 3, self.ranks, self.local.place(self.axes[0], tile)) for tile in range(self.ranks)]
+        found, length = emit(aten.cat.default, tiles, 3), self.local.global_size("k")
+        return found if length == self.local.local_size("k") * self.ranks else emit(aten.slice.Tensor, found, 3, 0, length)
 
 
 RULES: dict[object, RuleFunction] = {

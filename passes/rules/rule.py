@@ -72,12 +72,14 @@ class Passing:
     operands  that then are split as the queries are
     results   that come home, split alike and whole: their sums over the blocks travel with these
     zigzag    whether their order may be another one, that gives all ranks as much to do
+    apart     whether they may stay where they are, if nothing but them is split, and what they give be joined
     """
 
     letter: str
     operands: tuple[int, ...]
     results: tuple[int, ...] = ()
     zigzag: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,11 +125,11 @@ class _Found:
             self.biases.append(bias)
             self.scored(scores)
         elif x.target in FILLS:
-            scores, where, number = x.args[0], argument(x, 1, "mask"), argument(x, 2, "value")
+            where, number = argument(x, 1, "mask"), argument(x, 2, "value")
             need(isinstance(number, int | float) and number <= NEVER)
             assert isinstance(number, int | float)
             self.hidden.append((node_of(where), float(number)))
-            self.scored(node_of(scores))
+            self.scored(node_of(x.args[0]))
         else:
             self._products(x)
 

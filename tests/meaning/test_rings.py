@@ -181,7 +181,12 @@ def test_what_is_dropped_is_what_one_device_drops(how: dict[str, Any], mesh: str
 @pytest.mark.parametrize("mix", ["mean_of_parts", broad("refuse")])
 def test_microbatches_drop_what_the_whole_batch_drops(mix: str) -> None:
     torch.manual_seed(0)
-    program = trained(Biased((1, 2, 7, 7), dropout_p=0.4), "cp=2", {"x": torch.randn(4, 7, 16)}, microbatches=2, batch_mix=mix)
+    model = Biased((1, 2, 7, 7), dropout_p=0.4)
+    step = meshc.TrainStep(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean(), microbatches=2, batch_mix=mix
+    )
+    options = meshc.Options(attention="ring")
+    program = meshc.compile(step, meshc.Mesh("cp=2"), kwargs={"x": torch.randn(4, 7, 16)}, plan=RING, options=options)
     assert "ring_shift" in kinds(program.compiled)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 

@@ -151,6 +151,8 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "zigzag: fewer keys backward", ops.attention_zigzag_backward, (
         whole, whole, heads(2, 2, 1), heads(2, 2, 1), whole, x(2, 2, 128), 1.0, 0, 0, 2, 256,
     )  # fmt: skip
+    yield "join: no parts", ops.attention_join, (x(0, 2, 2, 8, 5),)
+    yield "join: parts are bfloat16", ops.attention_join, (x(2, 2, 2, 8, 5).bfloat16(),)
     yield "merge: fewer sums", ops.attention_merge, (whole, x(2, 2, 1), whole, x(2, 2, 128))
     yield "merge: a part is shorter", ops.attention_merge, (whole, x(2, 2, 128), heads(2, 2, 1), x(2, 2, 128))
     yield "merge: sums are bfloat16", ops.attention_merge, (whole, x(2, 2, 128).bfloat16(), whole, x(2, 2, 128).bfloat16())

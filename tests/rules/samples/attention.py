@@ -51,3 +51,4 @@ for _numbers in ((0, 0, 2, 10), (1, 0, 3, 13), (0, 2, 3, 12), (2, 2, 4, 19)):  #
     sample(ours.attention_zigzag.default, _q, _k, _v, 0.5, *_numbers)
     sample(ours.attention_zigzag_backward.default, f(2, 3, 5, 4), _q, _k, _v, _out, _lse, 0.5, *_numbers)
 sample(ours.attention_merge.default, f(2, 3, 5, 4), f(2, 3, 5), f(2, 3, 5, 4), f(2, 3, 5))
+sample(ours.attention_join.default, f(4, 2, 3, 5, 6))

@@ -1,0 +1,41 @@
+"""What attention to several parts of the keys gives, put together at once: where each rank has looked at keys of its own.
+
+    parts  [parts, batch, heads, q, head + 1]: of each part of the keys its output, and behind it its log-sum-exp, in float32 or float64
+    out  [batch, heads, q, head], lse  [batch, heads, q]: as if all keys had been there at once
+
+Each part counts by its sum of exponentials. A query that sees no key of any part has out 0 and lse minus infinity.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from meshc.ops.operands import misfit
+
+
+@torch.library.custom_op("meshc::attention_join", mutates_args=())
+def attention_join(parts: Tensor) -> tuple[Tensor, Tensor]:
+    _fit(parts)
+    made, sums = parts[..., :-1], parts[..., -1]
+    top = sums.amax(0)
+    top = torch.where(top == -math.inf, 0.0, top)
+    shares = (sums - top).exp_()
+    total = shares.sum(0)
+    out = (made * shares.unsqueeze(-1)).sum(0) / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+    return out, total.log() + top
+
+
+def _fit(parts: Tensor) -> None:
+    if parts.dim() != 5 or not parts.shape[0] or parts.shape[-1] < 2 or parts.dtype not in (torch.float32, torch.float64):
+        rule = "parts are [parts, batch, heads, queries, head + 1], one at least, in float32 or float64"
+        raise misfit("attention_join", rule, parts=parts)
+
+
+@attention_join.register_fake
+def _(parts: Tensor) -> tuple[Tensor, Tensor]:
+    _fit(parts)
+    *shape, wide = parts.shape[1:]
+    return parts.new_empty([*shape, wide - 1]), parts.new_empty(shape)
