@@ -28,7 +28,8 @@ class Counts:
             if held.fresh is not None and number_of(held.fresh) is not None:
                 mine[held.of].append(held)
         self.rows: list[tuple[torch.optim.Optimizer, int, str, list[Held]]] = []
-        for member, position in ((member, i) for member in members_of(optimizer) for i in range(len(member.param_groups))):
+        places = [(one, position) for one in members_of(optimizer) for position in range(len(one.param_groups))]
+        for member, position in places:
             by_name: dict[str, list[Held]] = defaultdict(list)
             for parameter in member.param_groups[position]["params"]:
                 for held in mine.get(store.parameter_key(parameter) or "", ()):
