@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -83,9 +83,12 @@ class Compilations:
     def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
         """adopted: what is done when the model's parameters have become this rank's parts."""
         self.asked, self.world, self._adopted = asked, world, adopted
-        if asked.step is not None and (store := Store.of(asked.module)) is not None:
+        store = None if asked.step is None else Store.of(asked.module)
+        if asked.step is not None and store is not None:
             follow(store, asked.step.optimizers)
         self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
+        if self.spec is not None and store is not None:
+            self.spec = replace(self.spec, idle=tuple((store.live(parameter), who) for parameter, who in self.spec.idle))
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
         self.seconds: dict[str, float] = {}

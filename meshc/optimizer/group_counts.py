@@ -8,7 +8,7 @@ read before one, so that loaders and users may write it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -31,7 +31,7 @@ class Watched(dict[str, Any]):
         super().__setitem__(name, value)
 
 
-def slots(names: Iterator[str] | list[str], group: dict[str, Any]) -> tuple[Slot, ...]:
+def slots(names: Iterable[str], group: dict[str, Any]) -> tuple[Slot, ...]:
     """State for these numbers, which begin as the group has them."""
     return tuple(Slot(GROUP + name, "scalar", (), torch.float64, float(group[name]), True) for name in sorted(names))
 

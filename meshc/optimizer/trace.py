@@ -109,9 +109,9 @@ def _one_path(
             else:
                 started = not bool(first)
     for slot in slots:
-        number_name = number_of(slot)
-        if number_name is not None:
-            hyper[number_name] = mode.number(given[key_of("state", slot.name)].clone())
+        counted = number_of(slot)
+        if counted is not None:
+            hyper[counted] = mode.number(given[key_of("state", slot.name)].clone())
         if slot.hidden or not started:
             continue
         tensor = given[key_of("state", slot.name)].clone()

@@ -99,8 +99,9 @@ def append_update(traced: Traced) -> Traced:
 def _finished(traced: Traced, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> Traced:
     """With a joint graph that gives what is kept."""
     give(joint.graph, (node for _, node in kept))
-    ports = dict(inputs=tuple(inputs), outputs=tuple(port for port, _ in kept))
-    return replace(traced, joint=replace(joint, **ports, updates=found.updates, constants=found.constants))
+    outputs = tuple(port for port, _ in kept)
+    joint = replace(joint, inputs=tuple(inputs), outputs=outputs, updates=found.updates, constants=found.constants)
+    return replace(traced, joint=joint)
 
 
 def _refuse_frozen(names: list[str]) -> None:

@@ -32,7 +32,7 @@ from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
 from meshc.runtime.saved.loaded import Loaded
-from meshc.runtime.saved.scheduled import Schedule
+from meshc.runtime.saved.scheduled import NumbersByStep
 from meshc.text import show
 from meshc.text.libraries import libraries_of
 
@@ -119,7 +119,7 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
     rank = dist.get_rank() if board is not None else 0
     with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
         loaded = Loaded(program, begin, rank, device, board, ask.seed)
-    schedule = None if ask.numbers is None else Schedule(ask.numbers, program)
+    schedule = None if ask.numbers is None else NumbersByStep(ask.numbers, program)
     writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
     for name in ask.inputs or (None,):
         with TensorFile(Path(name)) if name is not None else nullcontext() as file:
@@ -141,7 +141,7 @@ def _digest(path: str) -> str:
     try:
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     except OSError:
-        return "it cannot be read"  # which `Schedule` says with the reason
+        return "it cannot be read"  # which `NumbersByStep` says with the reason
 
 
 class _Writer:

@@ -21,7 +21,7 @@ from meshc.optimizer.spec import Guard
 from meshc.program.program import PlainProgram
 
 
-class Schedule:
+class NumbersByStep:
     """What the optimizer's numbers are at each step. Raises InputError naming every fault of the file, StateError for numbers that the
     program was not compiled for."""
 

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
@@ -25,20 +27,21 @@ class Counts:
         for held in store.held.values():
             if held.fresh is not None and number_of(held.fresh) is not None:
                 mine[held.of].append(held)
-        self.rows: list[tuple[dict[str, Any], str, list[Held]]] = []
-        for group in (group for member in members_of(optimizer) for group in member.param_groups):
+        self.rows: list[tuple[torch.optim.Optimizer, int, str, list[Held]]] = []
+        places = [(one, position) for one in members_of(optimizer) for position in range(len(one.param_groups))]
+        for member, position in places:
             by_name: dict[str, list[Held]] = defaultdict(list)
-            for parameter in group["params"]:
+            for parameter in member.param_groups[position]["params"]:
                 for held in mine.get(store.parameter_key(parameter) or "", ()):
                     assert held.fresh is not None
                     by_name[number_of(held.fresh) or ""].append(held)
-            self.rows += [(group, name, helds) for name, helds in by_name.items()]
-        self.seen = [float(group[name]) for group, name, _ in self.rows]
+            self.rows += [(member, position, name, helds) for name, helds in by_name.items()]
+        self.seen = [float(helds[0].buffer) for *_, helds in self.rows]
 
     def take(self) -> None:
         """Before a call: what somebody else has written."""
-        for index, (group, name, helds) in enumerate(self.rows):
-            value = float(group[name])
+        for index, (member, position, name, helds) in enumerate(self.rows):
+            value = float(member.param_groups[position][name])  # loaders put other groups there
             if value != self.seen[index]:
                 for held in helds:
                     held.buffer.fill_(value)
@@ -46,8 +49,9 @@ class Counts:
 
     def give(self) -> None:
         """After a call: what the step has counted. A rank whose pipeline stage has no parameter of a group leaves it as it is."""
-        for index, (group, name, helds) in enumerate(self.rows):
+        for index, (member, position, name, helds) in enumerate(self.rows):
             own = next((held for held in helds if not held.lags), None)
+            group = member.param_groups[position]
             if own is not None:
                 value = float(own.buffer)
                 group[name] = int(value) if isinstance(group[name], int) else value

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import meshc
 from meshc import artifact
 from meshc.runtime.saved.launched import Run, run_saved
-from meshc.runtime.saved.scheduled import Schedule
+from meshc.runtime.saved.scheduled import NumbersByStep
 from tests.models import mlp
 
 
@@ -68,13 +68,13 @@ def test_a_run_follows_a_schedule_and_goes_on_with_it(tmp_path: Path) -> None:
 def test_rows_hold_until_the_next(tmp_path: Path) -> None:
     path, program = saved(tmp_path)
     read = artifact.load(path)
-    schedule = Schedule(file(tmp_path, {"step": 2, "lr": 0.5}, {"step": 4, "1.lr": 0.25, "beta1": [0.8, 0.7]}), read)
+    schedule = NumbersByStep(file(tmp_path, {"step": 2, "lr": 0.5}, {"step": 4, "1.lr": 0.25, "beta1": [0.8, 0.7]}), read)
     rates = [(now["0.lr"], now["1.lr"]) for now in map(schedule.at, range(6))]
     assert rates == [(1e-2, 1e-3)] * 2 + [(0.5, 0.5)] * 2 + [(0.5, 0.25)] * 2
     assert (schedule.at(4)["0.beta1"], schedule.at(4)["1.beta1"], schedule.at(3)["1.beta1"]) == (0.8, 0.7, 0.9)
     whole = tmp_path / "rows.json"
     whole.write_text(json.dumps([{"step": 2, "lr": 0.5}]))
-    assert Schedule(whole, read).at(2)["0.lr"] == 0.5
+    assert NumbersByStep(whole, read).at(2)["0.lr"] == 0.5
 
 
 def test_what_is_no_schedule(tmp_path: Path) -> None:
@@ -90,16 +90,16 @@ def test_what_is_no_schedule(tmp_path: Path) -> None:
     ]
     for given, words in rows:
         with pytest.raises(meshc.MeshcError) as caught:
-            Schedule(file(tmp_path, *given), read)
+            NumbersByStep(file(tmp_path, *given), read)
         assert words in str(caught.value)
     (tmp_path / "rows.jsonl").write_text("lr = 1")
     with pytest.raises(meshc.InputError, match="is no JSON"):
-        Schedule(tmp_path / "rows.jsonl", read)
+        NumbersByStep(tmp_path / "rows.jsonl", read)
     with pytest.raises(meshc.InputError, match="cannot be read"):
-        Schedule(tmp_path / "nothing.jsonl", read)
+        NumbersByStep(tmp_path / "nothing.jsonl", read)
 
 
 def test_the_other_side_of_a_branch_is_refused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, weight_decay=0.1)
     with pytest.raises(meshc.StateError, match=r"(?s)from step 5: 0.weight_decay = 0, where weight_decay != 0 is False.*--state"):
-        Schedule(file(tmp_path, {"step": 5, "weight_decay": 0.0}), artifact.load(path))
+        NumbersByStep(file(tmp_path, {"step": 5, "weight_decay": 0.0}), artifact.load(path))
