@@ -50,7 +50,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Size:
+class Amount:
     programs: int
     bytes: int
 
@@ -75,7 +75,7 @@ def read(folder: Path, name: str) -> Kept | None:
             f"  what to do: nothing, unless it comes again: then look who else writes to {folder}",
             stacklevel=3,
         )
-        shutil.rmtree(place, ignore_errors=True)
+        drop(folder, name)
         return None
     with contextlib.suppress(OSError):
         os.utime(place)
@@ -113,10 +113,15 @@ def write(folder: Path, name: str, program: PlainProgram, told: Mapping[str, obj
     return ""
 
 
-def size(folder: Path) -> Size:
+def drop(folder: Path, name: str) -> None:
+    """An entry that is none any more."""
+    shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def size(folder: Path) -> Amount:
     """How many programs are kept there, and their bytes."""
     entries = _entries(folder)
-    return Size(len(entries), sum(map(_bytes, entries)))
+    return Amount(len(entries), sum(map(_bytes, entries)))
 
 
 def _manifest(place: Path) -> str:

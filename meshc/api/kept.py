@@ -63,6 +63,7 @@ class Entry:
         told, request = found.told, self._request
         ran = Ran("", dict(told["environment"]))
         if reachable.variables_of(ran.environment) != ran.environment:
+            kept_programs.drop(self._folder, self._name)  # the same place is that of the program under today's
             return None
         stages = {name: replace(stage, origin=None) for name, stage in found.program.stages.items()}  # errors name lines of the model
         program = replace(found.program, stages=stages, mesh=request.mesh)

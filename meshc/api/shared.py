@@ -45,7 +45,7 @@ from meshc.runtime.agreement import handed
 from meshc.runtime.failure.failed_rank import FailureBoard, listening
 from meshc.runtime.simulator.passcheck import PassCheck
 
-_FRAMES: Final = 8
+_FRAMES: Final = 9
 """From a warning here to the user's line."""
 _OF_ALL_MODULES: Final = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 

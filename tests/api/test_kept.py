@@ -140,6 +140,22 @@ def test_what_else_is_asked_compiles_again(folder: Path, tmp_path: Path) -> None
     assert not was_taken(start(False, net(MODEL, file)))  # type: ignore[arg-type]
 
 
+def test_a_variable_of_the_environment_that_was_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "net.py"
+    reading = MODEL.replace("import time\n", "import os\n").replace(
+        "def extra(x):\n    return x\n", 'def extra(x):\n    return x * 2 if os.environ.get("A_USERS_SWITCH") == "on" else x\n'
+    )
+    plain = start(folder, net(reading, file))
+    assert was_taken(start(folder, net(reading, file)))
+    monkeypatch.setenv("A_USERS_SWITCH", "on")
+    other = start(folder, net(reading, file))
+    assert not was_taken(other) and text(other) != text(plain)
+    assert was_taken(start(folder, net(reading, file)))
+    monkeypatch.delenv("A_USERS_SWITCH")
+    again = start(folder, net(reading, file))
+    assert not was_taken(again) and text(again) == text(plain)
+
+
 @pytest.mark.parametrize(
     "edit, says",
     [

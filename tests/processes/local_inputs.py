@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshc
-from tests.models import bert, mlp, resnet
+from tests.models import bert, mlp, nanogpt, resnet
 from tests.processes.module_mode import gradients
 from tests.processes.reference import SEED, close, furthest, sgd, train
 from tests.processes.session import run_checks
@@ -190,6 +190,26 @@ def an_epoch(mesh: Any) -> None:
         assert len(ours) == 6
 
 
+def many_lengths(mesh: Any) -> None:
+    """Lengths of sequences, each a size of its own, some from a trace that they share: what one device makes of them."""
+    case = nanogpt(torch.float64, batch=4, layers=1)
+    twin = copy.deepcopy(case.model)
+    theirs = sgd(twin.parameters())
+    step = meshc.TrainStep(case.model, optimizer=sgd(case.model.parameters()), loss=case.loss)
+    program = meshc.compile(step, mesh, options=meshc.Options(seed=SEED, kept_sizes=3))
+    ours, wanted = [], []
+    for rows, length in ((4, 12), (4, 7), (4, 10), (4, 5), (4, 12), (3, 10), (1, 9)):
+        batch = {name: value[:rows, :length].clone() for name, value in case.call_kwargs.items()}
+        ours.append(program(**batch).item())
+        loss = case.loss_of(twin(**batch))
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        wanted.append(loss.item())
+    close(ours, wanted, 1e-10)
+    assert len(program.compilations.kept) == 3
+
+
 UNEVEN = ((3, 3), (4, 1), (0, 5), (1, 0), (2, 4), (5, 0))
 """Rows of two data ranks, call by call."""
 
@@ -262,8 +282,8 @@ def unlike_parts(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, uneven_steps,
-    uneven_module, unlike_parts, another_shape,
+    unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, many_lengths,
+    uneven_steps, uneven_module, unlike_parts, another_shape,
 )  # fmt: skip
 
 

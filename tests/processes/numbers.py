@@ -18,7 +18,6 @@ from tests.models import Case, mlp, nanogpt
 from tests.processes.reference import adamw, sgd
 from tests.processes.session import device_mesh
 
-
 DEFAULTS = meshc.Options()
 
 
