@@ -59,7 +59,8 @@ def read_tile(file: Slices, name: str, sharding: Sharding, sizes: Mapping[str, i
     """A rank's padded tile of a tensor on disk, zero in the padding; no more is read than the tile holds."""
     if not sharding.split_axes():
         return file.tensor(name)
-    shape, tile = local_shape(sharding, sizes), None
+    shape = local_shape(sharding, sizes)
+    tile: Tensor | None = None
     for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
         piece = file.slice(name, [(start, start + length) for start, _, length in runs])
         if tuple(piece.shape) == tuple(shape):
