@@ -79,13 +79,17 @@ def _other(name: str, leaf: object, value: object) -> str:
     if isinstance(value, Tensor):
         if not isinstance(leaf, Tensor):
             return f"{name} was a tensor"
-        told = ["any" if isinstance(size, SymInt) else int(size) for size in value.shape]
+        told = [_told(size) for size in value.shape]
         same = len(leaf.shape) == len(told) and all(size in ("any", here) for size, here in zip(told, leaf.shape, strict=True))
         if not same or leaf.dtype is not value.dtype:
             return f"{name} is {leaf.dtype} of shape {list(leaf.shape)}, and was {value.dtype} of {told}"
     elif not isinstance(value, SymInt | SymFloat | SymBool) and (isinstance(leaf, Tensor) or leaf != value):
         return f"{name} is {leaf!r}, and was {value!r}"
     return ""
+
+
+def _told(size: object) -> object:
+    return "any" if isinstance(size, SymInt) else size
 
 
 def _open(module: Any) -> None:

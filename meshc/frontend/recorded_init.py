@@ -52,7 +52,7 @@ class Recorded(Tensor):
         made.memory, made.shadow = memory, shadow
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         return f"Recorded({list(self.shape)}, {self.dtype})"
 
     @classmethod

@@ -59,14 +59,17 @@ def read_tile(file: Slices, name: str, sharding: Sharding, sizes: Mapping[str, i
     """A rank's padded tile of a tensor on disk, zero in the padding; no more is read than the tile holds."""
     if not sharding.split_axes():
         return file.tensor(name)
+    shape = local_shape(sharding, sizes)
     tile: Tensor | None = None
     for runs in itertools.product(*tile_runs(sharding, sizes, coordinates)):
         piece = file.slice(name, [(start, start + length) for start, _, length in runs])
+        if tuple(piece.shape) == tuple(shape):
+            return piece
         if tile is None:
-            tile = piece.new_zeros(local_shape(sharding, sizes))
+            tile = piece.new_zeros(shape)
         tile[tuple(slice(at, at + length) for _, at, length in runs)] = piece
     if tile is None:  # all padding
-        tile = file.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(local_shape(sharding, sizes))
+        tile = file.slice(name, [(0, 0)] * len(sharding.dims)).new_zeros(shape)
     return tile
 
 

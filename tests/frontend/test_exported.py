@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from tests.broad import broad
 
 X = torch.randn(4, 6, 8)
 
@@ -33,7 +34,7 @@ def exported(model: nn.Module, **how: Any) -> Any:
     return torch.export.export(model, (X,), **how)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, broad(False)])
 def test_a_program_and_its_module_are_what_they_mean(training: bool) -> None:
     found = exported(Attends().train(training))
     program = meshc.compile(found, meshc.Mesh("tp=2"), args=(X,))

@@ -18,7 +18,7 @@ README = {"../README.md": 1}
 
 
 @pytest.mark.parametrize(
-    "pages, ranks", [(RANKS, 2), (ALONE, 1), broad(FIRST, 2), broad(README, 4)], ids=["ranks", "one process", "generation", "readme"]
+    "pages, ranks", [broad(RANKS, 2), (ALONE, 1), broad(FIRST, 2), broad(README, 4)], ids=["ranks", "one process", "generation", "readme"]
 )
 def test_what_a_page_shows_runs(pages: dict[str, int], ranks: int) -> None:
     ended = launch("tests.processes.pages:run", *(f"{page}:{count}" for page, count in pages.items()), ranks=ranks, timeout_s=240)
