@@ -1,9 +1,10 @@
 """All that transformers lists for four tasks (`listed.py`), each as a training step on simulated ranks beside one device; and its table.
 
-    python -m tests.zoo.everything [--only causal,"image vit"] [--limit-seconds T] [--fresh]
+    python -m tests.zoo.everything [--only causal,"image vit"] [--limit-seconds T] [--fresh] [--write]
 
-Each is tried in a process of its own, for SECONDS at most. Rows are kept in out/zoo-all.json, so that a run that was stopped goes on where it
-was; `--only` names tasks or single types and runs them again in any case, and leaves the table alone.
+Each is tried in a process of its own, for SECONDS at most. Rows are kept in out/zoo-all.json, so that a run that was stopped goes on
+where it was; `--only` names tasks or single types and runs them again in any case, and leaves the table alone, as a run does that was
+stopped. `--write`: the table is of what is there, and says how much that is.
 """
 
 from __future__ import annotations
@@ -100,9 +101,10 @@ def table(rows: Mapping[str, Mapping[str, Any]], entries: Sequence[Listed]) -> s
     lines = [
         "## All that transformers lists",
         "",
-        "Written by `make zoo-all` (`python -m tests.zoo.everything`): each model type that the installed transformers lists for causal, masked and",
-        "sequence-to-sequence language models and for image classification, shrunk from its own configuration as far as it builds",
-        f"(`tests/zoo/listed.py`); a training step with AdamW on simulated `{MESH}`, in float64, beside one device.",
+        "Written by `make zoo-all` (`python -m tests.zoo.everything`): each model type that the installed transformers lists for causal,",
+        "masked and sequence-to-sequence language models and for image classification, shrunk from its own configuration as far as it",
+        f"builds (`tests/zoo/listed.py`); a training step with AdamW on simulated `{MESH}`, in float64, beside one device.",
+        f"{len(known)} of {len(entries)} were tried.",
         "",
         f"| | {' | '.join(TASKS)} | all | |",
         f"|---|{'---|' * len(TASKS)}---|---|",
@@ -119,6 +121,7 @@ def table(rows: Mapping[str, Mapping[str, Any]], entries: Sequence[Listed]) -> s
 def main() -> int:
     parser = command("tests.zoo.everything", __doc__, "models")
     parser.add_argument("--only", default="", help="tasks, or a task and a type (`image vit`), joined by commas")
+    parser.add_argument("--write", action="store_true", help="the table is of what is there so far")
     arguments = parser.parse_args()
     only = [part.strip() for part in arguments.only.split(",") if part.strip()]
     entries = listed()
@@ -134,7 +137,7 @@ def main() -> int:
         results.keep()
         print(f"{place} {one.key}: {row['outcome']}{': ' + row['why'][:200] if row['why'] else ''} ({row['seconds']} s)", flush=True)
     missing = [one for one in entries if one.key not in rows]
-    if not left_alone(parser, arguments, len(missing)):
+    if arguments.write or not left_alone(parser, arguments, len(missing)):
         put("zoo-all", table(rows, entries))
         print("docs/coverage.md is written")
     bad = [key for key, row in rows.items() if row["outcome"] in ("not equal", "failed")]

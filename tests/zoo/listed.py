@@ -1,7 +1,7 @@
 """All model types that transformers lists for four tasks, each shrunk from its own configuration as far as it builds and runs.
 
-No list of ours says how: a configuration's numbers are known by their names (`SIZES`), and where a model wants more of them than that, all of
-them are divided (`DIVISORS`). What is taken is the first way in which the model is built, is small enough, and gives a finite loss.
+No list of ours says how: a configuration's numbers are known by their names (`SIZES`), and where a model wants more of them than that, all
+of them are divided (`DIVISORS`). What is taken is the first way in which the model is built, is small enough, and gives a finite loss.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ SIZES: Final[dict[str, int | Callable[[int], int]]] = {
     r"qk_rope_head_dim": 4,
     r"q_lora_rank|kv_lora_rank": 16,
     r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_block|depth": lambda layers: min(layers, 2),
-    r"max_position_embeddings|n_positions|n_ctx|max_seq_len(gth)?|max_(source|target)_positions|seq_length|context_length": lambda n: min(n, 64),
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len(gth)?|max_(source|target)_positions|seq_length|context_length":
+        lambda positions: min(positions, 64),
     r"num_(local_)?experts|n_routed_experts|moe_num_experts": 4,
     r"num_experts_per_tok|moe_k|moe_topk|top_k_experts|num_experts_per_token": lambda count: min(count, 2),
     r"n_group|topk_group|n_shared_experts": 1,
@@ -53,7 +54,9 @@ SIZES: Final[dict[str, int | Callable[[int], int]]] = {
 
 DIVISORS: Final = (16, 8, 4, 2)
 LAYERS: Final = r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_block"
-WHOLE: Final = r".*(token|_id|image|patch|position|window|labels|index|kernel|stride|length|layers?|heads?|experts?|channels|groups?|vocab).*"
+WHOLE: Final = (
+    r".*(token|_id|image|patch|position|window|labels|index|kernel|stride|length|layers?|heads?|experts?|channels|groups?|vocab).*"
+)
 """Names of numbers that are not divided."""
 
 

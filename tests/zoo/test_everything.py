@@ -31,10 +31,10 @@ def test_as_many_layers_stay_as_have_all_kinds() -> None:
 
 
 def test_where_names_do_not_do_numbers_are_divided() -> None:
-    """Levels of 3, 6, 12 and 24 heads want widths that these divide."""
+    """Levels of 3 and 6 heads want widths that these divide, as 32 is not."""
     _, config, *_ = shrunk(SwinConfig)
-    assert config.embed_dim == SwinConfig().embed_dim // 16 and config.num_heads == SwinConfig().num_heads
-    assert case(ENTRIES["image swin"]).model.config.num_heads == SwinConfig().num_heads
+    assert config.embed_dim == SwinConfig().embed_dim // 16 and list(config.num_heads) == list(SwinConfig().num_heads[:2])
+    assert case(ENTRIES["image swin"]).model.config.embed_dim == config.embed_dim
 
 
 def test_what_is_not_built_says_why() -> None:
@@ -65,5 +65,6 @@ def test_the_table_counts_and_names_what_is_not_equal() -> None:
         other.key: {"outcome": "refused", "why": "a line | and what to do", "seconds": 1.0},
     }
     told = table(rows, list(ENTRIES.values()))
+    assert f"2 of {len(ENTRIES)} were tried" in told
     assert "| equal | 1 | 0 | 0 | 0 | 1 |" in told and "| refused | 0 | 0 | 0 | 1 | 1 |" in told
     assert "Refused:\n\n- image vit: a line / and what to do\n" in told
