@@ -18,7 +18,7 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.stock_caches import LENGTH
-from meshc.optimizer.optimizer import changes, describe
+from meshc.optimizer.optimizer import OptimizerSpec, changes, describe
 from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.driver.sizes import Sizes
 from meshc.passes.lower.exposed import EXPOSED
@@ -83,12 +83,9 @@ class Compilations:
     def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
         """adopted: what is done when the model's parameters have become this rank's parts."""
         self.asked, self.world, self._adopted = asked, world, adopted
-        store = None if asked.step is None else Store.of(asked.module)
-        if asked.step is not None and store is not None:
-            follow(store, asked.step.optimizers)
-        self.spec = describe(asked.step.optimizers, asked.options.keeping) if asked.step else None
-        if self.spec is not None and store is not None:
-            self.spec = replace(self.spec, idle=tuple((store.live(parameter), who) for parameter, who in self.spec.idle))
+        self._described_over: Store | None = None
+        """Whose parameters the optimizers had when they were described."""
+        self.spec = self._describe()
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
         self.seconds: dict[str, float] = {}
@@ -101,6 +98,18 @@ class Compilations:
         self._called: Stream | None = None
         """Which sizes calls have, once there are several, for the comparison with the other ranks."""
         self._last: Compilation | None = None
+
+    def _describe(self) -> OptimizerSpec | None:
+        """What the optimizers are, over the parameters that another program of the model may have put in the place of theirs."""
+        step, store = self.asked.step, Store.of(self.asked.module)
+        if step is None:
+            return None
+        self._described_over = store
+        if store is None:
+            return describe(step.optimizers, self.asked.options.keeping)
+        follow(store, step.optimizers)
+        spec = describe(step.optimizers, self.asked.options.keeping)
+        return replace(spec, idle=tuple((store.live(parameter), who) for parameter, who in spec.idle))
 
     @property
     def last(self) -> Compilation:
@@ -225,6 +234,8 @@ class Compilations:
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)
+            if Store.of(asked.module) is not self._described_over:
+                self.spec = self._describe()
         if self.kept and self.spec is not None and asked.step is not None:
             lines = changes(next(reversed(self.kept)).optimizer, key.optimizer)
             if lines:
@@ -271,6 +282,7 @@ class Compilations:
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
             self.spec = None if self.spec is None else self.spec.of_live(store.live)
+            self._described_over = store
         if first:
             seed = torch.initial_seed() if asked.options.seed is None else asked.options.seed
             store.seed = world.from_rank_0(lambda: seed)

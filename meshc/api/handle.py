@@ -191,10 +191,10 @@ class Program:
                 "  whole batch, TrainStep(..., microbatches=N), which reduces once"
             )
         self.world.refuse_call()
-        if self._adding is None:
-            self._adding = Program(self.asked.adding(), self.world)
         if not self.compilations.compiled:  # how state is stored is the step's to say
             self.prepare(args, dict(kwargs))
+        if self._adding is None:
+            self._adding = Program(self.asked.adding(), self.world)
         loss: torch.Tensor = self._adding(*args, **kwargs)
         self.metrics = self._adding.metrics
         return loss

@@ -126,7 +126,7 @@ def _one_path(
     watched = _snapshot(twin)
     with mode:
         unhooked(type(twin).step)(twin)
-    counts = {slot.name: twin.param_groups[0][counted] for slot in slots if (counted := number_of(slot)) is not None}
+    counts = {slot.name: twin.param_groups[0][entry] for slot in slots if (entry := number_of(slot)) is not None}
     kept = {f"group[{number_of(slot)!r}]" for slot in slots}
     before, after = ({key: value for key, value in seen.items() if key not in kept} for seen in (watched, _snapshot(twin)))
     _refuse_changed(name, before, after)

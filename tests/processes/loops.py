@@ -204,7 +204,7 @@ def two_steps(mesh: Any) -> None:
     mine = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (model.generator, model.critic)]
     theirs = [torch.optim.Adam(part.parameters(), lr=1e-2) for part in (twin.generator, twin.critic)]
     clip = {"generator.*": 0.05}
-    generate = meshc.compile(meshc.TrainStep(model, optimizer=mine[0], clip_grad_norm=clip), mesh, args=(noise,), plan="fsdp")
+    generate = meshc.compile(meshc.TrainStep(model, optimizer=mine[0], clip_grad_norm=clip), mesh, plan="fsdp")
     judge = meshc.compile(meshc.TrainStep(model, optimizer=mine[1]), mesh, args=(noise, real), plan="fsdp")
     for _ in range(3):
         loss = twin(noise, real)
