@@ -1,9 +1,19 @@
-"""Importing meshc brings nothing that is large and not needed yet: it should take little longer than importing torch."""
+"""Importing meshc brings nothing that is large and not needed yet: it should take little longer than importing torch. What names meshc's
+operators registers them, whichever module is imported first."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from tests.broad import broad
+
+ROOT = Path(__file__).parents[1]
 
 LARGE = ("scipy", "sympy", "tabulate", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "meshc.api")
 NOT_FOR_COMPILING = ("scipy.optimize", "scipy.sparse", "transformers", "torch._dynamo", "torch._inductor")
@@ -22,3 +32,18 @@ def test_importing_meshc_imports_nothing_large() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]", "dp=2 True meshc.recipes False", "[]"]
+
+
+def naming_operators() -> list[str]:
+    """Modules whose text has operators of the `meshc::` namespace."""
+    files = [path for folder in ("meshc", "passes", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = [path.relative_to(ROOT).with_suffix("") for path in files if "ops.meshc" in path.read_text()]
+    return [".".join(path.parts if path.parts[0] == "meshc" else ("meshc", *path.parts)) for path in found]
+
+
+@pytest.mark.parametrize("module", [broad(name) for name in naming_operators()])
+def test_what_names_operators_registers_them(module: str) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=importlib.import_module, args=(module,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0

@@ -28,6 +28,9 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import payload, ranks_together, rows_by_link
 from meshc.cost.memory import runs
 from meshc.ir import is_getitem, record, spmd
+from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers meshc::to_places
+from meshc.ops import expert_groups as _groups  # noqa: F401 - registers meshc::to_groups
+from meshc.ops import used_rows as _used_rows  # noqa: F401 - registers meshc::rows_of_tokens
 from meshc.program.program import PlainProgram
 
 aten, meshc = torch.ops.aten, torch.ops.meshc

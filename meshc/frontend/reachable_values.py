@@ -32,9 +32,8 @@ OPAQUE: Final = frozenset(
     "contextvars _contextvars subprocess meshc".split()
 )
 """Packages of what a forward can do nothing with that a program would show: it counts as one of its kind."""
-SAY_LITTLE: Final = frozenset(("_tuplegetter", "instancemethod", "generator"))
-"""Kinds that say nothing that what holds them does not say: what C puts into classes (fields of named tuples, methods of extensions), and
-generators, which no trace can read."""
+SAY_LITTLE: Final = frozenset(("_tuplegetter", "instancemethod"))
+"""Kinds that say nothing that what holds them does not say: what C puts into classes (fields of named tuples, methods of extensions)."""
 LONG: Final = 100
 
 
