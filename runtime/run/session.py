@@ -123,7 +123,8 @@ class Session:
             values[key] = tensor
         if self.random is not None:
             self.seed_step.copy_(seed_step(self.store.seed, self.store.step))
-            values[self.random] = self.seed_step
+            # a backward that draws again comes after other calls, maybe
+            values[self.random] = self.seed_step if self.backwards is None else self.seed_step.clone()
         return values
 
     def _note(self, stream: Stream, numbers: Mapping[str, float]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import meshc  # noqa: F401 - registers the operators
+import meshc.api.compile  # noqa: F401 - registers the operators
 from tests.attack.pages import Fenced
 
 ops = torch.ops.meshc

@@ -244,7 +244,7 @@ def resumed(plan: str) -> None:
         assert opt.state[model.up.weight]["exp_avg"].placements != model.up.weight.placements
     check_training(store, model, opt, 2)
     other = torch.optim.AdamW(model.parameters())
-    with refused("one optimizer trains a model at a time"):
+    with refused("another AdamW updates this already", "a parameter has one optimizer"):
         store.adopt_optimizer(other, adam_ports(ports), describe(other))
 
 
