@@ -50,17 +50,13 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"[Dd]ata.dependent|GuardOnDataDependent|Dynamic shape operator", _FIXED),
     (r"backwards? hooks", (
         "take hooks of whole modules (register_full_backward_hook) out; of a parameter's gradient: parameter.register_hook, which a "
-        "step runs; of that of a value within forward: h.register_hook there"
+        "step runs; of that of a value within forward, or of what the model returns: h.register_hook there"
     )),
     (r"data_ptr", "take the address out of the model: a traced tensor has none"),
     (r"requires_grad_\(\)", "set requires_grad on the input before the call, or on parameters"),
     (r"not linked with support for cuda|device mismatch|Torch not compiled with CUDA", (
         "make tensors on the device of an input or a parameter (device=x.device), and leave out .cuda() and .to(\"cuda\"): a program "
         "places them itself"
-    )),
-    (r"backwards? hooks require compiled autograd", (
-        "remove the backward hook: gradients inside the model are made by the program; one on a parameter (parameter.register_hook) or on "
-        "what the model returns (output.register_hook) works"
     )),
     (r"Generator reconstruction", "return a list or a tuple, not a generator"),
     (r"breakpoint|pdb", "take the breakpoint out; MESHC_DUMP shows what each pass leaves"),

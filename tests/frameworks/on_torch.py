@@ -261,7 +261,7 @@ def traced(mesh: Any) -> None:
 def backward_hooks(mesh: Any) -> None:
     model, twin, _ = compiled(mesh)
     handle = model[0].register_full_backward_hook(lambda module, inputs, outputs: None)
-    refuses(meshc.CaptureError, "remove the backward hook", lambda: model(X))
+    refuses(meshc.CaptureError, "take hooks of whole modules", lambda: model(X))
     handle.remove()
     same(model(X), twin(X))
 
