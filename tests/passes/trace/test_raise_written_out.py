@@ -91,5 +91,6 @@ def test_under_a_causal_mask_it_is_causal() -> None:
     calls = [node for node in nodes if "meshc.explicit_attention" in str(node.target)]
     assert len(calls) == 2
     for call in calls:
-        given = dict(zip((argument.name for argument in call.target._schema.arguments), call.args, strict=False))  # what stands last may be left out
+        names = (argument.name for argument in call.target._schema.arguments)
+        given = dict(zip(names, call.args, strict=False))  # what stands last may be left out
         assert given["bias"] is None and given["causal"] is True
