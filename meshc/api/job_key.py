@@ -24,6 +24,7 @@ import torch
 
 from meshc import environment
 from meshc.frontend.reachable import Reachable
+from meshc.frontend.reachable_code import qualified
 from meshc.ir.mesh import Mesh
 from meshc.passes.phases.request import Request
 from meshc.runtime.agreement.agreed import stable
@@ -59,7 +60,7 @@ def key(reached: Reachable, agreed: Mapping[str, str], request: Request) -> str:
 def _stands(reached: Reachable) -> set[str]:
     """Of each function that was found, where its source is."""
     return {
-        f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname} {hashlib.blake2b(code.co_linetable, digest_size=8).hexdigest()}"
+        f"{code.co_filename}:{code.co_firstlineno} {qualified(code)} {hashlib.blake2b(code.co_linetable, digest_size=8).hexdigest()}"
         for code in reached.code
     }
 

@@ -77,7 +77,7 @@ class Reachable:
         for code in traced:
             if is_stock(code) or found.is_generated(code):
                 continue
-            where = f"{code.co_qualname} ({found.short_file(code)}:{code.co_firstlineno})"
+            where = f"{found.qualified(code)} ({found.short_file(code)}:{code.co_firstlineno})"
             if code not in self.code:
                 return f"the model runs {where}, which is not found from the model's own attributes and names"
             if self.code[code]:

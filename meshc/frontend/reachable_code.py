@@ -39,6 +39,10 @@ _FOLDERS: Final = tuple(
 """Of torch and what it stands on, and of meshc, whose rooms may be links."""
 _PYTHON: Final = f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}"
 _PACKAGES: Final = ("site-packages", "dist-packages")
+_OF_DATACLASSES: Final = frozenset(f"__{name}__" for name in "init repr eq lt le gt ge hash setattr delattr".split())
+"""Methods that dataclasses make."""
+_SAYS_WHERE: Final = hasattr(types.CodeType, "co_qualname")
+"""Whether code says what it stands in; not in Python 3.10."""
 
 
 @cache
@@ -56,9 +60,17 @@ def is_stock(code: types.CodeType) -> bool:
     return _is_stock_file(code.co_filename)
 
 
+def qualified(code: types.CodeType) -> str:
+    """Its name with the classes and functions that it stands in; in Python 3.10 its own name alone."""
+    return code.co_qualname if _SAYS_WHERE else code.co_name
+
+
 def is_generated(code: types.CodeType) -> bool:
     """Whether it is what named tuples and dataclasses make of the fields of a class, which are compared with the class."""
-    return code.co_filename == "<string>" and ("_tuple_new" in code.co_names or code.co_qualname.startswith("__create_fn__.<locals>."))
+    if code.co_filename != "<string>":
+        return False
+    of_dataclass = code.co_name in _OF_DATACLASSES and (qualified(code).startswith("__create_fn__.<locals>.") or not _SAYS_WHERE)
+    return of_dataclass or "_tuple_new" in code.co_names
 
 
 def is_stock_module(module: types.ModuleType) -> bool:
