@@ -75,6 +75,8 @@ class _Form:
         self._like, self._leaves = _without_inputs(request), _leaves(request)
         self._seen: list[Shapes] = []
         self._open: tuple[DynamicDims, Traced] | None = None
+        self._refused: DynamicDims | None = None
+        """Dims with which the model could not be traced: it is not tried at each size."""
 
     def is_of(self, request: Request) -> bool:
         return self._leaves == _leaves(request) and self._like == _without_inputs(request)
@@ -95,8 +97,10 @@ class _Form:
         if any(size < 2 for name, shape in shapes for dim, size in enumerate(shape) if dim in dims.dims.get(name, {})):
             raise NotServed("tracing takes sizes below 2 apart")
         if self._open is None or self._open[0] != dims:
-            self._open = None
-            self._open = dims, trace_open(request, dims)
+            if dims == self._refused:
+                raise NotServed("tracing does not take these sizes open")
+            self._open, self._refused = None, dims
+            self._open, self._refused = (dims, trace_open(request, dims)), None
         try:
             sizes = dims.sizes(shapes)
         except InputError as error:

@@ -88,6 +88,22 @@ def test_a_size_that_takes_another_way_is_compiled_by_itself(traces: list[Any]) 
     assert len(traces) == 1
 
 
+def test_a_model_that_takes_no_open_sizes_is_not_tried_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def refused(request: Any, dims: Any) -> Any:
+        tried.append(dims.dims)
+        raise meshc.CaptureError("the model cannot be traced with these sizes open")
+
+    monkeypatch.setattr(sizes, "trace_open", refused)
+    program = meshc.compile(Branches().requires_grad_(False), meshc.Mesh("dp=2"), args=(torch.zeros(4, 3, 8),))
+    for length in (4, 5, 6, 7):
+        program.prepare((torch.zeros(4, length, 8),), {})
+    assert tried == [{"x": {1: "size_0"}}]
+    program.prepare((torch.zeros(6, 7, 8),), {})  # another dim differs
+    assert len(tried) == 2
+
+
 def test_sizes_that_were_equal_and_differ_are_told_apart(traces: list[Any]) -> None:
     """Rows of two inputs are equal in three calls, and differ in the fourth, where a model can take that."""
     model, mesh = TwoInputs(), meshc.Mesh("dp=2")
