@@ -91,7 +91,7 @@ class Compilations:
         self.seconds: dict[str, float] = {}
         """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
-        self._known: list[str] = []
+        self._known: dict[Key, str] = {}
         self._sizes = Sizes()
         self._several = False
         """Whether those kept are for inputs of several forms."""
@@ -177,7 +177,7 @@ class Compilations:
                 if self.world.board is not None:
                     self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
                 self.kept[key] = self._compile(args, kwargs, key)
-                self._known.append(calling.describe_inputs(args, kwargs))
+                self._known[key] = calling.describe_inputs(args, kwargs)
                 if len(self.kept) > self.asked.options.kept_sizes:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
@@ -198,7 +198,7 @@ class Compilations:
     def _drop(self) -> None:
         """The one that was not used for longest goes, on all ranks the same: calls come in one order."""
         oldest = next(iter(self.kept))
-        del self.kept[oldest], self._known[0]
+        del self.kept[oldest], self._known[oldest]
         if not self.asked.dynamic:
             del self.general[oldest]
 
@@ -212,7 +212,8 @@ class Compilations:
         if difference.field != agreed.INPUTS:
             return StateError(str(difference))
         if difference.alone:
-            text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {' or '.join(self._known)}"
+            known = " or ".join(self._known.values())
+            text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {known}"
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
         if self.asked.inputs == "local":
