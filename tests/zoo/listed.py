@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -94,7 +94,7 @@ def case(one: Listed) -> Case:
         raise NotBuilt("it has no configuration of its own")
     for change in WAYS:
         try:
-            return _case(one, _remade(make(), change))
+            return _case(one, shrunk(make(), change))
         except Exception as error:  # noqa: BLE001 - of whatever kind: the next way may do
             why.append(f"{type(error).__name__}: {error}")
     raise NotBuilt(why[0])
@@ -106,21 +106,15 @@ def _configuration(one: Listed) -> type[PretrainedConfig] | None:
     return own or (getattr(transformers, name) if name else None)
 
 
-def shrunk(make: type[PretrainedConfig]) -> Iterator[PretrainedConfig]:
-    """Its own configuration made smaller, first by names, then divided; as few layers each time as have all kinds of layers."""
-    for change in WAYS:
-        yield _remade(make(), change)
-
-
-def _remade(config: PretrainedConfig, change: Callable[[str, Any], Any]) -> PretrainedConfig:
-    """A configuration of the same class whose numbers, and those of configurations in it, are changed."""
+def shrunk(config: PretrainedConfig, change: Callable[[str, Any], Any]) -> PretrainedConfig:
+    """A configuration of the same class whose numbers, and those of configurations in it, are changed; as few layers as have all kinds."""
     own = {key: value for key, value in vars(config).items() if not key.startswith("_")}
     layers = next((value for key, value in own.items() if re.fullmatch(LAYERS, key) and _is_number(value)), 0)
     fewer = min(layers, _enough(own, layers))
     changed: dict[str, Any] = {}
     for key, value in own.items():
         if isinstance(value, PretrainedConfig):
-            changed[key] = _remade(value, change)
+            changed[key] = shrunk(value, change)
         elif isinstance(value, list | tuple) and layers > 2 and len(value) == layers:
             changed[key] = [change(key, item) if _is_number(item) else item for item in value[:fewer]]
         elif re.fullmatch(LAYERS, key) and value == layers:
@@ -177,6 +171,7 @@ def _divided(key: str, value: Any, divisor: int) -> Any:
 
 
 WAYS: Final[tuple[Callable[[str, Any], Any], ...]] = (_named, *(partial(_divided, divisor=divisor) for divisor in DIVISORS))
+"""First by names, then divided."""
 
 
 def _several(key: str, values: Any, divisor: int) -> Any:

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, Qwen3NextConfig, SwinConfig
 from tests.broad import broad
 from tests.zoo import everything
 from tests.zoo.everything import in_a_child, table, tried
-from tests.zoo.listed import TASKS, Listed, NotBuilt, case, listed, shrunk
+from tests.zoo.listed import TASKS, WAYS, Listed, NotBuilt, case, listed, shrunk
 
 ENTRIES = {one.key: one for one in listed()}
 
@@ -19,20 +19,20 @@ def test_all_that_is_listed_has_a_row_of_its_own() -> None:
 
 
 def test_numbers_are_known_by_their_names() -> None:
-    config = next(shrunk(LlamaConfig))
+    config = shrunk(LlamaConfig(), WAYS[0])
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size) == (32, 2, 4, 65)
     assert config.num_key_value_heads == config.num_attention_heads  # as many in its own configuration too
     assert config.rms_norm_eps == LlamaConfig().rms_norm_eps
 
 
 def test_as_many_layers_stay_as_have_all_kinds() -> None:
-    config = next(shrunk(Qwen3NextConfig))
+    config = shrunk(Qwen3NextConfig(), WAYS[0])
     assert set(config.layer_types) == set(Qwen3NextConfig().layer_types) and len(config.layer_types) == config.num_hidden_layers == 4
 
 
 def test_where_names_do_not_do_numbers_are_divided() -> None:
     """Levels of 3 and 6 heads want widths that these divide, as 32 is not."""
-    _, config, *_ = shrunk(SwinConfig)
+    config = shrunk(SwinConfig(), WAYS[1])
     assert config.embed_dim == SwinConfig().embed_dim // 16 and list(config.num_heads) == list(SwinConfig().num_heads[:2])
     assert case(ENTRIES["image swin"]).model.config.embed_dim == config.embed_dim
 
