@@ -51,7 +51,7 @@ def write_shards(patterns: list[str], folder: Path) -> None:
         return
     files = sorted({file for pattern in patterns for file in glob.glob(pattern, recursive=True) if Path(file).is_file()})
     if not files:
-        raise SystemExit(f"no file matches {' '.join(patterns)}")
+        raise SystemExit(f"no file matches {' '.join(patterns)}: name others with --text, as patterns in quotes")
     made = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)

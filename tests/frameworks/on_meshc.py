@@ -20,7 +20,7 @@ for _what, _check, _more in (
         local_inputs.unequal_labels,
         {"mesh": "dp=2", "line": 'meshc.compile(..., inputs="local")'},
     ),
-    ("sizes that change from call to call", local_inputs.dynamic_sizes, {"mesh": "dp=2", "line": "Options(dynamic=...)"}),
+    ("one program for sizes that change from call to call", local_inputs.dynamic_sizes, {"mesh": "dp=2", "line": "Options(dynamic=...)"}),
     ("several programs of one model: training, evaluation", module_mode.two_programs, {}),
     ("model.generate and program.generate of a stock model", generation.short, {}),
 ):
