@@ -107,9 +107,12 @@ def _hashable(value: object) -> object:
 def module_key(module: nn.Module) -> tuple[object, object, bool, object]:
     """What else of a module decides its program: its modules' flags, hooks and settings, which parameters take gradients and what hangs on
     these, grad mode, autocast."""
+    children = list(module.modules())
+    # this runs at each call: torch's own `parameters()` takes three times as long
+    parameters = {id(one): one for child in children for one in child._parameters.values() if one is not None}
     return (
-        tuple(state_of(child) for child in module.modules()),
-        tuple((parameter.requires_grad, hooks and hooks.numbers) for parameter in module.parameters() for hooks in [hooks_of(parameter)]),
+        tuple(map(state_of, children)),
+        tuple((parameter.requires_grad, hooks and hooks.numbers) for parameter in parameters.values() for hooks in [hooks_of(parameter)]),
         torch.is_grad_enabled(),
         autocast_state(),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from meshc.ir.keys import is_a
@@ -66,6 +67,7 @@ def stage_name(action: Action) -> str:
     return f"{STAGE_NAMES[action.op]}_{action.stage}"
 
 
+@cache
 def slot(key: str, microbatch: int) -> str:
-    """What a rank keeps a value under: one that belongs to a microbatch apart from those of others."""
+    """What a rank keeps a value under: one that belongs to a microbatch apart from those of others. Asked of all inputs at each call."""
     return f"{key}@{microbatch}" if is_a(key, "flow") else key

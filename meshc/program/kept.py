@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from meshc.ir import local_bytes, record, spmd
 from meshc.ir.sharing import KEPT, OVER_OPERAND, Words, sharing_of
 from meshc.program import flying
-from meshc.program.packing import is_view, pieces
+from meshc.program.packing import may_view, pieces
 
 
 def places(graph: Graph, words: Words = sharing_of) -> list[list[Node]]:
@@ -68,5 +68,5 @@ def _read(user: Node, at: Mapping[Node, int], until: Mapping[Node, int]) -> int:
 def _readers(node: Node, words: Words) -> Iterator[Node]:
     for user in node.users:
         yield user
-        if is_view(user) or (OVER_OPERAND in words(user) and user.args[0] is node):
+        if may_view(user) or (OVER_OPERAND in words(user) and user.args[0] is node):
             yield from _readers(user, words)

@@ -167,6 +167,12 @@ def _may_share(node: Node) -> bool:
     return is_view(node) or not isinstance(node.target, torch._ops.OpOverload)
 
 
+def may_view(node: Node) -> bool:
+    """Whether a node's value shares storage with its first operand on some rank: what is a view, a mask of a tile without padding, and what
+    the first rank keeps. Whoever writes into that storage stands behind its readers too."""
+    return is_view(node) or node.target in (spmd.mask, spmd.keep_first)
+
+
 def is_view(node: Node) -> bool:
     """Whether a node's value shares storage with its first operand: views, one result of several, updates in place."""
     if node.op != "call_function" or not node.all_input_nodes:

@@ -342,4 +342,7 @@ def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: Ste
     target = local_size(after.dims[step.to[0]][step.to[1]], build.sizes)
     if target != local[step.to] * count:
         flat = build.emit(aten.slice.Tensor, flat, concat, 0, target)
-    return flat
+    if [d for d, _ in order] == list(range(len(now.dims))):
+        return flat
+    # dims are not what they were, whatever their sizes: [f1 1, f0 3, seq 9] is no [1, f1 1 * f0 3, seq 9]
+    return build.emit(aten.reshape.default, flat, list(local_shape(after, build.sizes)))

@@ -14,6 +14,7 @@ divides a sum at once. Nothing is said of NaN in a maximum or a minimum, of whic
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -106,6 +107,9 @@ LIKES = overloads(
 """Nothing of their operand matters but its shape or its dtype."""
 ZEROS = overloads("zeros_like zero new_zeros")
 
+FEW = 4
+"""Of so many operands any part may be an average that is pending."""
+
 
 def deferrals(node: Node, rule: Rule) -> list[Deferral]:
     """Everything that may come into this call pending. Complex numbers and truths have sums at most."""
@@ -142,8 +146,13 @@ def _averages(node: Node, sums: list[Deferral], count: int) -> list[Deferral]:
     """
     affine = [positions for positions in AFFINE.get(node.target, ()) if max(positions) < count]
     together = [*(found.positions for found in sums), *affine]
-    some = [chosen for positions in together for size in range(len(positions)) for chosen in itertools.combinations(positions, size + 1)]
-    return [Deferral(chosen, "avg", "avg") for chosen in some]
+    return [Deferral(chosen, "avg", "avg") for positions in together for chosen in _parts(positions)]
+
+
+def _parts(positions: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Any of some operands; of many, of which there would be more parts than can be counted, each by itself and all of them."""
+    sizes = range(1, len(positions) + 1) if len(positions) <= FEW else sorted({1, len(positions)})
+    return itertools.chain.from_iterable(itertools.combinations(positions, size) for size in sizes)
 
 
 def _extremes(node: Node, rule: Rule, count: int) -> list[Deferral]:

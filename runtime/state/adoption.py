@@ -52,8 +52,8 @@ def refuse_converted(stored: Iterable[Held]) -> None:
     """Refuses what `half()`, `to(...)` and the like have made of a compiled model: the program's memory is what it was."""
     faults = []
     for held in stored:
-        now = held.current()
-        if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type) and not held.of:
+        now = None if held.of else held.current()
+        if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type):
             faults.append(f"{held.name} is {now.dtype} on {now.device.type}, the program's is {held.dtype} on {held.buffer.device.type}")
     if faults:
         shown = "\n    ".join(lines_of(faults, 4))

@@ -69,7 +69,11 @@ class Held:
 
     def current(self) -> object:
         """What stands in the model where the live tensor was put; of optimizer state the live tensor."""
-        return next((members.get(name) for members, name in self.places if members.get(name) is not self.live), self.live)
+        for members, name in self.places:
+            now = members.get(name)
+            if now is not self.live:
+                return now
+        return self.live
 
     @property
     def swapped(self) -> bool:
