@@ -1,12 +1,12 @@
 """Update early: where updates may stand, which is as soon as their gradients are there and nothing reads any more what they write.
 
-    g3 = mm(..)  r3 = all_reduce(g3)  g2 = mm(..)  r2 = all_reduce(g2)  ...  r0 = all_reduce(g0)  adam_many_([w3, w2, w1, w0], ...)
+    g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w2, w1, w0], ...)
   becomes
-    g3 = mm(..)  r3 = all_reduce(g3)  g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  adam_many_([w3], [r3], ...)
-    g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w2], [r2], ...)  adam_many_([w1], [r1], ...)  adam_many_([w0], [r0], ...)
+    g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  adam_many_([w2], [r2], ...)
+    g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w1], [r1], ...)  adam_many_([w0], [r0], ...)
 
-So not all gradients are there at once, but those of three buckets. A reduction's result is read when the second one behind it along its axes
-starts: by then it has travelled, also where one rank is a little behind another. Where gradients are clipped updates stand behind the norm, which reads all of them. What is widened, scaled or cut
+So not all gradients are there at once, but those of two buckets. A reduction's result is read when the next one along its axes starts:
+by then it has travelled. Where gradients are clipped updates stand behind the norm, which reads all of them. What is widened, scaled or cut
 for an update moves with it, and so does what reads its gradient for a norm that is only told.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
 from typing import Final
 
 import torch
@@ -35,9 +34,6 @@ FUSED: Final = frozenset(MANY.values())
 
 NORM: Final = (torch.ops.meshc.square_sum.default,)
 """What reads a gradient for the norm of all."""
-
-BEHIND: Final = 2
-"""So many reductions along the same axes start before the result of one is read."""
 
 PARTS: Final = 2 * WINDOWS
 """There are no more than about so many updates in a stage: a bucket may be a little smaller than an eighth of all."""
@@ -141,7 +137,7 @@ class Places:
 
     def _arrived(self, reduction: Node) -> int:
         later = (self.index[one] for one in self.reductions if self.index[one] > self.index[reduction] and one.args[1] == reduction.args[1])
-        return next(islice(later, BEHIND - 1, None), len(self.nodes) - 1)
+        return next(later, len(self.nodes) - 1)
 
     def _read(self, root: Node, own: AbstractSet[Node]) -> int:
         """The last reader of the memory that a value has, but for what a member takes and gives: `own`."""

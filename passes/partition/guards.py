@@ -65,10 +65,11 @@ class Guards:
                     checked[bound.operand] = self._done[key]
         return checked
 
-    def emit(self, instance: Instance, index: Node, bound: Bound, whole: bool = False) -> Node:
-        of = self._told(instance.values[bound.operand])
+    def emit(self, instance: Instance, index: Node, bound: Bound, whole: Value | None = None) -> Node:
+        """The check of an index before an operator. `whole`: the value that it is all of; other operators may read that as another operand."""
+        of = self._told(instance.values[bound.operand] if whole is None else whole)
         at = str(records(instance.node)[0].source)
-        return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole)
+        return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole is not None)
 
     def _bounds(self, instance: Instance) -> list[Bound]:
         node = instance.node

@@ -113,7 +113,7 @@ class Partitioner:
         self._context(instance.node)
         checked = form.node
         for bound in bounds:
-            checked = self.guards.emit(instance, checked, bound, whole=True)
+            checked = self.guards.emit(instance, checked, bound, value)
         update(checked, sharding=whole)
         self.forms[value] = {whole: Form(checked, whole)}
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc.ir import spmd
 from meshc.ops import explicit_attention as _operators  # noqa: F401 - registers them
 from meshc.passes.rules.ring import Ring, mask_of, place_of
-from meshc.passes.rules.rule import Made, Passing, Rule, RuleFunction, einsum, shape_of
+from meshc.passes.rules.rule import ONE, Made, Passing, Rule, RuleFunction, einsum, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -45,13 +45,14 @@ def _backward(node: Node, tensors: list[Node]) -> Rule:
     bias, seed = _optional(node)
     results = [Q, f"{K} +q", f"{K} +q"]
     if node.target is meshc.explicit_attention_bias_backward.default:
-        results.append(" ".join([BIAS, *_summed(shape_of(tensors[4]), shape_of(tensors[1]))]))
+        results.append(_of_bias(shape_of(tensors[4]), shape_of(tensors[1])))
     return _rule(node, tensors, [Q, Q, K, K, *bias, Q, ROW, *seed], results, Passing("k", (2, 3), (1, 2)))
 
 
-def _summed(shape: Sequence[int], queries: Sequence[int]) -> list[str]:
-    """Over what a bias's gradient is a sum: what the bias is the same for."""
-    return [f"+{letter}" for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
+def _of_bias(shape: Sequence[int], queries: Sequence[int]) -> str:
+    """A bias's gradient: one number, and a sum, over what the bias is the same for."""
+    same = [letter for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
+    return " ".join([*(ONE if token in same else token for token in BIAS.split()), *(f"+{letter}" for letter in same)])
 
 
 def _rule(node: Node, tensors: list[Node], operands: list[str], results: list[str], keys: Passing) -> Rule:

@@ -176,3 +176,78 @@ def test_a_maximum_over_microbatches_is_no_sum(mesh: str) -> None:
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=4)
     program = meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs)
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
+
+
+class LastReadByNothing(nn.Module):
+    """Of the bias, which only the first rank adds, the gradient needs nothing of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, y).mean()
+
+
+class Biased(nn.Module):
+    """A bias that is the same for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(1, 1, 9, 9, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias).sum() * y
+
+
+class ReadTwice(nn.Module):
+    """One index, as two operators' operands of different places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.one_hot(y, 3).double() @ self.weight + x, y)
+
+
+class InGroups(nn.Module):
+    """What is moved between ranks is one place of two factors, of which each rank has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 9, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        taken = F.one_hot((self.weight @ x).argmax(-1), 3)
+        place = (taken.cumsum(0) - 1).clamp(min=0)
+        kept = (F.one_hot(place.clamp(max=2), 3)[..., :2] * taken.unsqueeze(-1)).double()
+        found = torch.einsum("tec,ecd->td", kept, torch.tanh(torch.einsum("tec,td->ecd", kept, self.weight)))
+        return (torch.softmax(found @ y, -1).mean(0) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "model, mesh, plan, shapes",
+    [
+        (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
+        (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)  # fmt: skip
+def test_a_step_that_the_checker_takes(model: nn.Module, mesh: str, plan: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    torch.manual_seed(0)
+    x, y = (torch.arange(8) % 3 if shape is None else torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    program = meshc.compile(step, meshc.Mesh(mesh), kwargs={"x": x, "y": y}, plan=plan)
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
+
+
+def test_many_operands_of_one_operator_are_checked() -> None:
+    """Of thirty there are a billion parts."""
+
+    def joined(x: Tensor) -> Tensor:
+        return torch.cat([x * float(index) for index in range(30)])
+
+    program = meshc.compile(joined, meshc.Mesh("a=2"), kwargs={"x": torch.ones(4, 3)}, plan="a: batch")
+    check_program(program.compiled, "the program", rules)
