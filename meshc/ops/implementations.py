@@ -86,8 +86,8 @@ _BOUND: Final[Mapping[OpOverload, Function]] = {
     aten.transpose.int: torch.transpose,
     aten.unsqueeze.default: torch.unsqueeze,
 }
-"""What torch binds by itself, which reads its arguments in half the time that `OpOverload` takes: half a microsecond to one a call, of which
-a step of a few layers has a thousand."""
+"""What torch binds by itself, which reads its arguments in half the time that `OpOverload` takes: half a microsecond to one a call, of
+which a step of a few layers has a thousand."""
 
 
 def direct(target: Target, device: torch.device) -> Function:

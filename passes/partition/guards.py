@@ -66,7 +66,7 @@ class Guards:
         return checked
 
     def emit(self, instance: Instance, index: Node, bound: Bound, whole: Value | None = None) -> Node:
-        """The check of an index before an operator. `whole`: the value that it is all of; other operators may read that as another operand."""
+        """The check of an index before an operator. `whole`: the value that it is all of, which others may read as another operand."""
         of = self._told(instance.values[bound.operand] if whole is None else whole)
         at = str(records(instance.node)[0].source)
         return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole is not None)
