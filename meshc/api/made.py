@@ -90,7 +90,8 @@ def packed(program: PlainProgram, **more: object) -> bytes:
 
 
 def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
-    """The program, on this mesh unless it has taken axes of it apart, and the rest. Raises ArtifactError for an operator that this process does not have."""
+    """The program, on this mesh unless axes of it are taken apart, and the rest. Raises ArtifactError for an operator that this process
+    does not have."""
     begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
     head = json.loads(data[_LENGTH_BYTES:begin])
     with libraries.trusted():

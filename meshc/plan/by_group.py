@@ -1,10 +1,10 @@
 """Axes with more ranks than a model has key-value heads, taken apart: one part for these heads, one for the queries that share each.
 
-    tp: heads, ffn              4 ranks, 2 key-value heads       becomes    tp_kv_heads: heads, ffn
-    pin lm_head.weight: vocab/tp, _      for 8 heads of queries             tp_group: heads, ffn
-                                                                            pin lm_head.weight: vocab/tp_kv_heads/tp_group, _
+    tp: heads, ffn                4 ranks, 2 key-value heads   becomes   tp_kv_heads: heads, ffn
+    pin head.weight: vocab/tp, _  for 8 heads of queries                 tp_group: heads, ffn
+                                                                         pin head.weight: vocab/tp_kv_heads/tp_group, _
 
-An operator takes key-value heads along the first, which leaves none for the second, and that takes the queries of each, where there are any.
+An operator takes key-value heads along the first, which leaves none for the second, and that takes the queries of each, if there are any.
 Ranks keep their order: heads of queries lie as they would if there were as many of keys, and so does all that is not of heads.
 """
 
@@ -24,8 +24,8 @@ GROUP: Final = ("group", "heads")
 
 
 def parts_by_group(plan: Plan, mesh: Mesh, shared: Sequence[int], groups: Sequence[int]) -> dict[str, tuple[Axis, Axis]]:
-    """By the axes that are to be taken apart, the two that stand for each: those that may split heads, and have a multiple of the ranks that
-    key-value heads are left for, if the queries of each divide by the rest.
+    """By the axes that are to be taken apart, the two that stand for each: those that may split heads, and have a multiple of the ranks
+    that key-value heads are left for, if the queries of each divide by the rest.
 
     plan           has an entry for each axis of the mesh
     shared, groups  how many key-value heads the model's attentions have, and how many of queries share one

@@ -35,8 +35,8 @@ def with_heads_apart(placed: Placed) -> Placed:
         plan = told.plan + lines_for_keys(told, heads.name, group.name)
         told = told.again(replace(told.request, plan=plan))
     return told.noting(*(
-        f"{axis}: taken apart into {heads} and {group}: {heads.name} splits the {heads.size} key-value heads, {group.name} the heads of queries "
-        "that share each; its ranks have the same keys and values"
+        f"{axis}: taken apart into {heads} and {group}: {heads.name} splits the {heads.size} key-value heads, {group.name} the heads of "
+        "queries that share each; its ranks have the same keys and values"
         for axis, (heads, group) in parts.items()
     ))  # fmt: skip
 

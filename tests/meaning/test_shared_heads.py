@@ -1,4 +1,4 @@
-"""Fewer key-value heads than ranks: an axis is taken apart, so that each rank has the one head that its queries need, and nothing is padded."""
+"""Fewer key-value heads than ranks: an axis is taken apart, each rank has the one head that its queries need, and nothing is padded."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_a_step_is_the_models_own(mesh: str, plan: str | None, heads: int, share
 
 
 def test_where_heads_lie_and_what_is_sent() -> None:
-    """Of weights of keys and values a rank has its one head, of all others a quarter. Over the group gradients of the keys and values of `T`
-    tokens are summed, and nothing else; all other messages are those of a model with a head of keys for each rank."""
+    """Of weights of keys and values a rank has its one head, of all others a quarter. Over the group gradients of the keys and values of
+    its tokens are summed, and nothing else; all other messages are those of a model with a head of keys for each rank."""
     program, other = compiled("tp=4", None, 8, 2, 5), compiled("tp=4", None, 8, 4, 5)
     parts = {port.name: prod(local_shape(port.sharding, program.compiled.axis_sizes)) / prod(port.shape)
              for port in program.compiled.inputs if port.kind == "parameter" and "norm" not in port.name}  # fmt: skip
@@ -89,7 +89,8 @@ def test_lines_of_the_plan_stay() -> None:
     assert str(program.plan).splitlines() == [
         "tp_kv_heads: heads, ffn, vocab", "tp_group: heads, ffn, vocab", "pin lm_head.weight: vocab/tp_kv_heads/tp_group, _",
         "pin op:*.k_proj: -/tp_kv_heads/tp_group", "pin op:model.layers.*.self_attn.v_proj/forward/mm: -/tp_group",
-        "pin op:model.layers.*.self_attn.v_proj/backward/mm: -/tp_group", "pin op:model.layers.*.self_attn.v_proj/backward/mm.2: head/tp_group",
+        "pin op:model.layers.*.self_attn.v_proj/backward/mm: -/tp_group",
+        "pin op:model.layers.*.self_attn.v_proj/backward/mm.2: head/tp_group",
     ]  # fmt: skip
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 

@@ -53,8 +53,8 @@ def test_pipeline_stages_too() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
-    """What a ring moves, and halves of a tile: forward q, k, v, the output and a number for each query; backward the output, its gradient and
-    three gradients, and of 39 positions, which pad tiles, q and the numbers once more. Gradients come home by a shift more."""
+    """What a ring moves, and halves of a tile: forward q, k, v, the output and a number for each query; backward the output, its
+    gradient and three gradients, and of 39 positions, which pad tiles, q and the numbers once more. Gradients come home by a shift more."""
     program = step("nanogpt", f"cp={ranks}", RING, attention="zigzag")
     layers, rows, heads, head, tile = 2, 4, 4, 8, -(-SEQ // ranks)
     values, numbers = rows * heads * head * 8, rows * heads * 8
