@@ -69,9 +69,9 @@ def _in_regions(entry: AxisEntry) -> bool:
 def _is_held(plan: Plan, axis: str) -> bool:
     """Whether lines of the plan say of single values that the axis splits heads there."""
     heads = {*SHARED, *GROUP}
-    factors = [factor for line in (*plan.pins, *plan.stores) for dim in line.dims for factor in dim.factors]
-    splits = [split for pin in plan.operators for split in pin.splits]
-    return any(one.factor in heads and axis in one.axes for one in (*factors, *splits))
+    said = [(factor.factor, factor.axes) for line in (*plan.pins, *plan.stores) for dim in line.dims for factor in dim.factors]
+    said += [(split.factor, split.axes) for pin in plan.operators for split in pin.splits]
+    return any(factor in heads and axis in axes for factor, axes in said)
 
 
 def parts_between(mesh: Mesh, finer: Mesh) -> dict[str, tuple[Axis, ...]] | None:
