@@ -30,15 +30,15 @@ def steps(mesh: Any) -> None:
         logits = evaluated(**ids).logits
     assert program.mesh.names == evaluated.mesh.names == AXES
     weight = case.model.model.layers[0].self_attn.k_proj.weight
-    assert weight.device_mesh.mesh_dim_names == AXES and weight.to_local().numel() * 4 == weight.numel()
+    assert weight.device_mesh.mesh_dim_names == AXES and weight.to_local().numel() * 2 == weight.numel()
     again = meshc.compile(step, mesh, kwargs=case.kwargs, options=options)
     again(**case.kwargs)
     state = program.state_dict(full=True)
     if dist.get_rank():
         return
     wanted, twin, _ = train(start, case.loss_of, case.kwargs, adamw)
-    close(losses, wanted, 1e-10)
-    torch.testing.assert_close(logits, twin(**ids).logits, rtol=1e-9, atol=1e-9)
+    close(losses, wanted, 1e-5)  # rotary positions and the loss are in float32
+    torch.testing.assert_close(logits, twin(**ids).logits, rtol=1e-4, atol=1e-5)
     assert furthest(state["model"], twin.state_dict())[0] > 1e-6  # after a third step
 
 
