@@ -52,7 +52,7 @@ def _by_node(mesh: Mesh | DeviceMesh, plan: PlanLike, dispatch: str) -> tuple[Me
     parts = parts_by_node(resolved, given, device.ranks_per_node)
     if parts:
         axes = [one for axis in given.axes for one in parts.get(axis.name, (axis,))]
-        mesh, plan = _finer(given, axes), with_axes_apart(resolved, parts)
+        mesh, plan = finer(given, axes), with_axes_apart(resolved, parts)
         given, resolved = Mesh.of(mesh), plan
     if dispatch == "hierarchical" and across_and_inside(given, expert_axes(resolved), device) is None:
         raise PlanError(
@@ -90,7 +90,7 @@ def _by_factor(
         for part, own in parts_of(entry, term, axis.size, sizes[term.factor]):
             axes.append(part)
             entries.append(own)
-    return mesh if tuple(axes) == given.axes else _finer(given, axes), resolved.having(entries)
+    return mesh if tuple(axes) == given.axes else finer(given, axes), resolved.having(entries)
 
 
 def _refuse(mesh: Mesh, entry: AxisEntry, term: Term, has_examples: bool) -> None:
@@ -127,7 +127,7 @@ def _sizes(
     return found
 
 
-def _finer(mesh: Mesh, axes: Sequence[Axis]) -> Mesh | DeviceMesh:
+def finer(mesh: Mesh, axes: Sequence[Axis]) -> Mesh | DeviceMesh:
     """The same ranks in the same order, along more axes."""
     if mesh.device_mesh is None:
         return Mesh.from_axes(axes, mesh.device_type, mesh.ranks)

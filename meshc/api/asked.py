@@ -28,6 +28,7 @@ from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.request import Request
+from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.program.program import BACKENDS
 from meshc.runtime.state.store import Store
@@ -133,6 +134,12 @@ class Asked:
         """The same for calls that add gradients up and update nothing."""
         found = copy.copy(self)
         found.adds = True
+        return found
+
+    def on(self, mesh: Mesh, plan: Plan) -> Asked:
+        """The same on the axes that stand for those of its mesh."""
+        found = copy.copy(self)
+        found.mesh, found.plan = mesh, plan
         return found
 
     def part(self, path: str) -> Asked:

@@ -12,17 +12,21 @@ import torch
 import torch.distributed as dist
 
 from meshc.api import cached_calls, module_mode, parts, shared
+from meshc.api.apart import finer
 from meshc.api.asked import Arguments, Asked, Key
 from meshc.api.made import Made
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.stock_caches import LENGTH
+from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe
 from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.driver.sizes import Sizes
 from meshc.passes.lower.exposed import EXPOSED
 from meshc.passes.phases.request import Request
+from meshc.plan.by_group import parts_between
+from meshc.plan.by_node import with_axes_apart
 from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import PlainProgram
@@ -174,6 +178,7 @@ class Compilations:
             with self.guarded("compile"):
                 with self.world.refusable():
                     self._refuse_changed()
+                self._follow_store()
                 if self.world.board is not None:
                     self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
                 self.kept[key] = self._compile(args, kwargs, key)
@@ -207,6 +212,17 @@ class Compilations:
         store = self.store or Store.of(self.asked.module)
         if store is not None:
             store.refuse_changed_model()
+
+    def _follow_store(self) -> None:
+        """Where the model lives on axes that were taken apart for another program, this one is for them too."""
+        store, asked = self.store or Store.of(self.asked.module), self.asked
+        parts = None if store is None else parts_between(asked.mesh, store.mesh)
+        if parts and store is not None:
+            self._move(store.mesh, with_axes_apart(asked.plan, parts))
+
+    def _move(self, mesh: Mesh, plan: Plan) -> None:
+        self.asked = self.asked.on(mesh, plan)
+        self.world.move(mesh)
 
     def _refusal(self, difference: Disagreement) -> MeshcError:
         if difference.field != agreed.INPUTS:
@@ -264,11 +280,21 @@ class Compilations:
                 module_mode.refuse_stages(asked.mesh)
             with cached_calls.explained(kwargs):
                 made = shared.compiled(self.world.board, asked, request, told, self._sizes)
+        made = self._on_its_mesh(made)
         for note in made.program.notes:
             if any(words in note for words in WARNED):
                 warnings.warn(note, stacklevel=6)
         self.seconds = dict(made.seconds or {})
         return made
+
+    def _on_its_mesh(self, made: Made) -> Made:
+        """Passes may have taken axes apart: the ranks are along these from here on. All ranks call it."""
+        program, asked = made.program, self.asked
+        if program.mesh == asked.mesh:
+            return made
+        mesh = Mesh.of(finer(asked.mesh, program.mesh.axes))
+        self._move(mesh, program.plan)
+        return replace(made, program=replace(program, mesh=mesh))
 
     def _adopt(self, compiled: PlainProgram, made: Made) -> Made:
         """Parameters, buffers and state become this rank's parts. Returns what was made without a hold on what they were."""

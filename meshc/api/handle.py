@@ -53,7 +53,7 @@ class Program:
     """
 
     def __init__(self, asked: Asked, world: World) -> None:
-        self.asked, self.world = asked, world
+        self.world = world
         self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, object] = {}
         self._counts: Counts | None = None
@@ -63,6 +63,11 @@ class Program:
         """Of a stock model with an encoder: what a call of that alone runs."""
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
+
+    @property
+    def asked(self) -> Asked:
+        """What was asked for; on the axes that stand for those of the mesh, once it is known that some are taken apart."""
+        return self.compilations.asked
 
     def run_by_model(self) -> None:
         """From here on a call of the module that is compiled runs its program, where there are ranks to run it; a call of the encoder

@@ -66,7 +66,8 @@ class Entry:
             kept_programs.drop(self._folder, self._name)  # the same place is that of the program under today's
             return None
         stages = {name: replace(stage, origin=None) for name, stage in found.program.stages.items()}  # errors name lines of the model
-        program = replace(found.program, stages=stages, mesh=request.mesh)
+        mesh = request.mesh if found.program.mesh == request.mesh else found.program.mesh
+        program = replace(found.program, stages=stages, mesh=mesh)
         try:
             tree = output_tree_data.read(told["tree"])
         except NoData:

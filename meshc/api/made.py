@@ -90,7 +90,8 @@ def packed(program: PlainProgram, **more: object) -> bytes:
 
 
 def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
-    """The program and the rest. Raises ArtifactError for an operator that this process does not have."""
+    """The program, on this mesh unless axes of it are taken apart, and the rest. Raises ArtifactError for an operator that this process
+    does not have."""
     begin = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
     head = json.loads(data[_LENGTH_BYTES:begin])
     with libraries.trusted():
@@ -98,7 +99,7 @@ def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
             head["program"], lambda name: (head["texts"][name], f"rank 0's {name}"), lambda: load(data[begin:]), "rank 0's program"
         )
     stages = {name: replace(stage, origin=None) for name, stage in program.stages.items()}  # no stranger's
-    return replace(program, stages=stages, mesh=mesh), head
+    return replace(program, stages=stages, mesh=mesh if program.mesh == mesh else program.mesh), head
 
 
 def taken(data: bytes, request: Request) -> Made:

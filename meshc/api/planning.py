@@ -76,7 +76,7 @@ class Planner:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"
                 return Planned(mesh, weighed=weighed, refused=NothingFits(said, holds))
             seconds = [left.seconds.get(each, 0.0) for each in ("choose", "solve")]
-            return Planned(mesh, left.plan, program, weighed, sum(seconds), seconds[1])
+            return Planned(left.mesh, left.plan, program, weighed, sum(seconds), seconds[1])  # axes of it may be taken apart
 
     @contextmanager
     def _trying(self, device: Device) -> Iterator[None]:

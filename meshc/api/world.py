@@ -56,6 +56,10 @@ class World:
             self._groups = Groups(sizes, dist.get_rank(), dist.get_world_size(), self.mesh.device_mesh)
         return self._groups
 
+    def move(self, mesh: Mesh) -> None:
+        """The same ranks, along other axes."""
+        self.mesh, self._groups = mesh, None
+
     def guarded(self, what: str, step: int = 0) -> Context:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
         return self._turn.taken(what) if self.board is None else self.board.guard(step, what)

@@ -49,8 +49,8 @@ def _ranks_inside(mesh: Mesh, axis: str, ranks_per_node: int) -> int:
     return lengths.pop() if len(lengths) == 1 else 1
 
 
-def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, Axis]]) -> Plan:
-    """The plan, with two axes for each of these wherever it names one."""
+def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, ...]]) -> Plan:
+    """The plan, with the axes that stand for each of these wherever it names one."""
     names = {axis: [part.name for part in both] for axis, both in parts.items()}
 
     def finer(axes: Iterable[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from meshc.passes.driver.begun import Begun, begin
 from meshc.passes.driver.choose import choose, open_axes
 from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
+from meshc.passes.driver.heads_apart import with_heads_apart
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
@@ -66,6 +67,7 @@ def _compiled(traced: Traced, hook: Hook | None) -> tuple[PlainProgram, Lowered]
 
 
 def _of_factors(placed: Placed, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
+    placed = with_heads_apart(placed)
     if placed.depth is not None:
         if opened(placed) is not None:
             raise Unequal("its batch has one row, which is to be split")

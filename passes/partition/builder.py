@@ -34,6 +34,8 @@ class Builder:
         self.meta: dict[Node, tuple[Any, ...]] = {}
         self.context = Record()
         self.entries: Mapping[str, str] = {}
+        self.arranged: dict[tuple[Node, object], Node] = {}
+        """What lies in another order already: by what it is of, and how."""
         self._integers: dict[object, Node] = {}
 
     def placeholder(self, name: str, record: Record) -> Node:

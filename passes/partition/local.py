@@ -200,6 +200,10 @@ class Lowering(Local):
         return self.emit(spmd.mirror, x, list(axes), reason=reason)
 
     @property
+    def arranged(self) -> dict[tuple[Node, object], Node]:
+        return self.build.arranged
+
+    @property
     def balanced(self) -> bool:
         return self.in_zigzag
 

@@ -141,7 +141,7 @@ class Rings:
         if self.grad:  # 2.5 times the work, keys again, and their gradients, which share a link with them
             gather += gathered("all_gather", found.small) + 2.5 * found.work_s + gathered("reduce_scatter", found.large)
             ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
-            zigzag += exchanged(*[found.asked] * 4, *[found.small] * 4) + 2.5 * part + passed(found.small)
+            zigzag += exchanged(*[found.asked] * 3, *[found.small] * 2) + 2.5 * part + passed(found.small)
             zigzag += found.steps * (beside(2.5 * part, 2 * passed(found.small)) + joined)
         return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances and passing.zigzag else inf}
 

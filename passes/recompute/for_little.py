@@ -5,7 +5,8 @@
 
 A hundredth of what a rank holds is worth a thousandth of the seconds of forward and backward (`WORTH`). At that price of a byte what is
 cheapest of what `cheap` may make again is one minimum cut (`trade.py`), and it is taken if a walk says that the rank holds so much less:
-what is not there when most is there is made again for nothing. Over a pipeline no walk is possible before it is cut.
+what is not there when most is there is made again for nothing. Over a pipeline no walk is possible before it is cut. An all-to-all may be
+made again too: behind Ulysses' attention its output would be kept by heads, for attention, and by positions, for the projection behind it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.operators import seconds
 from meshc.ir import is_integer
 from meshc.passes.phases.lowered import Lowered
+from meshc.passes.recompute.policies import LITTLE
 from meshc.passes.recompute.remakable import Remakable, of_lowered
 from meshc.passes.recompute.trade import Trade
 from meshc.passes.recompute.within import held_of, takes_of, with_copies
@@ -34,7 +36,7 @@ LEAST: Final = 0.01
 
 def for_little(lowered: Lowered, fixed: Collection[Node]) -> Lowered:
     """`fixed`: what is not made again."""
-    can = of_lowered(lowered, "cheap", fixed=fixed)
+    can = of_lowered(lowered, LITTLE, fixed=fixed)
     if not can.wanted or not can.operands:
         return lowered
     device = for_mesh(lowered.mesh)

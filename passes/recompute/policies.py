@@ -36,6 +36,9 @@ CHEAP: Final = frozenset({
 })  # fmt: skip
 """Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
 
+LITTLE: Final = "little"
+"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`for_little.py`)."""
+
 BY_BUDGET: Final = "by budget"
 """No policy that users name: what `layer` would make again, and beside layers `cheap`, as far as a budget asks for it (`within.py`)."""
 
@@ -115,6 +118,8 @@ def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
         return Policy(lambda node: False, _any)
     if name == "cheap":
         return Policy(is_cheap, lambda node: AHEAD)
+    if name == LITTLE:
+        return Policy(lambda node: is_cheap(node) or node.target is spmd.all_to_all, lambda node: AHEAD)
     if name == "selective":
         return Policy(is_no_product, lambda node: AHEAD)
     if name == BY_BUDGET:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -95,6 +95,10 @@ class Local(Protocol):
 
     def mirror(self, x: Node, axes: Sequence[str]) -> Node:
         """What the rank has as x that is as far from the end as this one is from the beginning."""
+
+    @property
+    def arranged(self) -> MutableMapping[tuple[Node, object], Node]:
+        """What lies in another order already, of all operators: by what it is of, and how."""
 
     @property
     def balanced(self) -> bool:

@@ -5,8 +5,8 @@
     ...
     out, lse = cat(out[:half], mirror(out[half:])), ...             the same exchange brings them home
 
-Nothing outside of the attention knows of the order: what comes in and what goes out lies as it lay. Backward exchanges what it is given and
-what it gives likewise.
+Nothing outside of the attention knows of the order: what comes in and what goes out lies as it lay. Backward exchanges the output, its
+gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,14 @@ class Zigzag(Ring):
         self.scale = self.how[1]
 
     def exchanged(self, x: Node, dim: int = 2) -> Node:
-        """Of natural order in zigzag order, and back."""
-        size = self.local.shape(x)[dim]
-        keep = size - size // 2
-        mine, theirs = (self.local.emit(aten.slice.Tensor, x, dim, *part) for part in ((0, keep), (keep, size)))
-        return self.local.emit(aten.cat.default, [mine, self.local.mirror(theirs, self.axes)], dim)
+        """Of natural order in zigzag order, and back. Backward finds what forward has exchanged: it is kept in that order alone."""
+        known, key = self.local.arranged, (x, (dim, *self.axes))
+        if key not in known:
+            size = self.local.shape(x)[dim]
+            keep = size - size // 2
+            mine, theirs = (self.local.emit(aten.slice.Tensor, x, dim, *part) for part in ((0, keep), (keep, size)))
+            known[key] = self.local.emit(aten.cat.default, [mine, self.local.mirror(theirs, self.axes)], dim)
+        return known[key]
 
     def place(self, step: int) -> tuple[object, ...]:
         return self.local.place(self.axes[0], 0), self.local.place(self.axes[0], step), self.ranks, self.local.global_size("k")
@@ -92,7 +95,9 @@ class Zigzag(Ring):
             for step, (keys, values) in enumerate(self.blocks(k, v))
         )
         out, lse = self.joined(parts)
-        return [self.exchanged(self.narrow(out, q)), self.exchanged(lse)]
+        home = [self.exchanged(self.narrow(out, q)), self.exchanged(lse)]
+        self.local.arranged[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
+        return home
 
     def backward(self) -> list[Node]:
         grad, q, k, v, *_, out, lse = self.local.operands

@@ -89,6 +89,7 @@ MORE_OF_FOUR = (
     Sample("mlp", "dp=2,dp_shard=2", "fsdp", "sgd", 3),
     Sample("mlp", "tp=4"),
     Sample("llama", "dp=2,tp=2"),
+    Sample("llama", "tp=4", "megatron_sp"),
     Sample("bert", "dp_replicate=2,dp_shard=2"),
     Sample("resnet", "dp=4", optimizer="sgd"),
     Sample("nanogpt", "cp=4", "cp: seq", attention="ring"),

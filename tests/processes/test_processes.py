@@ -70,6 +70,12 @@ def test_train_step() -> None:
     assert run("train_step", 2, "dp=2", *names, "partial_storage").split() == [*names, "partial_storage"]
 
 
+@pytest.mark.broad
+def test_fewer_heads_of_keys_than_ranks() -> None:
+    names = ("steps", "generates")
+    assert run("shared_heads", 4, "tp=4", *names).split() == [*names]
+
+
 def test_who_asks_for_a_state_dict() -> None:
     names = ("warned_once", "save_pretrained")
     assert run("savers", 2, "tp=2", *names).split() == [*names]

@@ -1,0 +1,100 @@
+"""Axes with more ranks than a model has key-value heads, taken apart: one part for these heads, one for the queries that share each.
+
+    tp: heads, ffn                4 ranks, 2 key-value heads   becomes   tp_kv_heads: heads, ffn
+    pin head.weight: vocab/tp, _  for 8 heads of queries                 tp_group: heads, ffn
+                                                                         pin head.weight: vocab/tp_kv_heads/tp_group, _
+
+An operator takes key-value heads along the first, which leaves none for the second, and that takes the queries of each, if there are any.
+Ranks keep their order: heads of queries lie as they would if there were as many of keys, and so does all that is not of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
+from meshc.plan.entries import AxisEntry
+from meshc.plan.plan import Plan
+
+SHARED: Final = ("kv_heads", "heads")
+"""What a factor of key-value heads answers to that are shared."""
+GROUP: Final = ("group", "heads")
+"""What the heads of queries do that share one of them."""
+
+
+def parts_by_group(plan: Plan, mesh: Mesh, shared: Sequence[int], groups: Sequence[int]) -> dict[str, tuple[Axis, Axis]]:
+    """By the axes that are to be taken apart, the two that stand for each: those that may split heads, and have a multiple of the ranks
+    that key-value heads are left for, if the queries of each divide by the rest.
+
+    plan           has an entry for each axis of the mesh
+    shared, groups  how many key-value heads the model's attentions have, and how many of queries share one
+    """
+    found: dict[str, tuple[Axis, Axis]] = {}
+    left, each = (set(shared), tuple(groups)) if groups else (set(), ())
+    for axis, entry in zip(mesh.axes, plan.axes, strict=True):
+        if axis.size == 1 or not _splits_both(entry):
+            continue
+        if len(left) != 1:
+            break
+        (heads,) = left
+        if heads % axis.size == 0:
+            left = {heads // axis.size}
+            continue
+        if _in_regions(entry) and not any(size % axis.size for size in each):
+            each = tuple(size // axis.size for size in each)  # queries alone: keys are gathered, and nothing is padded
+            continue
+        rest, uneven = divmod(axis.size, heads)
+        parts = Axis(f"{axis.name}_kv_heads", heads), Axis(f"{axis.name}_group", rest)
+        if uneven or any(size % rest for size in each) or _is_held(plan, axis.name) or {part.name for part in parts} & {*mesh.names}:
+            break
+        left, each = {1}, tuple(size // rest for size in each)
+        if heads > 1:
+            found[axis.name] = parts
+    return found
+
+
+def _splits_both(entry: AxisEntry) -> bool:
+    """Whether an axis may split key-value heads and the queries of each; never one along which ranks pass parts of the batch."""
+    if role(entry.axis) in (*DATA_ROLES, "pp"):
+        return False
+    return all(any(term.covers(name) for term in entry.terms for name in names) for names in (SHARED, GROUP))
+
+
+def _in_regions(entry: AxisEntry) -> bool:
+    """Whether an axis splits heads in regions alone: what makes keys there is divided by something else."""
+    return all(term.region is not None for term in entry.terms if any(map(term.covers, (*SHARED, *GROUP))))
+
+
+def _is_held(plan: Plan, axis: str) -> bool:
+    """Whether lines of the plan say of single values that the axis splits heads there."""
+    heads = {*SHARED, *GROUP}
+    said = [(factor.factor, factor.axes) for line in (*plan.pins, *plan.stores) for dim in line.dims for factor in dim.factors]
+    said += [(split.factor, split.axes) for pin in plan.operators for split in pin.splits]
+    return any(factor in heads and axis in axes for factor, axes in said)
+
+
+def parts_between(mesh: Mesh, finer: Mesh) -> dict[str, tuple[Axis, ...]] | None:
+    """Which axes of the second, that follow each other, stand for each of the first that it has not; None if it is not the first, taken
+    apart."""
+    found: dict[str, tuple[Axis, ...]] = {}
+    left = list(finer.axes)
+    for axis in mesh.axes:
+        parts = list[Axis]()
+        if axis in left[:1]:
+            left = left[1:]
+            continue
+        while left and left[0].name.startswith(f"{axis.name}_") and _count(parts) < axis.size:
+            parts.append(left.pop(0))
+        if _count(parts) != axis.size:
+            return None
+        found[axis.name] = tuple(parts)
+    same = (mesh.ranks, mesh.device_type) == (finer.ranks, finer.device_type)
+    return found if same and not left else None
+
+
+def _count(axes: Iterable[Axis]) -> int:
+    found = 1
+    for axis in axes:
+        found *= axis.size
+    return found
