@@ -12,6 +12,14 @@ from meshc.passes.phases.factors import Factors, Token, Value
 from meshc.passes.phases.names import Names
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Of an operator whose steps are split, in how many parts its ranks take them in turn, and along which letter these lie."""
+
+    letter: str
+    parts: int
+
+
 @dataclass
 class Assignment:
     """What propagation decided.
@@ -22,6 +30,7 @@ class Assignment:
     rings    per operator that takes blocks from rank to rank: the axes of the tokens that its rule's `rings` split beside those
     zigzag   those of them whose blocks lie in an order that gives every rank as much to do
     gathered operators that could take them so, and for which it would be slower
+    turns    per operator whose ranks take their stretches of its steps in turn, in how many parts
     free     operators that are recomputed on demand
     entries  the plan's entry of each axis, as text, for reasons
     storage  per parameter name and kind (parameter, gradient, state): how it lies between steps
@@ -36,6 +45,7 @@ class Assignment:
     rings: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
     zigzag: set[Node] = field(default_factory=set)
     gathered: set[Node] = field(default_factory=set)
+    turns: dict[Node, Turns] = field(default_factory=dict)
     free: set[Node] = field(default_factory=set)
     storage: dict[tuple[str, str], Sharding] = field(default_factory=dict)
     reasons: dict[Node, str] = field(default_factory=dict)
