@@ -37,6 +37,9 @@ def argument(node: Node, name: str) -> object:
 
 def share(node: Node) -> dict[Node, float]:
     """The operands of which less than all is read, and how much."""
+    if ir.op_name(node) == "meshc.in_turn":
+        made, ranks = cast(Sequence[Node], node.args[0]), cast(int, argument(node, "ranks"))
+        return dict.fromkeys(made, 1 - (ranks - 1) / len(made))
     names = PARTED.get(ir.op_name(node), ())
     parts = cast(int, argument(node, "parts")) if names else 1
     found = [argument(node, name) for name in names]

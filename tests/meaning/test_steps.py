@@ -29,7 +29,7 @@ class Stepped(nn.Module):
         self.first = nn.Linear(WIDTH, WIDTH)
         more = {"nonlinearity": kind} if kind in ("tanh", "relu") else {}
         self.layer = LAYERS[kind](WIDTH, WIDTH, batch_first=True, **how, **more)
-        self.last = nn.Linear(WIDTH * (1 + bool(how.get("bidirectional"))), WIDTH)
+        self.last = nn.Linear(int(how.get("proj_size", WIDTH)) * (1 + bool(how.get("bidirectional"))), WIDTH)
         self.begun = begun
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,6 +128,16 @@ def test_what_goes_into_gates_is_split(kind: str) -> None:
     source.verify_training("tp=2", "tp: layer.weight_ih_l0.0", adamw)
     shapes = {op_name(node): node.meta["meshc"] for node in calls(source.latest.stages["main"].graph)}
     assert "meshc.rnn" in shapes
+
+
+def test_an_lstm_with_projections_is_gathered() -> None:
+    """It stays torch's own, step by step, on every rank, and a note says what that takes."""
+    source = captured("lstm", proj_size=WIDTH // 2)
+    source.verify_training("cp=2", "cp: seq", adamw)
+    assert set(sent(source)) == {"all_gather"}
+    (note,) = notes(source)
+    work = ROWS * POSITIONS * 2 * (4 * WIDTH * WIDTH // 2 + WIDTH * WIDTH // 2)  # what the input makes of gates is a product outside
+    assert note.startswith("layer (LSTM)") and f"each of 2 ranks takes all steps of all rows, {work / 1e9:,.3g} GFLOP forward" in note
 
 
 @pytest.mark.parametrize("plan", [None, "cp: seq"])
