@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshc.ir.functions import Function
+from meshc.ir.functions import Function, Target
 from meshc.ops import rnn as _rnn  # noqa: F401 - registers meshc::rnn
 
 Layers = Callable[..., tuple[Tensor, ...]]
@@ -26,12 +26,12 @@ def _layers(kind: str, torchs: Function) -> Layers:
 
     def layers(*args: Any) -> tuple[Tensor, ...]:
         if not isinstance(args[3], bool):  # a packed sequence brings its batch sizes as one more argument
-            return tuple(torchs(*args))  # type: ignore[arg-type]
+            return tuple(torchs(*args))
         x, given, weights, biases, count, _, _, both, batch_first = args
         ways = 2 if both else 1
         each = len(weights) // (count * ways)
         if each != (4 if biases else 2):
-            return tuple(torchs(*args))  # type: ignore[arg-type]
+            return tuple(torchs(*args))
         states = [given] if isinstance(given, Tensor) else list(given)
         x, ends = x.transpose(0, 1) if batch_first else x, list[Tensor]()
         for layer in range(count):
@@ -57,7 +57,7 @@ def _one(kind: str, x: Tensor, weights: Sequence[Tensor], before: Tensor, revers
     return out, last
 
 
-RAISED: Final[dict[Function, Layers]] = {
+RAISED: Final[dict[Target, Function]] = {
     torch.lstm: _layers("lstm", torch.lstm),
     torch.gru: _layers("gru", torch.gru),
     torch.rnn_tanh: _layers("tanh", torch.rnn_tanh),

@@ -142,11 +142,11 @@ def _notes(placed: Placed, found: Mapping[Node, tuple[Turns | None, float]]) -> 
             axes = _split(placed.decided().chosen[node], instance.rule.steps.letter)
             layers.setdefault((record.source.module or op_name(node), axes, way), []).append(seconds)
     notes = []
-    for (module, axes, way), seconds in layers.items():
+    for (module, axes, way), each in layers.items():
         ranks = prod(placed.sizes[axis] for axis in axes)
         notes.append(
             f"{module} takes one step after another: along {', '.join(axes)} {ranks} ranks hand its state on, with rows in {way.parts} "
             f"part{'s' * (way.parts > 1)}, so that a rank has steps to take in {way.parts} of {way.parts + ranks - 1} turns, "
-            f"{seconds_text(sum(seconds))} in all forward; `{axes[0]}: batch@{module} > seq` divides its rows instead"
+            f"{seconds_text(sum(each))} in all forward; `{axes[0]}: batch@{module} > seq` divides its rows instead"
         )
     return notes

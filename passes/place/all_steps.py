@@ -28,8 +28,8 @@ def all_steps(placed: Placed) -> list[str]:
             work[name, axis] = work.get((name, axis), 0.0) + flops(node)
     return [
         f"{name} ({type(layers[name]).__name__}) takes one step after another: its input is gathered over {axis}, and each of "
-        f"{placed.sizes[axis]} ranks takes all steps of all rows, {total / 1e9:,.3g} GFLOP forward; `{axis}: batch@{name} > seq` lets each take "
-        "those of its rows"
+        f"{placed.sizes[axis]} ranks takes all steps of all rows, {total / 1e9:,.3g} GFLOP forward; `{axis}: batch@{name} > seq` lets each "
+        "take those of its rows"
         for (name, axis), total in work.items()
     ]
 

@@ -146,7 +146,7 @@ def _turn(node: Node, tensors: list[Node]) -> Rule:
         return " ".join([*["o!"] * (name == "handed"), *rows, ends.get(name, "t! a!")])
 
     operands = ", ".join(text(name, name == "handed") for name in given)
-    made = {meshc.delta_rule_turn.default: ["v"], meshc.delta_rule_state_turn.default: []}.get(node.target, ["q", "k", "v", "e", "g"])
+    made = ["q", "k", "v", "e", "g"] if "grad" in given else ["v"] if "q" in given else []
     return einsum(f"{operands} -> {' | '.join([*(text(name, True) for name in made), text('handed', True)])}", node, tensors)
 
 

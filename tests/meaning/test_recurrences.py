@@ -108,8 +108,8 @@ def test_a_training_step_in_turns(kind: str, mesh: str, plan: str) -> None:
 
 @pytest.mark.parametrize("kind, ranks", [("mamba", 3), broad("mamba", 2), broad("mamba", 4), ("qwen3_next", 2), broad("qwen3_next", 3)])
 def test_what_is_sent_in_turns(kind: str, ranks: int) -> None:
-    """Of rows in c parts the state of a part at each turn but the last, forward and backward; backward also where stretches begin, which of a
-    delta rule takes a chain of states of its own."""
+    """Of rows in c parts the state of a part at each turn but the last, forward and backward; backward also where stretches begin, which of
+    a delta rule takes a chain of states of its own."""
     source = captured(kind)
     program = source.program(f"cp={ranks}", "cp: seq", recurrence="turns")
     operator = OPERATORS.get(kind, "recurrence")

@@ -53,8 +53,8 @@ def test_the_last_state_alone_has_a_gradient(kind: str) -> None:
     x, weight = numbers(STEPS, ROWS, how.gates * H).requires_grad_(), numbers(how.gates * H, H).requires_grad_()
     out, _, last = rnn(kind, x, weight, None, None, False)
     torch.testing.assert_close(last[0], out[-1])
-    pairs = zip(torch.autograd.grad(last[0].sum(), (x, weight), retain_graph=True), torch.autograd.grad(out[-1].sum(), (x, weight)), strict=True)
-    for mine, its in pairs:
+    by_last, by_out = (torch.autograd.grad(each.sum(), (x, weight), retain_graph=True) for each in (last[0], out[-1]))
+    for mine, its in zip(by_last, by_out, strict=True):
         torch.testing.assert_close(mine, its)
 
 
