@@ -23,13 +23,14 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition import partition
 from meshc.passes.partition.turns import Pricing
-from meshc.passes.phases.assignment import Assignment, Turns
+from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.phases.names import Names
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.spread import spread
 from meshc.passes.rules.pending import Deferral, deferrals
 from meshc.passes.rules.roles import check_roles
+from meshc.passes.rules.rule import Turns
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.tiles import assemble, owned, tiles

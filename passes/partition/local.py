@@ -16,10 +16,9 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reasons import lines, moved
-from meshc.passes.phases.assignment import Turns
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.rules.local import Local
-from meshc.passes.rules.rule import Rule
+from meshc.passes.rules.rule import Rule, Turns
 
 aten = torch.ops.aten
 

@@ -25,10 +25,10 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sizes import Size
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Lowering
-from meshc.passes.phases.assignment import Turns
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.spread import spread
+from meshc.passes.rules.rule import Turns
 from meshc.report.tables import seconds_text
 
 Axes = Mapping[Token, tuple[str, ...]]

@@ -10,14 +10,7 @@ from torch.fx import Node
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Factors, Token, Value
 from meshc.passes.phases.names import Names
-
-
-@dataclass(frozen=True)
-class Turns:
-    """Of an operator whose steps are split, in how many parts its ranks take them in turn, and along which letter these lie."""
-
-    letter: str
-    parts: int
+from meshc.passes.rules.rule import Turns
 
 
 @dataclass

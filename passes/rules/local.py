@@ -11,8 +11,7 @@ from torch.fx import Node
 from meshc.ir.functions import Target
 
 if TYPE_CHECKING:
-    from meshc.passes.phases.assignment import Turns
-    from meshc.passes.rules.rule import Rule
+    from meshc.passes.rules.rule import Rule, Turns
 
 
 class Local(Protocol):

@@ -97,6 +97,14 @@ class Stepping:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """In how many parts ranks take the steps of an operator in turn, and along which letter these lie."""
+
+    letter: str
+    parts: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """Letters of one operator instance.
 

@@ -53,7 +53,7 @@ class Placement:
         """By the tokens that a call has counted, which every rank has whole. All ranks call it."""
         loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.slots}
         layers = [
-            planned(layer, loads[layer], now, self.groups[layer], LEAST, lambda wanted, layer=layer: self._sent(layer, wanted))  # type: ignore[misc]
+            planned(layer, loads[layer], now, self.groups[layer], LEAST, lambda wanted, layer=layer: self._most_bytes(layer, wanted))  # type: ignore[misc]
             for layer, now in self.slots.items()
         ]
         for one in layers:
@@ -67,7 +67,7 @@ class Placement:
             if slots != sorted(slots):
                 self._move(layer, sorted(slots))
 
-    def _sent(self, layer: str, wanted: Sequence[int]) -> int:
+    def _most_bytes(self, layer: str, wanted: Sequence[int]) -> int:
         mesh, source = self.loaded.general.mesh, self._source(layer, wanted)
         return sum(reorder.received_bytes(_lies(port), mesh, source, port.dtype.itemsize) for port in self.rows[layer])
 
