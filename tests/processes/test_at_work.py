@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 
 
-@pytest.mark.parametrize("mesh, ranks", [("ep=2", 2), broad("dp_shard=2,ep=2", 4), broad("pp=2,ep=2", 4)])
+@pytest.mark.parametrize("mesh, ranks", [broad("ep=2", 2), broad("dp_shard=2,ep=2", 4), broad("pp=2,ep=2", 4)])
 def test_losses_and_states_are_one_devices(mesh: str, ranks: int, tmp_path: Path) -> None:
     """Two runs, the second from the first one's state, with experts that move after a call: losses are the model's own, and so are the
     parameters that are left."""
