@@ -30,7 +30,7 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace import parts
-from meshc.passes.trace.expert_groups import splits
+from meshc.plan.expert_groups import splits
 
 KEPT = 6
 """Traces of a file, the last ones asked for."""

@@ -19,6 +19,7 @@ from meshc.frontend import admission, calling, dynamic, exported
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import give_slots, slots_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
+from meshc.frontend.listed_experts import looped
 from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
@@ -123,7 +124,7 @@ class Asked:
     def _make_movable(self) -> None:
         """The model's experts say where they lie, unless they do already. Raises PlanError, StateError."""
         if Store.of(self.module) is None:
-            give_slots(self.module)
+            give_slots(self.module, looped(self.module))
         elif not any(slots_of(module) is not None for module in self.module.modules()):
             raise StateError(
                 'Options(expert_placement="movable"): the model has a program already whose experts stay where they are\n'
@@ -231,6 +232,7 @@ class Asked:
             memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
             depth="whole" if self._by_name(hooks) else self.options.depth, remat=self.options.remat, attention=self.options.attention,
+            recurrence=self.options.recurrence,
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
             expert_bias_update=self.options.expert_bias_update, expert_dispatch=self.options.expert_dispatch,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.report import explained, html, page, searched, summary
-from meshc.report.rebalanced import Report
+from meshc.report.rebalanced import LEAST, Report
 from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
@@ -338,7 +338,7 @@ class Program:
         with self.world.together("save_pretrained"):
             pretrained.save_pretrained(self, path, **kwargs)
 
-    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = 0.05) -> Report:
+    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = LEAST) -> Report:
         """Move experts between ranks, by what they have to do, so that ranks have as much. Between two steps; all ranks call it.
 
         loads  by the path of a layer's experts how much each has to do (tokens, over one step or many), the same on every rank: a tensor

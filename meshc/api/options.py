@@ -64,6 +64,9 @@ class Options:
     attention      where an axis splits the sequence: "ring", keys and values pass round its ranks a block at a time, and none holds them
                    all; "zigzag", likewise, in an order that gives every rank as much to do under a causal mask; "gather", each has all;
                    default: of each attention what is predicted to be faster
+    recurrence     where an axis splits the sequence of a selective scan, a linear attention or a gated delta rule: "join", each rank takes
+                   the steps of its stretch at once, and all gather what stretches come to; "turns", ranks hand the state on, a part of the
+                   rows at a time; default: of each what is predicted to be faster. An LSTM's steps are taken in turns in any case
     expert_bound   where axes split routed experts: places that a rank has for rows of its experts, for each row of the batch, in multiples
                    of what falls to it if all are chosen alike (1.5); a step in which more are chosen raises. Default: for the worst case
     expert_dispatch  how rows go to experts on other nodes: "hierarchical", a row crosses to a node once and is spread among its ranks, and
@@ -110,6 +113,7 @@ class Options:
     depth: str = "auto"
     remat: str | None = None
     attention: str | None = None
+    recurrence: str | None = None
     expert_bound: float | None = None
     expert_dispatch: str = "auto"
     expert_capacity: float | None = None
@@ -155,6 +159,8 @@ class Options:
             raise PlanError(f"Options(remat={self.remat!r}): use one of {', '.join(POLICIES)}")
         if self.attention not in (None, "ring", "zigzag", "gather"):
             raise PlanError(f"Options(attention={self.attention!r}): use 'ring', 'zigzag' or 'gather', or None")
+        if self.recurrence not in (None, "turns", "join"):
+            raise PlanError(f"Options(recurrence={self.recurrence!r}): use 'turns' or 'join', or None")
         if self.expert_bound is not None and not self.expert_bound > 0:
             raise PlanError(f"Options(expert_bound={self.expert_bound!r}): a number above 0, such as 1.5, or None")
         capacity = self.capacity

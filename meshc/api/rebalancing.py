@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshc.cost import expert_balance
 from meshc.errors import InputError, PlanError, StateError, listed
 from meshc.frontend.expert_load import ExpertLoad
-from meshc.passes.trace.expert_groups import groups_of
-from meshc.report.rebalanced import Rebalanced, Report
+from meshc.plan.expert_groups import groups_of
+from meshc.report.rebalanced import Rebalanced, Report, planned
 from meshc.runtime.state import moved_experts
 from meshc.runtime.state.store import Store
 
@@ -45,11 +44,11 @@ def rebalance(program: Program, loads: Loads | None, least: float) -> Report:
     store.refuse_unfilled()
     store.refuse_changed_model()
     store.adopt_changes()
-    planned = [_planned(store, path, each, groups[path], least) for path, each in found.items()]  # all are looked at before any moves
-    for one in planned:
+    layers = [_planned(store, path, each, groups[path], least) for path, each in found.items()]  # all are looked at before any moves
+    for one in layers:
         if one.moved:
             moved_experts.move(store, one.path, one.slots)
-    return Report(tuple(planned))
+    return Report(tuple(layers))
 
 
 def _measured(program: Program) -> Mapping[str, ExpertLoad]:
@@ -82,13 +81,7 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
 
 def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least: float) -> Rebalanced:
     now = moved_experts.slots_now(store, path)
-    wanted = expert_balance.balanced(loads, now, groups)
-    before, best = (expert_balance.imbalance(loads, slots, groups) for slots in (now, wanted))
-    if before - best <= least * before:
-        return Rebalanced(path, tuple(now), groups, before, best, before)
-    each = expert_balance.sizes_of(len(now), groups)[0]
-    moved = sum(one // each != other // each for one, other in zip(now, wanted, strict=True))
-    return Rebalanced(path, tuple(wanted), groups, before, best, best, moved, moved_experts.bytes_of(store, path, wanted))
+    return planned(path, loads, now, groups, least, lambda wanted: moved_experts.bytes_of(store, path, wanted))
 
 
 def _refuse_differing(store: Store, said: str) -> None:

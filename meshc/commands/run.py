@@ -20,10 +20,13 @@ def arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--save-state", metavar="DIR", help=told)
     told = 'the optimizer\'s numbers by step, a row a line: {"step": 0, "lr": 0.001}; a row holds until the next'
     command.add_argument("--numbers", metavar="FILE", help=told)
+    told = "after each N calls experts move between ranks by their load (of a program compiled with movable experts)"
+    command.add_argument("--rebalance-every", metavar="N", type=int, help=told)
     command.add_argument("--backend", choices=BACKENDS, help="refused unless the program was compiled for it")
     command.add_argument("--seed", type=int, help="of random numbers; default: what the program, or its state, was saved with")
 
 
 def run(options: argparse.Namespace) -> None:
-    asked = {name: getattr(options, name) for name in ("outputs", "state", "save_state", "backend", "seed", "numbers", "allow_edited")}
+    names = ("outputs", "state", "save_state", "backend", "seed", "numbers", "rebalance_every", "allow_edited")
+    asked = {name: getattr(options, name) for name in names}
     run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))

@@ -57,6 +57,19 @@ def _delta_rule(shapes: Shapes, within: int, between: int) -> float:
     return prod(shapes[0][:-1]) * (within * min(LENGTH, positions) * (keys + values) + 2.0 * between * keys * values)
 
 
+def _rnn_backward(shapes: Shapes) -> float:
+    """Of each step of each row, by the gradient [t, rows, h] and the weight, whose product it is."""
+    return 2.0 * prod(shapes[0][:2]) * prod(shapes[-1])
+
+
+def _parts(node: Node) -> int:
+    """In how many parts rows are, of which a turn takes one."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    parts = node.args[names.index("parts")]
+    assert isinstance(parts, int)
+    return parts
+
+
 COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "aten.mm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
     "aten.bmm": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
@@ -84,8 +97,15 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.explicit_attention": lambda node, shapes: 4.0 * prod(shapes[0]) * shapes[1][-2],
     "meshc.explicit_attention_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
     "meshc.explicit_attention_bias_backward": lambda node, shapes: 10.0 * prod(shapes[1]) * shapes[2][-2],
+    "meshc.rnn": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "meshc.rnn_backward": lambda node, shapes: _rnn_backward(shapes),
+    "meshc.rnn_turn": lambda node, shapes: 2.0 * prod(shapes[0]) * shapes[1][-1] / _parts(node),
+    "meshc.rnn_turn_backward": lambda node, shapes: _rnn_backward(shapes) / _parts(node),
     "meshc.delta_rule": lambda node, shapes: _delta_rule(shapes[1:], 5, 3),
     "meshc.delta_rule_backward": lambda node, shapes: _delta_rule(shapes[2:], 12, 8),
     "meshc.delta_rule_end": lambda node, shapes: _delta_rule(shapes, 3, 4),
+    "meshc.delta_rule_turn": lambda node, shapes: _delta_rule(shapes[1:], 5, 3) / _parts(node),
+    "meshc.delta_rule_state_turn": lambda node, shapes: _delta_rule(shapes, 3, 2) / _parts(node),
+    "meshc.delta_rule_backward_turn": lambda node, shapes: _delta_rule(shapes[2:], 12, 8) / _parts(node),
     "meshc.delta_rule_ends": lambda node, shapes: _delta_rule(shapes[2:], 5, 7),
 }

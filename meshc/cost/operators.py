@@ -24,6 +24,7 @@ from meshc import ir
 from meshc.cost.devices import Device
 from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
+from meshc.cost.steps import kernels, share
 from meshc.ir import spmd
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
@@ -90,7 +91,7 @@ def price(node: Node, device: Device, grows: Grows = nothing) -> Price:
         device = device.there
     rate = device.rate(_dtype(node), attention=ir.op_name(node) in ATTENTION)
     fixed, grown = _moved(node, grows)
-    launch_s = 0.0 if is_fused(node) else device.launch_s
+    launch_s = 0.0 if is_fused(node) else device.launch_s * kernels(node, device.host is None)
     work_s, bytes_per_s = _work(node, device) / rate, device.bytes_per_s
     grown_any = grows is not nothing and any(grows(*value) for value in _values(node))
     return Price(work_s, fixed / bytes_per_s, grown / bytes_per_s, launch_s, grown_any, product_moves(node, device))
@@ -120,12 +121,13 @@ def _moved(node: Node, grows: Grows) -> tuple[float, float]:
     moved = {False: 0.0, True: 0.0}
     for index, size in enumerate([] if is_fused(node) else made):
         moved[grows(node, index)] += size
+    parts = share(node)
     picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
     for operand in dict.fromkeys(ir.operands(node)):
         if operand is picked:  # as many rows as are made
             moved[grows(node, 0)] += min(sum(made), _read_bytes(operand))
         else:
-            moved[grows(*ir.value_of(operand))] += _read_bytes(operand)
+            moved[grows(*ir.value_of(operand))] += _read_bytes(operand) * parts.get(operand, 1.0)
     for operand in written:
         moved[grows(*ir.value_of(operand))] += _bytes(operand)
     return moved[False], moved[True]

@@ -1,14 +1,16 @@
-"""Where the experts of a stock layer lie: a buffer of its module that says which slot of the stacked weights each expert has.
+"""Where the experts of a layer lie: a buffer of its module that says which slot of the stacked weights each expert has.
 
     gate_up_proj [8, ..]    meshc_slots [0 1 2 3 4 5 6 7]        as the model has them
                             meshc_slots [0 4 2 3 1 5 6 7]        experts 1 and 4 have changed places
 
 With `Options(expert_placement="movable")` a model's experts get one. While it is traced its choices go by it, so that every program of the
-model reads experts where they are. State dicts do not have it: they hold experts in the model's order.
+model reads experts where they are. State dicts do not have it: they hold experts in the model's order. Experts that are modules, which a
+loop goes over, stay where the plan stores them: a program stacks them by slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -47,9 +49,10 @@ def untouched(slots: Tensor) -> Tensor:
     return torch.arange(slots.numel(), dtype=torch.int64)
 
 
-def give_slots(model: nn.Module) -> None:
-    """Every layer of stock experts gets its slots, where none has moved yet. Raises PlanError for a model without such a layer, or with
-    two that have one weight between them."""
+def give_slots(model: nn.Module, loops: Mapping[str, int]) -> None:
+    """Every layer of experts gets its slots, where none has moved yet: of stock experts, and of `loops`, how many experts there are by the
+    path of the module that loops over them. Raises PlanError for a model without such a layer, or with two that have one weight between
+    them."""
     owner: dict[int, str] = {}
     for path, module in model.named_modules():
         for name in weights_of(module) if is_stock(module) else ():
@@ -63,8 +66,10 @@ def give_slots(model: nn.Module) -> None:
         experts = model.get_submodule(path)
         count = experts.get_parameter("down_proj").shape[0]
         experts.register_buffer(SLOTS, torch.arange(count, dtype=torch.int64), persistent=False)
-    if not owner:
+    for path, count in loops.items():
+        model.get_submodule(path).register_buffer(SLOTS, torch.arange(count, dtype=torch.int64), persistent=False)
+    if not owner and not loops:
         raise PlanError(
-            'Options(expert_placement="movable"): the model has no stock experts whose weights are stacked, which are those that can be '
-            "moved\n  what to do: leave the option out"
+            'Options(expert_placement="movable"): the model has no stock experts whose weights are stacked, and no loop over experts '
+            "that gives each its own tokens: those are what can be moved\n  what to do: leave the option out"
         )

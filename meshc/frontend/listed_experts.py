@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from meshc.errors import CaptureError
 from meshc.frontend.expert_loops import CALL, Loop, loop_of
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
+from meshc.frontend.expert_slots import slots_of
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
+from meshc.ops.expert_slots import experts_by_slot, in_order
 
 DBRX: Final = "transformers.models.dbrx.modeling_dbrx.DbrxExperts"
 ROUTERS: Final = (
@@ -43,6 +45,12 @@ def is_of_all(module: nn.Module) -> bool:
     """Whether it gives its experts all tokens, which torch traces as it is: it is taken where axes split the experts alone."""
     loop = loop_of(module)
     return loop is not None and loop.of_all
+
+
+def looped(model: nn.Module) -> dict[str, int]:
+    """How many experts there are, by the path of each module that loops over them and gives each its own tokens."""
+    found = {path: (each, loop_of(each)) for path, each in model.named_modules()}
+    return {path: len(loop.experts(each)) for path, (each, loop) in found.items() if loop is not None and not loop.of_all}
 
 
 @contextmanager
@@ -160,13 +168,13 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
             "these experts have dropout, and what a row of theirs draws would follow from how many ranks split them; "
             "what to do: a dropout of 0 inside experts, or no axis that splits them"
         )
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens, slots = x.reshape(-1, x.shape[-1]), slots_of(module)
     choice, weights = _choices(loop, choice, weights, tokens, len(experts))
 
     def made(x: Tensor, layout: Layout) -> Tensor:
-        return layout.back(_played(tape, experts, x, layout) * layout.weights)
+        return layout.back(_played(tape, experts, x, layout, slots) * layout.weights)
 
-    out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True)
+    out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True, slots=slots)
     return before.add_(out.reshape(before.shape).to(before.dtype))  # in place, as the loop adds: another name may be a view of it
 
 
@@ -204,7 +212,7 @@ def _weights(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor,
     return weights.reshape(choice.shape)
 
 
-def _played(tape: Tape, experts: list[nn.Module], x: Tensor, layout: Layout) -> Tensor:
+def _played(tape: Tape, experts: list[nn.Module], x: Tensor, layout: Layout, slots: Tensor | None) -> Tensor:
     rows = layout.to(x)
     groups = rows.shape[:-1]
 
@@ -214,7 +222,8 @@ def _played(tape: Tape, experts: list[nn.Module], x: Tensor, layout: Layout) -> 
         return made.reshape(-1, made.shape[-1])
 
     def weight(which: Weight) -> Tensor:
-        return torch.stack([_attribute(each, which) for each in experts])
+        stacked = torch.stack([_attribute(each, which) for each in experts])
+        return stacked if slots is None else in_order(stacked, experts_by_slot(slots), slots)
 
     made = play(tape, rows.reshape(-1, rows.shape[-1]), product, weight)
     return made.reshape(*groups, made.shape[-1])

@@ -93,6 +93,10 @@ class Chunks:
         out = (q * self.since) @ states
         return self._joined(out.add_(self._asked(q) @ self.written)), self._out(last)
 
+    def through(self, before: Tensor | None) -> Tensor:
+        """The state behind all chunks."""
+        return self._out(self._steps(self._begin(before), self.written))
+
     def end(self) -> tuple[Tensor, Tensor]:
         """What all chunks make of a state. Its columns go their own ways: those of the product begin as one, with nothing to write."""
         width = self.k.shape[-1]

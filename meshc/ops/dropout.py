@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshc.ir.functions import Function, Target
+from meshc.ops import recurrent
 from meshc.ops.random import dropout, keep_mask, keep_scale, settled
 
 functional = torch.nn.functional
@@ -119,6 +120,6 @@ RAISED: dict[Target, Function] = {
     functional.feature_alpha_dropout: _raised_feature_alpha_dropout,
     torch.feature_alpha_dropout: _train(_raised_feature_alpha_dropout),
     torch.feature_alpha_dropout_: _in_place(_raised_feature_alpha_dropout),
-    **{layer: _raised_recurrent(layer) for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    **{layer: _raised_recurrent(standing) for layer, standing in recurrent.RAISED.items()},
 }
 """Torch function -> the same function with `seed_step` and `call`."""

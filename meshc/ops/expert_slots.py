@@ -1,9 +1,12 @@
 """Where experts lie: of the experts that tokens have chosen, the slots of the stacked weights that these have.
 
     choices_to_slots(choice [.., k], slots [experts]) -> [.., k]        slots[choice]; -1, no expert, stays -1
+    experts_by_slot(slots [experts]) -> [experts]                       of each slot the expert that lies there
+    in_order(x [experts, ..], order [experts], back [experts]) -> x[order]      its gradient is the same, with `back` as order
 
 In a model an expert's matrices lie where its number says. A program of experts that may be moved has them by slot, and which slot an expert
-has is data: experts that are moved change no program.
+has is data: experts that are moved change no program. Weights that are parameters of one expert each are stacked by number, and put in the
+order of slots.
 """
 
 from __future__ import annotations
@@ -26,6 +29,48 @@ def choices_to_slots(choice: Tensor, slots: Tensor) -> Tensor:
 def _(choice: Tensor, slots: Tensor) -> Tensor:
     _fit(choice, slots)
     return torch.empty_like(choice, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("meshc::experts_by_slot", mutates_args=())
+def experts_by_slot(slots: Tensor) -> Tensor:
+    _fit(slots, slots)
+    return slots.argsort()
+
+
+@experts_by_slot.register_fake
+def _(slots: Tensor) -> Tensor:
+    _fit(slots, slots)
+    return torch.empty_like(slots)
+
+
+@torch.library.custom_op("meshc::in_order", mutates_args=())
+def in_order(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    _fit_rows(x, order, back)
+    return x.index_select(0, order)
+
+
+@in_order.register_fake
+def _(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    _fit_rows(x, order, back)
+    return x.new_empty((order.shape[0], *x.shape[1:]))
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    order, back = ctx.saved_tensors
+    return in_order(grad, back, order), None, None
+
+
+in_order.register_autograd(_backward, setup_context=_setup)
+
+
+def _fit_rows(x: Tensor, order: Tensor, back: Tensor) -> None:
+    orders = all(one.dtype == torch.int64 and one.dim() == 1 for one in (order, back))
+    if x.dim() < 1 or not orders or back.shape[0] != x.shape[0] or order.shape[0] > x.shape[0]:
+        raise misfit("in_order", "x is [experts, ..]; order has int64 rows of it, back those of the result", x=x, order=order, back=back)
 
 
 def _fit(choice: Tensor, slots: Tensor) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import drawing, dropout
+from meshc.ops import drawing, dropout, recurrent
 
 _functional = torch.nn.functional
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_RECURRENT = tuple(recurrent.RAISED)
 
 RAISED: dict[Target, Function] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""

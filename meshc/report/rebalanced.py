@@ -9,10 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from meshc.cost import expert_balance
 from meshc.report.tables import bytes_text, table
+
+LEAST: Final = 0.05
+"""By what share the busiest rank must have less for experts to move, where nobody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,20 @@ class Report:
 
     def __str__(self) -> str:
         return text(self.layers)
+
+
+def planned(
+    path: str, loads: Sequence[float], now: Sequence[int], groups: int, least: float, sent: Callable[[Sequence[int]], int]
+) -> Rebalanced:
+    """Where the experts of a layer are to lie, `now` where they do: they move if what the busiest group has falls by more than `least` of
+    it. sent: what the rank that gets most is sent if they lie so."""
+    wanted = expert_balance.balanced(loads, now, groups)
+    before, best = (expert_balance.imbalance(loads, slots, groups) for slots in (now, wanted))
+    if before - best <= least * before:
+        return Rebalanced(path, tuple(now), groups, before, best, before)
+    each = expert_balance.sizes_of(len(now), groups)[0]
+    moved = sum(one // each != other // each for one, other in zip(now, wanted, strict=True))
+    return Rebalanced(path, tuple(wanted), groups, before, best, best, moved, sent(wanted))
 
 
 def text(layers: Sequence[Rebalanced]) -> str:

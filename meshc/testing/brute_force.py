@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from meshc.cost.devices import for_mesh
 from meshc.ir import Record, record, set_record, value_of
 from meshc.ir.functions import Function
 from meshc.ir.graph import placeholders, results_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition import partition
+from meshc.passes.partition.turns import Pricing
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.phases.names import Names
@@ -28,6 +30,7 @@ from meshc.passes.place.factorize import factorize
 from meshc.passes.place.spread import spread
 from meshc.passes.rules.pending import Deferral, deferrals
 from meshc.passes.rules.roles import check_roles
+from meshc.passes.rules.rule import Turns
 from meshc.program.program import Port, Stage
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.tiles import assemble, owned, tiles
@@ -153,11 +156,14 @@ def pairs(one: OneOp) -> Iterator[Chosen]:
                 yield {token: axes}
 
 
-def run(one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Deferral | None = None, zero: bool = False) -> list[Tensor | None]:
-    """The results put together from all ranks. `pending`: operands that are so over the axis p; `zero`: padding known to be zero."""
+def run(
+    one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Deferral | None = None, zero: bool = False, turns: Turns | None = None
+) -> list[Tensor | None]:  # fmt: skip
+    """The results put together from all ranks. `pending`: operands that are so over the axis p; `zero`: padding known to be zero; `turns`:
+    in which its steps are taken."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
     instance, node, chosen = one.instance, one.node, one.with_tied(chosen)
-    assignment = Assignment(one.factors, one.names, sizes)
+    assignment = Assignment(one.factors, one.names, sizes, turns={} if turns is None else {node: turns})
     waits = () if pending is None else (("p", pending.reduction),)
     left = (("p", pending.left),) if pending is not None and pending.left else ()
     waiting = () if pending is None else pending.positions
@@ -229,6 +235,8 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
     for mesh, chosen in choices(one, most_pairs):
         for zero in (False, True) if chosen and knows else (False,):
             _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}{', padding zero' if zero else ''}", zero=zero)
+        for turns in _turns(one, mesh, chosen):
+            _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}, in {turns}", turns=turns)
         ran += 1
     if rule.settles:  # partition finishes what is pending before these; what may come in pending is said of the operator itself
         one.factors.instances[one.node] = replace(one.instance, rule=replace(rule, kind="compute", settles=False))
@@ -244,9 +252,15 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
     return ran
 
 
-def _try(sample: Sample, one: OneOp, mesh: Mesh, chosen: Chosen, said: str, *, pending: Deferral | None = None, zero: bool = False) -> None:
+def _turns(one: OneOp, mesh: Mesh, chosen: Chosen) -> list[Turns]:
+    """In how many parts its steps may be taken in turn, if they are split."""
+    pricing = Pricing(one.factors, mesh, {axis.name: axis.size for axis in mesh.axes}, for_mesh(mesh))
+    return [way for way in pricing.ways(one.instance, chosen) if way is not None]
+
+
+def _try(sample: Sample, one: OneOp, mesh: Mesh, chosen: Chosen, said: str, **how: Any) -> None:
     try:
-        found = run(one, mesh, chosen, pending=pending, zero=zero)
+        found = run(one, mesh, chosen, **how)
     except AssertionError as error:
         raise AssertionError(f"{said}: {error}") from error
     check(sample, one, found, said)

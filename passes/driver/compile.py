@@ -38,7 +38,7 @@ from meshc.passes.phases.traced import Joint, Traced
 from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.trace import parts
-from meshc.passes.trace.expert_groups import splits
+from meshc.plan.expert_groups import splits
 from meshc.program import instance
 from meshc.program.program import PlainProgram
 

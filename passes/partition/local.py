@@ -18,7 +18,7 @@ from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reasons import lines, moved
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.rules.local import Local
-from meshc.passes.rules.rule import Rule
+from meshc.passes.rules.rule import Rule, Turns
 
 aten = torch.ops.aten
 
@@ -35,6 +35,7 @@ class Lowering(Local):
         chosen: dict[Token, tuple[str, ...]],
         reason: str,
         in_zigzag: bool = False,
+        in_turns: Turns | None = None,
     ) -> None:
         self.build = build
         self.instance = instance
@@ -43,6 +44,7 @@ class Lowering(Local):
         self.chosen = chosen
         self.reason = reason
         self.in_zigzag = in_zigzag
+        self.in_turns = in_turns
 
     @property
     def node(self) -> Node:
@@ -206,6 +208,23 @@ class Lowering(Local):
     @property
     def balanced(self) -> bool:
         return self.in_zigzag
+
+    @property
+    def turns(self) -> Turns | None:
+        return self.in_turns
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.in_turns is None else self.in_turns.parts
+
+    def hand_on(self, x: Node, axes: Sequence[str], dim: int, back: bool) -> Node:
+        ranks = self.ranks(axes)
+        reason = f"{moved(self.node, {})}, the state along {self._split(axes)}{lines(axes, self.build.entries)}"
+        return self.emit(spmd.halo, x, list(axes), dim, ranks, [ranks, 1, 1 if back else -1, 1], 0.0, reason=reason)
+
+    def keep_end(self, x: Node, axes: Sequence[str], back: bool) -> Node:
+        place, ranks = self.index(axes), self.ranks(axes)
+        return self.emit(spmd.keep_first, x, place if back else self.emit(spmd.ring_place, place, ranks - 1, ranks))
 
     def call(self, *operands: Node) -> Node:
         args, kwargs = _substitute(self.node, list(operands))

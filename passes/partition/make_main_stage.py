@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshc.passes.partition.partition import partition
+from meshc.passes.partition.turns import with_turns
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import carried
 from meshc.passes.phases.placed import Placed
@@ -12,6 +13,7 @@ from meshc.program.program import Stage
 
 
 def make_main_stage(placed: Placed) -> Lowered:
+    placed = with_turns(placed)
     joint = placed.joint
     inputs, cut = (joint.inputs, {}) if placed.parts is None else parts.cut_inputs(joint.inputs, placed.parts)
     wants = [port.sharding for port in joint.outputs if port.sharding is not None]

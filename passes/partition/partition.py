@@ -342,7 +342,8 @@ class Partitioner:
         masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
         if self.guards is not None:
             masked = self.guards.of_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
-        local = Lowering(self.build, instance, masked, results, dict(chosen), "", node in self.assignment.zigzag)
+        how = node in self.assignment.zigzag, self.assignment.turns.get(node)
+        local = Lowering(self.build, instance, masked, results, dict(chosen), "", *how)
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
         else:

@@ -10,6 +10,7 @@ from torch.fx import Node
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Factors, Token, Value
 from meshc.passes.phases.names import Names
+from meshc.passes.rules.rule import Turns
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Assignment:
     rings    per operator that takes blocks from rank to rank: the axes of the tokens that its rule's `rings` split beside those
     zigzag   those of them whose blocks lie in an order that gives every rank as much to do
     gathered operators that could take them so, and for which it would be slower
+    turns    per operator whose ranks take their stretches of its steps in turn, in how many parts
     free     operators that are recomputed on demand
     entries  the plan's entry of each axis, as text, for reasons
     storage  per parameter name and kind (parameter, gradient, state): how it lies between steps
@@ -36,6 +38,7 @@ class Assignment:
     rings: dict[Node, dict[Token, tuple[str, ...]]] = field(default_factory=dict)
     zigzag: set[Node] = field(default_factory=set)
     gathered: set[Node] = field(default_factory=set)
+    turns: dict[Node, Turns] = field(default_factory=dict)
     free: set[Node] = field(default_factory=set)
     storage: dict[tuple[str, str], Sharding] = field(default_factory=dict)
     reasons: dict[Node, str] = field(default_factory=dict)

@@ -1,14 +1,17 @@
-"""Layers whose steps every rank takes: an LSTM along a split sequence, of which each step needs the one before.
+"""Recurrent layers whose steps every rank takes: those that stay torch's own, step by step (packed sequences, projections).
 
     cp: seq                  its input is gathered, and each rank takes all steps of all rows
     cp: batch@lstm > seq     rows change places with positions before and behind it: each rank takes all steps of some rows
+
+Others are `meshc::rnn`, whose state is handed on (`partition/turns.py`).
 """
 
 from __future__ import annotations
 
 from torch import nn
+from torch.fx import Node
 
-from meshc.cost.flops import COUNTS
+from meshc.cost.flops import COUNTS, flops
 from meshc.ir import op_name, records
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.interests import interests
@@ -19,11 +22,15 @@ def all_steps(placed: Placed) -> list[str]:
     layers = {name: child for name, child in placed.request.module.named_modules() if isinstance(child, nn.RNNBase)}
     if not layers:
         return []
-    idle = dict.fromkeys((name, axis) for name, axis in _idle(placed, set(layers)) if axis in _along_the_sequence(placed))
+    work: dict[tuple[str, str], float] = {}
+    for name, axis, node in _idle(placed, set(layers)):
+        if axis in _along_the_sequence(placed):
+            work[name, axis] = work.get((name, axis), 0.0) + flops(node)
     return [
         f"{name} ({type(layers[name]).__name__}) takes one step after another: its input is gathered over {axis}, and each of "
-        f"{placed.sizes[axis]} ranks takes all steps of all rows; `{axis}: batch@{name} > seq` lets each take those of its rows"
-        for name, axis in idle
+        f"{placed.sizes[axis]} ranks takes all steps of all rows, {total / 1e9:,.3g} GFLOP forward; `{axis}: batch@{name} > seq` lets each "
+        "take those of its rows"
+        for (name, axis), total in work.items()
     ]
 
 
@@ -34,12 +41,12 @@ def _along_the_sequence(placed: Placed) -> set[str]:
     return {axis for axis, one in found.items() if any(region is None for factor in named for _, region in one.ranks.get(factor, ()))}
 
 
-def _idle(placed: Placed, layers: set[str]) -> list[tuple[str, str]]:
-    """Layer and axis, where a forward product of the layer is split by other axes, if by any."""
+def _idle(placed: Placed, layers: set[str]) -> list[tuple[str, str, Node]]:
+    """Layer and axis, where a forward product of the layer is split by other axes, if by any; and the product."""
     found = []
     for node, chosen in placed.decided().chosen.items():
         record = records(node)[0]
         if record.source.module in layers and record.phase == "forward" and op_name(node) in COUNTS:
             used = {axis for axes in chosen.values() for axis in axes}
-            found += [(record.source.module, axis) for axis, size in placed.sizes.items() if size > 1 and axis not in used]
+            found += [(record.source.module, axis, node) for axis, size in placed.sizes.items() if size > 1 and axis not in used]
     return found

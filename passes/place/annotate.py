@@ -24,8 +24,8 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.place.operator_pins import operator_pins
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.store_lines import store_lines
-from meshc.passes.trace.expert_groups import EXPERTS
 from meshc.plan.entries import AxisEntry
+from meshc.plan.expert_groups import EXPERTS
 from meshc.plan.faults import refuse_faults
 
 NO_EXPERTS: Final = (

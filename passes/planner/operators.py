@@ -9,7 +9,7 @@ add zeros where its sum is split.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -18,14 +18,11 @@ from torch.fx import Node
 from meshc.cost import operators as roofline
 from meshc.cost.devices import Device
 from meshc.cost.flops import flops
-from meshc.cost.links import collective_seconds
-from meshc.ir import leaves, op_name, records, spmd
+from meshc.ir import leaves, op_name, records
 from meshc.ir.mesh import Mesh
-from meshc.ir.sharding import Part, Sharding, local_shape, tile_sizes
-from meshc.passes.partition.builder import Builder
-from meshc.passes.partition.local import Lowering
+from meshc.ir.sharding import tile_sizes
+from meshc.passes.partition.turns import Pricing
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
-from meshc.passes.place.spread import spread
 from meshc.passes.planner.fold import called_with
 from meshc.passes.planner.space import Axes, Floats, Made, Option
 from meshc.program import packing
@@ -115,29 +112,7 @@ class Operators:
         return op_name(node), repr((called_with(node), given, dims, kinds, tokens, rule.kind, rule.first))
 
     def _lower(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
-        build = Builder(self.sizes)
-        operands = []
-        for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
-            found = records(value[0])[value[1]]
-            sharding = spread(self._whole(value), dims, axes)
-            local = replace(found, shape=local_shape(sharding, self.sizes), sharding=sharding)
-            operands.append(build.placeholder(f"operand_{index}", local))
-        results = [spread(self._whole((instance.node, index)), dims, axes) for index, dims in enumerate(instance.results)]
-        lowering = Lowering(build, instance, operands, results, dict(axes), "")
-        if instance.rule.lower is None:
-            lowering.call(*operands)
-        else:
-            instance.rule.lower(lowering)
-        total = 0.0
-        for node in build.graph.nodes:
-            if node.op == "call_function" and spmd.is_collective(node.target):
-                total += collective_seconds(node, self.mesh, self.device)
-            else:
-                total += roofline.seconds(node, self.device)
-        return total
-
-    def _whole(self, value: Value) -> Sharding:
-        return Sharding(tuple(tuple(Part(f"{factor}", self.factors.size[factor]) for factor in row) for row in self.factors.dims[value]))
+        return Pricing(self.factors, self.mesh, self.sizes, self.device).best(instance, axes)[1]
 
 
 def tiles(dims: tuple[tuple[Token, ...], ...], part: Mapping[Token, Floats | float]) -> Floats | float:

@@ -33,6 +33,7 @@ from meshc.passes.rules import (
     recurrence,
     reduction,
     resize,
+    rnn,
     scan,
     scatter,
     segments,
@@ -41,6 +42,7 @@ from meshc.passes.rules import (
     softmax,
     spatial,
     statistics,
+    turns,
 )
 from meshc.passes.rules.linear import linear_in
 from meshc.passes.rules.pending import deferrals
@@ -70,6 +72,8 @@ FAMILIES = (
     selection,
     recurrence,
     delta_rule,
+    rnn,
+    turns,
     scan,
     scatter,
     diagonal,

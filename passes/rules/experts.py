@@ -145,6 +145,8 @@ RULES: dict[object, RuleFunction] = {
     meshc.over_slots.default: _summing("q t m! h, q t m! -> q t h"),
     meshc.weights_of_groups.default: by_text("t k!, q t m!, q t m! -> q t m!"),
     meshc.weights_to_tokens.default: _summing("q t m!, q t m!, q t m! -> t k! +q"),
+    meshc.experts_by_slot.default: by_text("e! -> s!"),
+    meshc.in_order.default: by_text("e! ..., s, e! -> s ...", clean=(1,)),
     meshc.choices_to_slots.default: by_text("t k, e! -> t k"),
     meshc.counts_of_rows.default: _counts,
     meshc.first_choices.default: _first,

@@ -11,7 +11,7 @@ from torch.fx import Node
 from meshc.ir.functions import Target
 
 if TYPE_CHECKING:
-    from meshc.passes.rules.rule import Rule
+    from meshc.passes.rules.rule import Rule, Turns
 
 
 class Local(Protocol):
@@ -103,6 +103,21 @@ class Local(Protocol):
     @property
     def balanced(self) -> bool:
         """Whether what passes round is to lie in an order that gives every rank as much to do."""
+
+    @property
+    def turns(self) -> Turns | None:
+        """How ranks are to take their stretches in turn; None: at once, where the rule joins stretches, else all rows in one part."""
+
+    @property
+    def parts(self) -> int:
+        """In how many parts."""
+
+    def hand_on(self, x: Node, axes: Sequence[str], dim: int, back: bool) -> Node:
+        """What the rank before this one along the axes has as x, zeros at the first; or the rank behind it, zeros at the last. x has one
+        position along `dim`."""
+
+    def keep_end(self, x: Node, axes: Sequence[str], back: bool) -> Node:
+        """x on the last rank along the axes (back: on the first), zeros elsewhere."""
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node: ...
 

@@ -3,21 +3,24 @@
     a b of a rank's tile -> product of a, last h from zero        one gather of both, 1 position of t each
     those of the ranks before, taken as steps -> the h that this rank begins with
 
-Backward the same from the other end, with g in the place of h; and the last h of the ranks before.
+Backward the same from the other end, with g in the place of h; and the last h of the ranks before. Or each hands its last h on, of a part
+of the rows at a time (`turns.py`): steps are taken once, and ranks wait for each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
 from meshc.ir.functions import Target
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
+from meshc.ops import recurrence_turns as _turns  # noqa: F401 - likewise
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import Rule, RuleFunction, einsum, integer, shape_of
+from meshc.passes.rules.rule import Made, Rule, RuleFunction, Stepping, einsum, integer, shape_of
+from meshc.passes.rules.turns import in_turns, together
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -35,8 +38,7 @@ def _forward(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     dim = integer(argument(node, 3, "dim", 0))
     dims, letter = _letters(tensors[0], dim)
-    how = {"self_masked": True, "major": frozenset({letter})}
-    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **how)
+    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **_how(dims, letter))
 
 
 def _backward(node: Node, tensors: list[Node]) -> Rule | None:
@@ -44,8 +46,13 @@ def _backward(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     dim = integer(argument(node, 5, "dim", 0))
     dims, letter = _letters(tensors[0], dim)
-    text, how = f"{dims}, {dims}, {dims} -> {dims} | {dims}", {"self_masked": True, "major": frozenset({letter})}
-    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **how)
+    text = f"{dims}, {dims}, {dims} -> {dims} | {dims}"
+    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **_how(dims, letter))
+
+
+def _how(dims: str, letter: str) -> dict[str, Any]:
+    others = tuple(each for each in dims.split() if each != letter)
+    return {"self_masked": True, "major": frozenset({letter}), "steps": Stepping(letter, others, joins=True)}
 
 
 def _lower(local: Local, letter: str, dim: int) -> Node:
@@ -54,23 +61,39 @@ def _lower(local: Local, letter: str, dim: int) -> Node:
     if not axes:
         return local.call(a, b)
     a, b = local.neutralise(a, letter, 1.0), local.neutralise(b, letter, 0.0)
+    if local.turns is not None:
+        return _in_turns(local, axes, dim, False, meshc.recurrence_turn.default, (a, b), 1)[0]
     products, ends = _of_all(local, axes, dim, *_end(local, a, b, dim, False))
     return local.emit(meshc.recurrence.default, a, b, _come_to(local, axes, dim, products, ends, aten.lt.Scalar), dim)
 
 
-def _lower_backward(local: Local, letter: str, dim: int) -> list[Node]:
+def _lower_backward(local: Local, letter: str, dim: int) -> Made:
     grad, a, h = local.operands
     axes = local.axes(letter)
     if not axes:
         made = local.call(grad, a, h)
     else:
         grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
+        if local.turns is not None:
+            last = local.emit(aten.slice.Tensor, h, dim, local.shape(h)[dim] - 1, local.shape(h)[dim])
+            before = local.hand_on(last, axes, dim, False)
+            return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
         product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
         products, ends, starts, lasts = _of_all(local, axes, dim, product, end, *_last(local, h, letter, dim))
         after = _come_to(local, axes, dim, products, ends, aten.gt.Scalar)
         before = _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
         made = local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
     return [local.item(made, 0), local.item(made, 1)]
+
+
+def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Target, operands: Sequence[Node], count: int) -> list[Node]:
+    """What a call for each turn gives, put together."""
+    assert local.turns is not None
+    along = int(local.turns.letter[1:])
+    made = in_turns(
+        local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, dim, along, *at), count + 1
+    )  # fmt: skip
+    return [together(local, axes, one, along, back) for one in made[:count]]
 
 
 def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
@@ -104,7 +127,24 @@ def _come_to(local: Local, axes: Sequence[str], dim: int, products: Node, ends: 
     return _end(local, a, b, dim, side is aten.gt.Scalar)[1]
 
 
+def _turn(node: Node, tensors: list[Node]) -> Rule:
+    """Of a rank's own stretch, of whose rows it takes a part: nothing is split further."""
+    count = 4 if node.target is meshc.recurrence_backward_turn.default else 2
+    dims = len(shape_of(tensors[0]))
+    dim, along = (integer(node.args[count + offset]) for offset in (1, 2))
+
+    def text(part: str, step: str) -> str:
+        return " ".join({along: part, dim: step}.get(index, f"d{index}!") for index in range(dims))
+
+    whole, part = text("b!", "t!"), text("p!", "t!")
+    operands = [whole, whole, *([whole, text("b!", "u!")] if count == 4 else []), *[f"o! {text('p!', 'u!')}"] * (len(tensors) - count)]
+    made = [part] * (2 if count == 4 else 1)
+    return einsum(f"{', '.join(operands)} -> {' | '.join(made)} | o! {text('p!', 'u!')}", node, tensors)
+
+
 RULES: dict[object, RuleFunction] = {
     meshc.recurrence.default: _forward,
     meshc.recurrence_backward.default: _backward,
+    meshc.recurrence_turn.default: _turn,
+    meshc.recurrence_backward_turn.default: _turn,
 }

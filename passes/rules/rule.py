@@ -83,6 +83,28 @@ class Passing:
 
 
 @dataclass(frozen=True)
+class Stepping:
+    """A letter whose positions are steps, each from the state of the one before.
+
+    letter  of them; where it is split, ranks may take their stretches in turn (`turns.py`)
+    parts   letters whose positions go their own ways, of which a turn may take a part
+    joins   whether stretches compose, so that ranks may also take theirs at once, and join what they come to
+    """
+
+    letter: str
+    parts: tuple[str, ...]
+    joins: bool
+
+
+@dataclass(frozen=True)
+class Turns:
+    """In how many parts ranks take the steps of an operator in turn, and along which letter these lie."""
+
+    letter: str
+    parts: int
+
+
+@dataclass(frozen=True)
 class Rule:
     """Letters of one operator instance.
 
@@ -104,6 +126,7 @@ class Rule:
     accumulates  its result is pending over the microbatches
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
     rings    letter -> what can pass round where one axis splits that letter
+    steps    the letter that it steps along, if it does
     """
 
     operands: tuple[Dims, ...]
@@ -127,6 +150,7 @@ class Rule:
     accumulates: bool = False
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
     rings: Mapping[str, Passing] = field(default_factory=dict)
+    steps: Stepping | None = None
 
     @property
     def passing(self) -> tuple[int, ...]:

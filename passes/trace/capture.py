@@ -24,7 +24,7 @@ from meshc.ir.sizes import Dynamic
 from meshc.passes.depth.slice import sliced
 from meshc.passes.phases.outset import Outset, carried
 from meshc.passes.phases.traced import Traced
-from meshc.passes.trace.expert_groups import groups_of
+from meshc.plan.expert_groups import groups_of
 
 
 def capture(outset: Outset) -> Traced:

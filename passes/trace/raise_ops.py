@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
-from meshc.ops import grouped
+from meshc.ops import grouped, recurrent
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.sdpa import sdpa
@@ -41,6 +41,7 @@ COMPOSITES: dict[Target, Function] = {
     functional.multi_head_attention_forward: multi_head_attention,
     functional.interpolate: interpolate,
     **grouped.RAISED,
+    **recurrent.RAISED,
 }
 SPARSE: dict[Target, tuple[str, int]] = {
     functional.embedding: ("sparse", 6),

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
 from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.rebalanced import Placement
 from meshc.runtime.saved.scheduled import NumbersByStep
 from meshc.text import show
 from meshc.text.libraries import libraries_of
@@ -40,7 +42,8 @@ from meshc.text.libraries import libraries_of
 @dataclass(frozen=True)
 class Run:
     """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
-    is a file of the optimizer's numbers by step. With `rules` (`meshc.passes.rules`) what the program's types say is checked against them.
+    is a file of the optimizer's numbers by step. After each `rebalance_every` calls experts move by their load. With `rules`
+    (`meshc.passes.rules`) what the program's types say is checked against them.
     """
 
     path: str
@@ -53,6 +56,7 @@ class Run:
     allow_edited: bool = False
     allow: tuple[str, ...] = ()
     numbers: str | None = None
+    rebalance_every: int | None = None
     rules: Rules | None = None
 
 
@@ -80,6 +84,7 @@ def run_saved(ask: Run) -> None:
             if board is not None:
                 given = {"--backend": ask.backend, "--seed": ask.seed}
                 given["--numbers"] = None if ask.numbers is None else _digest(ask.numbers)
+                given |= {"--rebalance-every": ask.rebalance_every}
                 given |= {"number of --inputs": len(ask.inputs), "--save-state": ask.save_state is not None}
                 agree(board, "load", agreed.before_running(program, ask.path, ask.state, given), agreed.advice)
             _refuse_other_backend(program, ask)
@@ -101,6 +106,8 @@ def _check(program: PlainProgram, ask: Run, world: int) -> None:
     missing = [name for name in ask.inputs if not Path(name).is_file()]
     if missing:
         raise InputError(f"there is no file {', '.join(missing)}: --inputs takes safetensors files, one for each call")
+    if ask.rebalance_every is not None and ask.rebalance_every < 1:
+        raise InputError(f"--rebalance-every {ask.rebalance_every}: a number of calls, 1 or more")
     if ask.save_state is not None:
         check_target(ask.save_state)
 
@@ -120,8 +127,9 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
     with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
         loaded = Loaded(program, begin, rank, device, board, ask.seed)
     schedule = None if ask.numbers is None else NumbersByStep(ask.numbers, program)
+    placement = None if ask.rebalance_every is None else Placement(loaded, ask.path)
     writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
-    for name in ask.inputs or (None,):
+    for number, name in enumerate(ask.inputs or (None,), 1):
         with TensorFile(Path(name)) if name is not None else nullcontext() as file:
             inputs = loaded.inputs(file)
         step = loaded.step
@@ -130,7 +138,13 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
         found = loaded.run(inputs)
         if writer is not None:
             writer.call(step, found, loaded.learning_rates())
+        if placement is not None and number % cast(int, ask.rebalance_every) == 0 and number < len(ask.inputs):
+            report = placement.by_load(found)
+            if writer is not None:
+                print(report)
     if ask.save_state is not None:
+        if placement is not None:
+            placement.home()  # states are read where no expert has moved
         owners = program.pipeline.owners if program.pipeline is not None else None
         save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, partial(to_all, board), owners)
     if writer is not None:

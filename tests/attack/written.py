@@ -90,6 +90,23 @@ def _delta_rule() -> Iterator[Call]:
     yield _of(ops.delta_rule_join, _x(3, 2, 3, 3), _x(3, 2, 3, 4), state, 1, True)
 
 
+def _turns() -> Iterator[Call]:
+    keys, values, decays, state = _x(2, 4, 5, 3), _x(2, 4, 5, 4), -_x(2, 4, 5).abs(), _x(2, 4, 3, 4)
+    handed, turn = _x(1, 2, 2, 3, 4), (1, 1, 2, 1, 2)
+    yield _of(ops.delta_rule_turn, keys, keys, values, keys, decays, state, handed, *turn)
+    yield _of(ops.delta_rule_state_turn, keys, values, keys, decays, None, handed, *turn)
+    yield _of(ops.delta_rule_backward_turn, values, keys, keys, values, keys, decays, state, state, handed, *turn)
+    x = _x(4, 6)
+    yield _of(ops.recurrence_turn, x, x, _x(1, 2, 1), 1, 0, 1, 2, 1, 2)
+    yield _of(ops.recurrence_backward_turn, x, x, x, _x(4, 1), _x(1, 2, 1), 1, 0, 1, 2, 0, 2)
+    gates, weight, grad, kept, states = _x(5, 4, 12), _x(12, 3), _x(5, 4, 3), _x(5, 4, 18), _x(2, 4, 3)
+    yield _of(ops.rnn, "lstm", gates, weight, _x(12), states, True)
+    yield _of(ops.rnn_backward, "lstm", grad, states, kept, weight, True)
+    yield _of(ops.rnn_turn, "lstm", gates, weight, None, states, _x(1, 2, 2, 3), False, 4, 1, 2, 1, 2)
+    yield _of(ops.rnn_turn_backward, "lstm", grad, states, _x(1, 2, 2, 3), kept, weight, False, 4, 1, 2, 1, 2)
+    yield _of(ops.in_turn, [x, x, x], 0, 1, 2, False)
+
+
 def _own() -> Iterator[Call]:
     seed, x = torch.tensor([5, 3]), _x(4, 6)
     tile: tuple[Any, ...] = ([4, 6], [4, 6], [0, 0])
@@ -107,6 +124,7 @@ def _own() -> Iterator[Call]:
     yield _of(ops.cumsum_back, x, 1)
     yield _of(ops.logcumsumexp_back, x, 0)
     yield from _delta_rule()
+    yield from _turns()
     image = _x(2, 3, 4, 4)
     yield _of(ops.upsample, image, [2, 2])
     yield _of(ops.upsample_backward, image, [2, 2])
@@ -120,6 +138,8 @@ def _own() -> Iterator[Call]:
     chosen = torch.tensor([[0, 1], [2, 0], [1, 2], [2, 1]])
     own, slot = ops.group_choices(chosen, 2, 2, 2, 0)
     yield _of(ops.choices_to_slots, chosen, torch.tensor([2, 0, 1]))
+    yield _of(ops.experts_by_slot, torch.tensor([2, 0, 1]))
+    yield _of(ops.in_order, _x(3, 4), torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0]))
     yield _of(ops.group_choices, chosen, 2, 2, 2, 0)
     yield _of(ops.to_groups, x, own)
     yield _of(ops.from_groups, _x(2, 4, 2, 6), own)

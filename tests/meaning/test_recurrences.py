@@ -67,11 +67,60 @@ OPERATORS = {"qwen3_next": "delta_rule", "qwen3_5": "delta_rule", "olmo_hybrid":
 def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> None:
     """Loss, every gradient, and parameters after two steps."""
     source = captured(kind)
-    source.verify_training(mesh, plan, adamw)
+    source.verify_training(mesh, plan, adamw, recurrence="join")
     targets = [str(node.target) for node in source.latest.stages["main"].graph.nodes]
     operator = OPERATORS.get(kind, "recurrence")
     assert f"meshc.{operator}.default" in targets
     assert (f"meshc.{operator}_end.default" in targets) == ("cp" in mesh)
+
+
+TURNS = [
+    ("mamba", "cp=3", "cp: seq"),
+    ("qwen3_next", "cp=2", "cp: seq"),
+    broad("mamba", "cp=2", "cp: seq"),
+    broad("mamba", "cp=4", "cp: seq"),
+    broad("mamba", "cp=5", "cp: seq"),
+    broad("mamba", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("mamba", "cp=2,tp=2", "cp: seq\ntp: ffn"),
+    broad("jamba", "cp=3", "cp: seq"),
+    broad("rwkv", "cp=3", "cp: seq"),
+    broad("rwkv", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("falcon_mamba", "cp=4", "cp: seq"),
+    broad("zamba", "cp=3", "cp: seq"),
+    broad("qwen3_next", "cp=3", "cp: seq"),
+    broad("qwen3_next", "cp=4", "cp: seq"),
+    broad("qwen3_next", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("qwen3_5", "cp=3", "cp: seq"),
+    broad("olmo_hybrid", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+]
+
+
+@pytest.mark.parametrize("kind, mesh, plan", TURNS)
+def test_a_training_step_in_turns(kind: str, mesh: str, plan: str) -> None:
+    """The same where ranks hand the state on: nothing is made of a stretch but its steps."""
+    source = captured(kind)
+    source.verify_training(mesh, plan, adamw, recurrence="turns")
+    targets = [str(node.target) for node in source.latest.stages["main"].graph.nodes]
+    operator = OPERATORS.get(kind, "recurrence")
+    assert f"meshc.{operator}_turn.default" in targets and f"meshc.{operator}_end.default" not in targets
+
+
+@pytest.mark.parametrize("kind, ranks", [("mamba", 3), broad("mamba", 2), broad("mamba", 4), ("qwen3_next", 2), broad("qwen3_next", 3)])
+def test_what_is_sent_in_turns(kind: str, ranks: int) -> None:
+    """Of rows in c parts the state of a part at each turn but the last, forward and backward; backward also where stretches begin, which of
+    a delta rule takes a chain of states of its own."""
+    source = captured(kind)
+    program = source.program(f"cp={ranks}", "cp: seq", recurrence="turns")
+    operator = OPERATORS.get(kind, "recurrence")
+    turns = [node for node in program.stages["main"].graph.nodes if f"meshc.{operator}" in str(node.target) and "_turn" in str(node.target)]
+    parts = {node.target: node.args[-3] for node in turns}
+    assert len(parts) == (2 if kind == "mamba" else 3)
+    state = BATCH * (CHANNELS * STATE if kind == "mamba" else HEADS * KEYS * VALUES) * 8
+    layers = LAYERS if kind == "mamba" else 1
+    chains = sum((count + ranks - 2) * (state // count) for count in parts.values())
+    assert sent(source, "halo", operator) == layers * (chains + state)
+    assert sent(source, "all_gather", operator) == 0
 
 
 @pytest.mark.parametrize("kind", [broad("qwen3_next"), broad("zamba"), broad("jamba")])
@@ -92,7 +141,7 @@ def test_stages_of_a_pipeline(kind: str) -> None:
 def test_what_is_sent_for_a_recurrence(ranks: int) -> None:
     """Forward the product and the end of each stretch, backward those of the gradient, and which h is the last: a position of t of each."""
     source = captured("mamba")
-    source.verify_training(f"cp={ranks}", "cp: seq", adamw)
+    source.verify_training(f"cp={ranks}", "cp: seq", adamw, recurrence="join")
     position = BATCH * CHANNELS * STATE * 8
     assert sent(source, "all_gather", "recurrence") == LAYERS * (2 + 4) * position * ranks
 
@@ -101,7 +150,7 @@ def test_what_is_sent_for_a_recurrence(ranks: int) -> None:
 def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
     """Forward the product and the end of each stretch, backward those again and what it makes of a gradient; the convolution's edges."""
     source = captured("qwen3_next")
-    source.verify_training(f"cp={ranks}", "cp: seq", adamw)
+    source.verify_training(f"cp={ranks}", "cp: seq", adamw, recurrence="join")
     row = BATCH * HEADS * KEYS * 8
     assert sent(source, "all_gather", "delta_rule") == row * (KEYS + VALUES + KEYS + 2 * VALUES) * ranks
     channels, before = KEYS * HEADS + VALUES * HEADS, 3  # half as many heads of queries, as many of keys; a convolution of four taps
@@ -114,7 +163,7 @@ def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
 def test_what_is_sent_for_an_average_that_decays(ranks: int) -> None:
     """Of RWKV: the largest exponent of each stretch, what its two sums and their gradients come to; and of each shift a position."""
     source = captured("rwkv")
-    source.verify_training(f"cp={ranks}", "cp: seq", adamw)
+    source.verify_training(f"cp={ranks}", "cp: seq", adamw, recurrence="join")
     position = BATCH * WIDTH * 8
     assert sent(source, "all_gather", "cummax") == LAYERS * position * ranks
     assert sent(source, "all_gather", "recurrence") == LAYERS * 2 * (2 + 4) * position * ranks

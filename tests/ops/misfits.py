@@ -63,6 +63,33 @@ def calls() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     yield "delta: half precision", ops.delta_rule_end, tuple(one.half() for one in (x(8, 4), x(8, 3), x(8, 4), x(8)))
     yield "delta: gradients of fewer steps", ops.delta_rule_ends, (x(7, 3), x(8, 4), x(8, 4), x(8, 3), x(8, 4), x(8))
     yield "delta: products of other keys", ops.delta_rule_join, (x(2, 4, 4), x(2, 3, 3), None, 1, False)
+    gates, weight, states = x(8, 4, 12), x(12, 3), x(2, 4, 3)
+    turn = (1, 2, 1, 2)
+    yield "rnn: no such kind", ops.rnn, ("cell", gates, weight, None, None, False)
+    yield "rnn: gates of another layer", ops.rnn, ("gru", gates, weight, None, None, False)
+    yield "rnn: a state of fewer rows", ops.rnn, ("lstm", gates, weight, None, x(2, 3, 3), False)
+    yield "rnn: another dtype", ops.rnn, ("lstm", gates, weight.double(), None, None, False)
+    yield "rnn: kept of fewer steps", ops.rnn_backward, ("lstm", x(8, 4, 3), None, x(7, 4, 18), weight, False)
+    yield "rnn: more steps than positions", ops.rnn_turn, ("lstm", gates, weight, None, states, None, False, 9, *turn)
+    yield "rnn: parts that do not divide rows", ops.rnn_turn, ("lstm", gates, weight, None, states, None, False, 8, 0, 3, 1, 2)
+    yield "rnn: no such turn", ops.rnn_turn, ("lstm", gates, weight, None, states, None, False, 8, 3, 2, 1, 2)
+    yield "rnn: handed on of all rows", ops.rnn_turn, ("lstm", gates, weight, None, states, x(1, 2, 4, 3), False, 8, *turn)
+    yield "rnn: handed back of all rows", ops.rnn_turn_backward, (
+        "lstm", x(8, 4, 3), states, x(1, 2, 4, 3), x(8, 4, 18), weight, False, 8, *turn,
+    )  # fmt: skip
+    yield "turns: of two sizes", ops.in_turn, ([x(4, 2), x(4, 3)], 0, 0, 2, False)
+    yield "turns: fewer than ranks", ops.in_turn, ([x(4, 2)], 0, 0, 2, False)
+    yield "recurrence: parts of the steps", ops.recurrence_turn, (x(8, 4), x(8, 4), None, 1, 1, *turn)
+    yield "recurrence: handed on of all rows", ops.recurrence_turn, (x(8, 4), x(8, 4), x(1, 8, 1), 1, 0, *turn)
+    yield "recurrence: the last h of fewer rows", ops.recurrence_backward_turn, (*[x(8, 4)] * 3, x(7, 1), None, 1, 0, *turn)
+    delta = (x(8, 5, 4), x(8, 5, 3), x(8, 5, 4), x(8, 5))
+    yield "delta: parts of the steps", ops.delta_rule_turn, (x(8, 5, 4), *delta, None, None, 1, *turn)
+    yield "delta: handed on of all rows", ops.delta_rule_state_turn, (*delta, None, x(1, 8, 4, 3), 0, *turn)
+    yield "delta: begins with other keys", ops.delta_rule_backward_turn, (
+        x(8, 5, 3), x(8, 5, 4), *delta, x(8, 3, 3), None, None, 0, *turn,
+    )  # fmt: skip
+    yield "slots in two dims", ops.experts_by_slot, (ints(4, 1),)
+    yield "an order of fewer experts", ops.in_order, (x(4, 3), ints(4), ints(3))
     yield "fewer labels", ops.take, (x(8, 4), ints(2), -100)
     yield "labels are int32", ops.take, (x(8, 4), ints(8).int(), -100)
     yield "more labels", ops.take_backward, (x(8), ints(9), -100, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from tests.models import FACTORIES, FLOAT32_INSIDE, Case
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import device_mesh
 from tests.zoo.experts import FAMILIES as EXPERTS
+from tests.zoo.plain import PLAIN
 from tests.zoo.recurrent import FAMILIES as RECURRENT
 from tests.zoo.stock import STOCK
 
@@ -34,6 +36,7 @@ class Sample:
     attention: str | None = None
     node: int | None = None
     """Ranks of a node, by which rows of experts go in two hops."""
+    recurrence: str | None = None
 
 
 PARKED = "offload *\noffload state"
@@ -50,7 +53,8 @@ TWO = (
     Sample("resnet", "cp=2", "cp: height", "sgd"),
     Sample("llama", "cp=2", "cp: seq", attention="ring"),
     Sample("mixtral", "ep=2"),
-    Sample("qwen3_next", "cp=2", "cp: seq", "sgd"),
+    Sample("qwen3_next", "cp=2", "cp: seq", "sgd", recurrence="join"),
+    Sample("lstm", "cp=2", "cp: seq"),
 )
 MORE_OF_TWO = (
     Sample("nanogpt", "cp=2"),
@@ -59,7 +63,9 @@ MORE_OF_TWO = (
     Sample("nanogpt", "dp_shard=2", PARAMETERS, microbatches=2),
     Sample("nanogpt", "dp_shard=2", UPDATES + "\noffload params", microbatches=2),
     Sample("gpt2", "tp=2"),
-    Sample("mamba", "cp=2", "cp: seq", "sgd"),
+    Sample("mamba", "cp=2", "cp: seq", "sgd", recurrence="join"),
+    Sample("qwen3_next", "cp=2", "cp: seq", "sgd", recurrence="turns"),
+    Sample("lstm", "cp=2", "cp: batch@lstm > seq"),
     Sample("rwkv", "cp=2", "cp: seq", "sgd"),
     Sample("t5", "cp=2", "cp: seq", attention="ring"),
     Sample("resnet", "dp=2", "fsdp", "sgd"),
@@ -96,7 +102,10 @@ MORE_OF_FOUR = (
     Sample("llama", "cp=4", "cp: seq", attention="zigzag"),
     Sample("llama", "cp=4", APART, attention="ring"),
     Sample("llama", "pp=2,cp=2", "cp: seq", microbatches=2, attention="ring"),
-    Sample("mamba", "cp=4", "cp: seq", "sgd"),
+    Sample("mamba", "cp=4", "cp: seq", "sgd", recurrence="join"),
+    Sample("mamba", "cp=4", "cp: seq", "sgd", recurrence="turns"),
+    Sample("lstm", "dp=2,cp=2", "dp: batch\ncp: seq", microbatches=2),
+    Sample("lstm", "cp=4", "cp: seq"),
     Sample("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn", "sgd"),
     Sample("mixtral", "dp=2,ep=2"),
     Sample("deepseek_v3", "ep=4"),
@@ -126,15 +135,15 @@ def _check(sample: Sample) -> str:
     """One line that says how close two steps came. Losses to 1e-10 and the state to 1e-9 in float64; models that compute some values in
     float32 whatever their dtype: 1e-5."""
     small = {"batch": 8} if sample.kind == "resnet" else {"batch": 12} if sample.kind == "mlp" else {"batch": 12, "layers": 1}
-    case = _stock(sample.kind) if sample.kind in FAMILIES else FACTORIES[sample.kind](torch.float64, **small)
+    case = _stock(sample.kind) if sample.kind in FAMILIES else _factory(sample.kind)(torch.float64, **small)
     build = {"adamw": adamw, "sgd": sgd}[sample.optimizer]
     start = copy.deepcopy(case.model)
     step = meshc.TrainStep(
-        case.model, optimizer=build(case.model.parameters()), loss=case.loss if case.name in ("mlp", "resnet") else _loss_of(case),
+        case.model, optimizer=build(case.model.parameters()), loss=case.loss if case.name in ("mlp", "resnet", "lstm") else _loss_of(case),
         clip_grad_norm=1.0, microbatches=sample.microbatches,
     )  # fmt: skip
     dispatch = "auto" if sample.node is None else "hierarchical"
-    options = meshc.Options(seed=SEED, attention=sample.attention, expert_dispatch=dispatch)
+    options = meshc.Options(seed=SEED, attention=sample.attention, expert_dispatch=dispatch, recurrence=sample.recurrence)
     gc.collect()  # a compiled model and its program hold each other: what the sample before had on the host goes
     host.HELD.begin()
     before, on_disk = host.HELD.now, disk.HELD.now
@@ -156,6 +165,20 @@ def _check(sample: Sample) -> str:
     worst, name = furthest(state["model"], twin.state_dict())
     assert worst <= (1e-4 if inside else 1e-9), (sample, worst, name)
     return f"{sample.kind} on {sample.mesh}: loss {losses[-1]:.6f}, state to {worst:.1e}"
+
+
+def _factory(kind: str) -> Callable[..., Case]:
+    return FACTORIES[kind] if kind in FACTORIES else _plain(kind)
+
+
+def _plain(kind: str) -> Callable[..., Case]:
+    def made(dtype: torch.dtype, **_: int) -> Case:
+        torch.manual_seed(0)
+        case = PLAIN[kind]()
+        case.model.to(dtype)
+        return case
+
+    return made
 
 
 def _stock(kind: str) -> Case:

@@ -30,6 +30,7 @@ from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     random,
     recurrence,
     reduction,
+    rnn,
     segments,
     selection,
     spatial,

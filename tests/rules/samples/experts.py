@@ -15,6 +15,8 @@ begin(__name__)
 
 _choice = torch.tensor([[4, 0, 2], [1, 3, 0], [6, 4, 5], [2, 6, 1], [7, 0, 6], [3, 2, 5], [6, 1, 4]])  # of 7 experts; 7 is none
 sample(ours.choices_to_slots.default, _choice, torch.tensor([3, 1, 0, 6, 2, 5, 4]))
+sample(ours.experts_by_slot.default, torch.tensor([3, 1, 0, 6, 2, 5, 4]))
+sample(ours.in_order.default, f(7, 3), torch.tensor([2, 1, 4, 0, 6, 5, 3]), torch.tensor([3, 1, 0, 6, 2, 5, 4]))
 for _groups, _each in ((3, 3), (7, 1), (2, 4)):
     _most = min(3, _each)
     sample(ours.group_choices.default, _choice, _groups, _each, _most, 0)

@@ -1,0 +1,321 @@
+"""`meshc::rnn`: the steps of a recurrent layer (LSTM, GRU, or tanh or relu of a sum), one after another.
+
+    rnn(kind, x, weight, bias, before, reverse) -> (out, kept, last)
+    rnn_backward(kind, grad, of_last, kept, weight, reverse) -> (of_gates, of_before)
+    rnn_turn, rnn_turn_backward                the same of one part of the rows, and the steps of one rank's stretch (`ops/turns.py`)
+
+    x       [t, rows, gates * h]   what the layer's input makes of each gate, bias included
+    weight  [gates * h, h]         by which the h of the step before goes into them;  bias [gates * h], or None
+    before  [states, rows, h]      the state before the first step, None for zeros;  last: behind the last; reversed, of the first position
+    out     [t, rows, h]           h of each step
+    kept    [t, rows, .. * h]      what backward needs of each step, the h before it last
+    of_gates  [t, rows, .. * h]    gradients of what goes into each gate; of a GRU's new h twice, of x's part and of h's
+
+An LSTM's state is h and c, that of others h. Steps of a new h that is no linear function of the one before do not compose: ranks that hold
+stretches of t hand the state on, from rank to rank. What x is made by is a product of all positions, and so is the gradient of `weight`.
+
+Hochreiter, Schmidhuber: Long Short-Term Memory (Neural Computation 9(8), 1997); Cho et al.: arXiv:1406.1078.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from meshc.ops.operands import misfit
+from meshc.ops.turns import Turn, fit_turns
+
+States = Sequence[Tensor]
+"""An LSTM's h and c, others' h, [rows, h] each."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """
+    gates   of x and weight;  kept  what is kept of a step, in multiples of h;  made  gradients that a step makes, likewise;  states
+    step    (x, what h makes of each gate, state) -> (state, kept, all but the h before)
+    back    (gradients of the state, kept) -> (gradients of gates, those of them that go to h, of the state before but for what these make)
+    """
+
+    gates: int
+    kept: int
+    made: int
+    states: int
+    step: Callable[[Tensor, Tensor, States], tuple[States, list[Tensor]]]
+    back: Callable[[States, States], tuple[list[Tensor], list[Tensor], list[Tensor]]]
+
+
+def _lstm(x: Tensor, sums: Tensor, state: States) -> tuple[States, list[Tensor]]:
+    _, cell = state
+    i, f, g, o = (x + sums).chunk(4, -1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    made = f * cell + i * g
+    return (o * made.tanh(), made), [i, f, g, o, cell]
+
+
+def _lstm_back(grads: States, kept: States) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    (of_h, of_cell), (i, f, g, o, cell, _) = grads, kept
+    shown = (f * cell + i * g).tanh()
+    of_cell = of_cell + of_h * o * (1 - shown * shown)
+    gates = [of_cell * g * i * (1 - i), of_cell * cell * f * (1 - f), of_cell * i * (1 - g * g), of_h * shown * o * (1 - o)]
+    return gates, gates, [torch.zeros_like(of_h), of_cell * f]
+
+
+def _gru(x: Tensor, sums: Tensor, state: States) -> tuple[States, list[Tensor]]:
+    (h,) = state
+    (of_r, of_z, of_n), (by_r, by_z, by_n) = x.chunk(3, -1), sums.chunk(3, -1)
+    r, z = (of_r + by_r).sigmoid(), (of_z + by_z).sigmoid()
+    n = (of_n + r * by_n).tanh()
+    return ((h - n) * z + n,), [r, z, n, by_n]
+
+
+def _gru_back(grads: States, kept: States) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    (of_h,), (r, z, n, by_n, h) = grads, kept
+    of_n = of_h * (1 - z) * (1 - n * n)
+    of_r, of_z = of_n * by_n * r * (1 - r), of_h * (h - n) * z * (1 - z)
+    return [of_r, of_z, of_n, of_n * r], [of_r, of_z, of_n * r], [of_h * z]
+
+
+def _tanh(x: Tensor, sums: Tensor, state: States) -> tuple[States, list[Tensor]]:
+    made = (x + sums).tanh()
+    return (made,), [made]
+
+
+def _tanh_back(grads: States, kept: States) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    gate = grads[0] * (1 - kept[0] * kept[0])
+    return [gate], [gate], [torch.zeros_like(gate)]
+
+
+def _relu(x: Tensor, sums: Tensor, state: States) -> tuple[States, list[Tensor]]:
+    made = (x + sums).relu()
+    return (made,), [made]
+
+
+def _relu_back(grads: States, kept: States) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    gate = torch.where(kept[0] > 0, grads[0], 0)
+    return [gate], [gate], [torch.zeros_like(gate)]
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "lstm": Kind(4, 6, 4, 2, _lstm, _lstm_back),
+    "gru": Kind(3, 5, 4, 1, _gru, _gru_back),
+    "tanh": Kind(1, 2, 1, 1, _tanh, _tanh_back),
+    "relu": Kind(1, 2, 1, 1, _relu, _relu_back),
+}
+"""By the first argument."""
+
+
+@torch.library.custom_op("meshc::rnn", mutates_args=())
+def rnn(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    _fit("rnn", kind, x, weight, bias, {"before": before})
+    return _steps(kind, x, weight, bias, before, reverse, x.shape[0])
+
+
+@rnn.register_fake
+def _(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _fit("rnn", kind, x, weight, bias, {"before": before})
+    return _made(kind, x, weight, x.shape[1])
+
+
+@torch.library.custom_op("meshc::rnn_backward", mutates_args=())
+def rnn_backward(
+    kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _fit_backward("rnn_backward", kind, grad, kept, weight, {"of_last": of_last})
+    return _steps_back(kind, grad, of_last, kept, weight, reverse, kept.shape[0])
+
+
+@rnn_backward.register_fake
+def _(kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+    _fit_backward("rnn_backward", kind, grad, kept, weight, {"of_last": of_last})
+    return _made_back(kind, grad, weight, grad.shape[1])
+
+
+@torch.library.custom_op("meshc::rnn_turn", mutates_args=())
+def rnn_turn(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int,
+    slot: int, parts: int, place: int, ranks: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of a rank's stretch, `count` of whose positions are steps. before: of all rows, for the rank that begins; handed, and the last state:
+    [1, states, rows of the part, h]."""
+    _fit_turn("rnn_turn", kind, x, weight, bias, before, handed, count, slot, parts, ranks)
+    turn = Turn(slot, parts, place, ranks, reverse)
+    if turn.part is None:
+        return _nothing(_made_turn(kind, x, weight, parts))
+    begins = None if before is None or turn.link else turn.of(before, 1)
+    state = begins if turn.link == 0 else None if handed is None else handed[0]
+    out, kept, last = _steps(kind, turn.of(x, 1), weight, bias, state, reverse, count)
+    return out, kept, last.unsqueeze(0)
+
+
+@rnn_turn.register_fake
+def _(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int,
+    slot: int, parts: int, place: int, ranks: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _fit_turn("rnn_turn", kind, x, weight, bias, before, handed, count, slot, parts, ranks)
+    return _made_turn(kind, x, weight, parts)
+
+
+@torch.library.custom_op("meshc::rnn_turn_backward", mutates_args=())
+def rnn_turn_backward(
+    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int,
+    slot: int, parts: int, place: int, ranks: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same from the end: `of_last` of all rows, for the rank that has the last step; what is handed on is the gradient of its state."""
+    _fit_turn_backward(kind, grad, of_last, handed, kept, weight, count, slot, parts, ranks)
+    turn = Turn(slot, parts, place, ranks, not reverse)
+    if turn.part is None:
+        return _nothing(_made_turn_back(kind, grad, weight, parts))
+    begins = None if of_last is None or turn.link else turn.of(of_last, 1)
+    state = begins if turn.link == 0 else None if handed is None else handed[0]
+    gates, first = _steps_back(kind, turn.of(grad, 1), state, turn.of(kept, 1), weight, reverse, count)
+    return gates, first.unsqueeze(0)
+
+
+@rnn_turn_backward.register_fake
+def _(
+    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int,
+    slot: int, parts: int, place: int, ranks: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _fit_turn_backward(kind, grad, of_last, handed, kept, weight, count, slot, parts, ranks)
+    return _made_turn_back(kind, grad, weight, parts)
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.kind, _, weight, bias, before, ctx.reverse = inputs
+    ctx.bias, ctx.before = bias is not None, before is not None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(weight, output[1])
+
+
+def _backward(ctx, grad, _, of_last):  # type: ignore[no-untyped-def]
+    weight, kept = ctx.saved_tensors
+    h = weight.shape[1]
+    grad = kept.new_zeros((*kept.shape[:-1], h)) if grad is None else grad
+    gates, of_before = rnn_backward(ctx.kind, grad, of_last, kept, weight, ctx.reverse)
+    of_x, to_h = gates, gates
+    if ctx.kind == "gru":
+        of_x, to_h = gates[..., : 3 * h], torch.cat([gates[..., : 2 * h], gates[..., 3 * h :]], -1)
+    of_weight = to_h.flatten(0, 1).t() @ kept[..., -h:].flatten(0, 1)
+    of_bias = to_h.sum((0, 1)) if ctx.bias else None
+    return None, of_x, of_weight, of_bias, of_before if ctx.before else None, None
+
+
+rnn.register_autograd(_backward, setup_context=_setup)
+
+
+def _steps(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool, count: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The first `count` positions, those behind them are zero."""
+    how, turned = KINDS[kind], weight.t()
+    out, kept, last = (torch.zeros_like(made) if count < x.shape[0] else made for made in _made(kind, x, weight, x.shape[1]))
+    state: States = list(torch.zeros_like(last) if before is None else before)
+    for t in reversed(range(count)) if reverse else range(count):
+        sums = state[0] @ turned if bias is None else torch.addmm(bias, state[0], turned)
+        new, rest = how.step(x[t], sums, state)
+        torch.cat([*rest, state[0]], -1, out=kept[t])
+        out[t], state = new[0], new
+    torch.stack(list(state), out=last)
+    return out, kept, last
+
+
+def _steps_back(
+    kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    how = KINDS[kind]
+    gates, first = (torch.zeros_like(made) if count < grad.shape[0] else made for made in _made_back(kind, grad, weight, grad.shape[1]))
+    of_state = list(torch.zeros_like(first) if of_last is None else of_last)
+    for t in range(count) if reverse else reversed(range(count)):
+        made, to_h, rest = how.back([of_state[0] + grad[t], *of_state[1:]], kept[t].chunk(how.kept, -1))
+        torch.cat(made, -1, out=gates[t])
+        of_state = [torch.addmm(rest[0], gates[t] if to_h is made else torch.cat(to_h, -1), weight), *rest[1:]]
+    torch.stack(of_state, out=first)
+    return gates, first
+
+
+def _made(kind: str, x: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    how, h = KINDS[kind], weight.shape[1]
+    return x.new_empty((x.shape[0], rows, h)), x.new_empty((x.shape[0], rows, how.kept * h)), x.new_empty((how.states, rows, h))
+
+
+def _made_back(kind: str, grad: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    how, h = KINDS[kind], weight.shape[1]
+    return grad.new_empty((grad.shape[0], rows, how.made * h)), grad.new_empty((how.states, rows, h))
+
+
+def _made_turn(kind: str, x: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    out, kept, last = _made(kind, x, weight, x.shape[1] // parts)
+    return out, kept, last.unsqueeze(0)
+
+
+def _made_turn_back(kind: str, grad: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    gates, first = _made_back(kind, grad, weight, grad.shape[1] // parts)
+    return gates, first.unsqueeze(0)
+
+
+def _nothing(made: tuple[Tensor, ...]):  # type: ignore[no-untyped-def]
+    return tuple(one.zero_() for one in made)
+
+
+def _fit(
+    operator: str, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, states: Mapping[str, Tensor | None], rows: int | None = None
+) -> None:  # fmt: skip
+    fits = kind in KINDS and x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[2]
+    fits = fits and x.shape[2] == KINDS[kind].gates * weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+    _check(operator, kind, fits, weight, x.shape[1] if fits else 0, states, {"x": x, "weight": weight, "bias": bias})
+
+
+def _fit_backward(operator: str, kind: str, grad: Tensor, kept: Tensor, weight: Tensor, states: Mapping[str, Tensor | None]) -> None:
+    fits = kind in KINDS and grad.dim() == 3 and weight.dim() == 2 and grad.shape[2] == weight.shape[1] and grad.shape[:2] == kept.shape[:2]
+    fits = fits and kept.dim() == 3 and kept.shape[2] == KINDS[kind].kept * weight.shape[1]
+    fits = fits and weight.shape[0] == KINDS[kind].gates * weight.shape[1]
+    _check(operator, kind, fits, weight, grad.shape[1] if fits else 0, states, {"grad": grad, "kept": kept, "weight": weight})
+
+
+def _check(
+    operator: str, kind: str, fits: bool, weight: Tensor, rows: int, states: Mapping[str, Tensor | None],
+    others: Mapping[str, Tensor | None],
+) -> None:  # fmt: skip
+    given = {name: x for name, x in {**others, **states}.items() if x is not None}
+    fits = fits and all(x is None or x.shape == (KINDS[kind].states, rows, weight.shape[1]) for x in states.values())
+    alike = all((x.dtype, x.device) == (weight.dtype, weight.device) for x in given.values())
+    if not fits or not alike or not weight.is_floating_point():
+        rule = (
+            f"kind {kind!r} is one of {', '.join(KINDS)}; x is [t, rows, gates * h], weight [gates * h, h], bias [gates * h], states are "
+            "[states, rows, h], grad is [t, rows, h], kept what rnn keeps, all of one floating dtype"
+        )
+        raise misfit(operator, rule, **given)
+
+
+def _fit_turn(
+    operator: str, kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, count: int,
+    slot: int, parts: int, ranks: int,
+) -> None:  # fmt: skip
+    _fit(operator, kind, x, weight, bias, {"before": before})
+    _fit_handed(operator, kind, x, weight, handed, count, slot, parts, ranks)
+
+
+def _fit_turn_backward(
+    kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, count: int, slot: int, parts: int,
+    ranks: int,
+) -> None:  # fmt: skip
+    _fit_backward("rnn_turn_backward", kind, grad, kept, weight, {"of_last": of_last})
+    _fit_handed("rnn_turn_backward", kind, grad, weight, handed, count, slot, parts, ranks)
+
+
+def _fit_handed(
+    operator: str, kind: str, x: Tensor, weight: Tensor, handed: Tensor | None, count: int, slot: int, parts: int, ranks: int
+) -> None:  # fmt: skip
+    fit_turns(operator, x.shape[1], slot, parts, ranks, x=x)
+    wanted = (1, KINDS[kind].states, x.shape[1] // parts, weight.shape[1])
+    if not 0 <= count <= x.shape[0] or (handed is not None and (handed.shape, handed.dtype, handed.device) != (wanted, x.dtype, x.device)):
+        rule = f"of {x.shape[0]} positions {count} are steps, and what is handed on is {list(wanted)}"
+        raise misfit(operator, rule, x=x, handed=handed)

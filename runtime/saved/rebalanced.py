@@ -1,0 +1,106 @@
+"""Experts of a saved program that move between calls: what `program.rebalance` does, where there is no model.
+
+    begin      every expert lies where its number says, in the weights and in saved states
+    between    by the tokens of each expert in the last call, rows of parameters and of their state change ranks
+    end        before a state is written experts go back
+
+`meshc run --rebalance-every N` asks for it; a program can do it that was compiled with `expert_placement="movable"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshc.errors import StateError
+from meshc.frontend.expert_slots import SLOTS, WEIGHTS, is_slots
+from meshc.frontend.train_step import ROUTED
+from meshc.ir import layouts
+from meshc.ir.keys import key_of
+from meshc.ir.sharding import Sharding
+from meshc.plan.expert_groups import groups_of
+from meshc.program.program import PlainProgram, Port
+from meshc.report.rebalanced import LEAST, Report, planned
+from meshc.runtime.comm import reorder
+from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.state.held import inverse
+
+
+class Placement:
+    """Where the experts of each layer lie, as all ranks know. Raises StateError for a program whose experts stay."""
+
+    def __init__(self, loaded: Loaded, path: str) -> None:
+        self.loaded, program = loaded, loaded.general
+        layers = {port.name.rpartition(".")[0]: port.shape[0] for port in program.inputs if port.kind == "buffer" and is_slots(port.name)}
+        measured = {port.name.removeprefix(ROUTED) for port in program.outputs if port.kind == "metric"}
+        self.slots = {layer: list(range(count)) for layer, count in layers.items() if layer in measured}
+        if not self.slots:
+            raise StateError(
+                f"--rebalance-every: the experts of {path} stay where they are\n"
+                '  what to do: compile a training step with options=meshc.Options(expert_placement="movable"), or leave it out'
+            )
+        self.groups = {layer: groups_of(program.plan, program.axis_sizes, layer) for layer in self.slots}
+        if all(count == 1 for count in self.groups.values()):
+            raise StateError(
+                f"--rebalance-every: no axis of the mesh {program.mesh} splits the experts of {path}, so every rank has them all\n"
+                "  what to do: leave it out, or compile with an axis called ep, or `AXIS: experts > batch` in the plan"
+            )
+        self.rows = {layer: _rows(program, layer, layers[layer]) for layer in self.slots}
+
+    def by_load(self, found: Mapping[str, Tensor]) -> Report:
+        """By the tokens that a call has counted, which every rank has whole. All ranks call it."""
+        loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.slots}
+        layers = [
+            planned(layer, loads[layer], now, self.groups[layer], LEAST, lambda wanted, layer=layer: self._most_bytes(layer, wanted))  # type: ignore[misc]
+            for layer, now in self.slots.items()
+        ]
+        for one in layers:
+            if one.moved:
+                self._move(one.path, one.slots)
+        return Report(tuple(layers))
+
+    def home(self) -> None:
+        """Every expert where its number says."""
+        for layer, slots in self.slots.items():
+            if slots != sorted(slots):
+                self._move(layer, sorted(slots))
+
+    def _most_bytes(self, layer: str, wanted: Sequence[int]) -> int:
+        mesh, source = self.loaded.general.mesh, self._source(layer, wanted)
+        return sum(reorder.received_bytes(_lies(port), mesh, source, port.dtype.itemsize) for port in self.rows[layer])
+
+    def _source(self, layer: str, wanted: Sequence[int]) -> list[int]:
+        """By slot in which the expert lies now that comes to lie there."""
+        return [self.slots[layer][expert] for expert in inverse(wanted)]
+
+    def _move(self, layer: str, wanted: Sequence[int]) -> None:
+        loaded, source = self.loaded, self._source(layer, wanted)
+        with loaded.executor.guarded(loaded.step, "move experts"), torch.no_grad():
+            for port in self.rows[layer]:
+                tile = loaded.buffers.get(port.key)
+                if tile is not None:  # else it is another stage's
+                    tile.copy_(loaded.transfers.reordered(tile, _lies(port), source))
+            slots = loaded.buffers.get(key_of("buffer", f"{layer}.{SLOTS}".lstrip(".")))
+            if slots is not None:
+                slots.copy_(torch.tensor(wanted, dtype=torch.int64))
+        self.slots[layer] = list(wanted)
+
+
+def _rows(program: PlainProgram, layer: str, experts: int) -> list[Port]:
+    """What has a row for each expert of a layer: parameters, and state of these. Raises StateError for state that mixes them."""
+    names = {f"{layer}.{name}".lstrip(".") for name in WEIGHTS}
+    of = {"parameter": lambda port: port.name, "state": lambda port: port.of}
+    found = [port for port in program.inputs if port.kind in of and of[port.kind](port) in names]
+    mixed = [port for port in found if port.shape[:1] not in ((experts,), (), (1,))]
+    if mixed:
+        raise StateError(
+            f"--rebalance-every: {mixed[0].name} is of shape {list(mixed[0].shape)}, and experts of {layer} cannot be moved with "
+            f"state that has no row for each of {experts}\n  what to do: leave it out, or compile with another optimizer for the experts"
+        )
+    return [port for port in found if port.shape[:1] == (experts,)]
+
+
+def _lies(port: Port) -> Sharding:
+    return port.sharding or layouts.whole_sharding(port.shape)
