@@ -25,6 +25,7 @@ from meshc.cost.devices import Device
 from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
 from meshc.ir import spmd
+from meshc.ir.trail import largest, made
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
@@ -61,7 +62,7 @@ class Price:
 
     def seconds(self, times: float = 1.0) -> float:
         moving_s = self.fixed_s + self.grown_s * times
-        return max(self.work_s * (times if self.grows else 1.0) + self.apart * moving_s, moving_s) + self.launch_s
+        return largest(self.work_s * (times if self.grows else 1.0) + self.apart * moving_s, moving_s) + self.launch_s
 
 
 FREE: Final = Price()
@@ -200,9 +201,13 @@ def _seen(attention: Node, block: int) -> float:
     if not given["causal"] or not queries * keys:
         return 1.0
     if given.get("first") is not None and given["real"] is not None:
-        return max(_seen_of_block(given["window"], queries, block, *at) for at in _places(given)) / (queries * keys)
-    start = max(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
-    return _seen_by(queries, keys, given["window"], given["offset"] + start, block) / (queries * keys)
+        return made(_seen_share_of_blocks, given["window"], queries, keys, block, *(number for at in _places(given) for number in at))
+    start = largest(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
+    return made(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
+
+
+def _seen_share(queries: int, keys: int, window: int, offset: int, block: int) -> float:
+    return _seen_by(queries, keys, window, offset, block) / (queries * keys)
 
 
 def _seen_by(queries: int, keys: int, window: int, offset: int, block: int) -> float:
@@ -213,6 +218,12 @@ def _seen_by(queries: int, keys: int, window: int, offset: int, block: int) -> f
             wide = part.keys.stop - part.keys.start
             seen += (rows.stop - rows.start) * (min(wide, (wide + block) / 2) if part.how == "causal" else wide)
     return seen
+
+
+def _seen_share_of_blocks(window: int, queries: int, keys: int, block: int, *places: int) -> float:
+    """`places`: pairs, of all ranks."""
+    pairs = zip(places[::2], places[1::2], strict=True)
+    return max(_seen_of_block(window, queries, block, *at) for at in pairs) / (queries * keys)
 
 
 def _seen_of_block(window: int, queries: int, block: int, at: int, real: int) -> float:
@@ -242,7 +253,7 @@ def _number_at(number: object, place: int) -> int:
     def at(item: object) -> object:
         return [at(one) for one in item] if isinstance(item, list | tuple) else _number_at(item, place)
 
-    return int(number.target(*map(at, number.args)))  # type: ignore[operator]
+    return number.target(*map(at, number.args))  # type: ignore[operator, no-any-return]
 
 
 def _ranks(*numbers: object) -> int:
