@@ -29,7 +29,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
-from meshc.ir.trail import is_followed, largest, made
+from meshc.ir.trail import computed, is_followed, largest
 from meshc.ops.in_place import REPLACED
 from meshc.pipelining.cut import slot
 from meshc.program import flying, packing
@@ -412,8 +412,8 @@ class Walk:
         grown = {self.home[node] for node in gradients if node in self.home}
         alive, growing = sum(freed.values()) + sum(arriving.values()), 0
         held = {node: size.pop(node, 0) for node in self.kept}  # the runtime has this memory for good
-        alive += made(self.kept_bytes, *self.kept.values(), *held.values())
-        growing += made(self.kept_bytes, *self.kept.values(), *(more if node in grown else 0 for node, more in held.items()))
+        alive += computed(self.kept_bytes, *self.kept.values(), *held.values())
+        growing += computed(self.kept_bytes, *self.kept.values(), *(more if node in grown else 0 for node, more in held.items()))
         beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
         leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
         read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent
@@ -467,7 +467,7 @@ def _laid_bytes(when: Sequence[Span], *numbers: int) -> int:
 
 def _followed_peak(alive: Sequence[int], growing: Sequence[int]) -> tuple[int, int]:
     """Of numbers that are followed: which is largest is no matter then, nor where."""
-    return largest(0, *alive), made(_beside_largest, *alive, *growing)
+    return largest(0, *alive), computed(_beside_largest, *alive, *growing)
 
 
 def _beside_largest(*numbers: int) -> int:

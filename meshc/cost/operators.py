@@ -25,7 +25,7 @@ from meshc.cost.devices import Device
 from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
 from meshc.ir import spmd
-from meshc.ir.trail import largest, made
+from meshc.ir.trail import computed, largest, smallest
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
@@ -124,7 +124,7 @@ def _moved(node: Node, grows: Grows) -> tuple[float, float]:
     picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
     for operand in dict.fromkeys(ir.operands(node)):
         if operand is picked:  # as many rows as are made
-            moved[grows(node, 0)] += min(sum(made), _read_bytes(operand))
+            moved[grows(node, 0)] += smallest(sum(made), _read_bytes(operand))
         else:
             moved[grows(*ir.value_of(operand))] += _read_bytes(operand)
     for operand in written:
@@ -167,7 +167,7 @@ def _read_bytes(value: Node) -> int:
     size = _bytes(value)
     while packing.is_view(value) and not ir.is_getitem(value):
         value = value.all_input_nodes[0]
-        size = min(size, _bytes(value))
+        size = smallest(size, _bytes(value))
     return 0 if is_fused(value) else size
 
 
@@ -201,9 +201,9 @@ def _seen(attention: Node, block: int) -> float:
     if not given["causal"] or not queries * keys:
         return 1.0
     if given.get("first") is not None and given["real"] is not None:
-        return made(_seen_share_of_blocks, given["window"], queries, keys, block, *(number for at in _places(given) for number in at))
+        return computed(_seen_share_of_blocks, given["window"], queries, keys, block, *(number for at in _places(given) for number in at))
     start = largest(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
-    return made(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
+    return computed(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
 
 
 def _seen_share(queries: int, keys: int, window: int, offset: int, block: int) -> float:

@@ -10,8 +10,8 @@ and so are all decisions. `meshc/ir/sizes.py` is for sizes that nobody knows yet
 
 A followed number counts as an int or a float for `isinstance`, and is none for the interpreter: whatever needs the plain value (an index, a
 text, numpy) asks for it, and then the number must be the same at other sizes. Nothing gets at it unasked. What does not
-compare numbers one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `made` has one make a
-number.
+compare numbers one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `computed` has one make
+a number.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _trail_of(numbers: Iterable[Any]) -> Trail | None:
     return next((one.trail for one in numbers if type(one) in FOLLOWED), None)
 
 
-def made(function: Callable[..., Any], *numbers: Any) -> Any:
+def computed(function: Callable[..., Any], *numbers: Any) -> Any:
     """What a function without a memory makes of numbers; of followed ones a number that remembers it. The function is told from others by
     which it is: one that is made for each call is made again each time."""
     trail = _trail_of(numbers)
@@ -253,12 +253,12 @@ def answer(function: Callable[..., Answer], *numbers: Any) -> Answer:
 
 def largest(*numbers: Any) -> Any:
     """The largest, whichever it is."""
-    return made(_largest, *numbers)
+    return computed(_largest, *numbers)
 
 
 def smallest(*numbers: Any) -> Any:
     """The smallest, whichever it is."""
-    return made(_smallest, *numbers)
+    return computed(_smallest, *numbers)
 
 
 def _largest(*numbers: Number) -> Number:

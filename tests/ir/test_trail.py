@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshc.ir import exactly
-from meshc.ir.trail import NotAlike, Trail, answer, is_followed, largest, made, smallest
+from meshc.ir.trail import NotAlike, Trail, answer, computed, is_followed, largest, smallest
 
 
 def put(trail: Trail, number: Any, *values: float) -> Any:
@@ -104,7 +104,7 @@ def test_a_function_is_asked_of_many_at_once() -> None:
     trail = Trail()
     row = [trail.number(5), trail.number(2), 3]
     assert answer(order, *row) == [1, 2, 0] and answer(order, 5, 2, 3) == [1, 2, 0]
-    double = made(lambda one, other: one * 2 + other, row[0], 1)
+    double = computed(lambda one, other: one * 2 + other, row[0], 1)
     assert put(trail, double, 50, 1) == 101
     with pytest.raises(NotAlike):
         trail.at([2, 1])
