@@ -106,7 +106,8 @@ def table(ranks: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for said, way in WAYS.items():
             found = run(way, ranks, folder)
-            rows.append([said, *(f"{found[name]:.1f}" for name in ("wall", "CPU", "imports")), f"{found['second']:.2f}", f"{found['loss']:.4f}"])
+            seconds = [f"{found[name]:.1f}" for name in ("wall", "CPU", "imports")]
+            rows.append([said, *seconds, f"{found['second']:.2f}", f"{found['loss']:.4f}"])
             print(*rows[-1], flush=True)
     heads = ("", "wall", "CPU of all ranks", "imports, of that", "second step", "first loss")
     return f"Seconds, {ranks} ranks on {os.cpu_count()} cores.\n\n{tabulate(rows, heads, tablefmt='github', disable_numparse=True)}"

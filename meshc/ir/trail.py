@@ -9,9 +9,8 @@ Integers and floats are made again by the same operators in the same order, so t
 and so are all decisions. `meshc/ir/sizes.py` is for sizes that nobody knows yet, and decides for all of them.
 
 A followed number counts as an int or a float for `isinstance`, and is none for the interpreter: whatever needs the plain value (an index, a
-text, numpy) asks for it, and then the number must be the same at other sizes. Nothing gets at it unasked. What does not
-compare numbers one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `computed` has one make
-a number.
+text, numpy) asks for it, and then the number must be the same at other sizes. Nothing gets at it unasked. What does not compare numbers
+one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `computed` has one make a number.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ class Trail:
         places = tuple(map(self._place, operands))
         if (function, places) not in self.asked:
             self.asked[function, places] = function(*[self.values[place] for place in places])
-        return self.asked[function, places]  # type: ignore[no-any-return]
+        return self.asked[function, places]
 
     def _place(self, operand: Any) -> int:
         if type(operand) in FOLLOWED:
             assert operand.trail is self, "a number of another trail"
-            return operand.place  # type: ignore[no-any-return]
+            return operand.place
         key = (type(operand), operand) if operand else repr(operand)  # 0.0 and -0.0 apart
         place = self._plain.get(key)
         if place is None:
@@ -85,7 +84,7 @@ class Trail:
         return place
 
     def at(self, values: Sequence[Number], plain: Collection[Number] = ()) -> list[Any]:
-        """All steps, with these for the open numbers, in their order. `plain`: numbers of the program that are not open. Raises NotAlike."""
+        """All steps, with these for the open numbers, in their order. `plain`: numbers that are not open. Raises NotAlike."""
         found = list(self.values)
         for place, value in zip(self.opened, values, strict=True):
             found[place] = value

@@ -20,7 +20,6 @@ from meshc.ir.sharing import KEPT, OVER_OPERAND, Words, sharing_of
 from meshc.program import flying
 from meshc.program.packing import is_view, pieces
 
-
 Span = tuple[int, int]
 """The first position at which a value has its memory, and the last."""
 

@@ -251,7 +251,8 @@ class _Recorder(TorchFunctionMode):
     def _made(self, function: Any, name: str, args: Any, kwargs: Any, given: Any) -> Any:
         """What a call gives. Of one of torch's own that has been called so before, and has made one new tensor, another like that: without
         values that is all there is to it, and equal layers ask the same."""
-        if not (isinstance(function, BUILT_IN) or getattr(function, "__module__", "").startswith("torch.")) or _writes(name) or "out" in kwargs:
+        own = isinstance(function, BUILT_IN) or getattr(function, "__module__", "").startswith("torch.")
+        if not own or _writes(name) or "out" in kwargs:
             return function(*args, **kwargs)
         of = [one for one in trees.leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if not of or any(type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "meta" for one in of):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Final
@@ -41,7 +41,7 @@ SIZES: Final = "sizes"
 
 
 def may_follow(placed: Placed) -> bool:
-    """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves, and no text of a plan that a size decides."""
+    """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves."""
     request, plan = placed.request, placed.plan
     budget = request.memory_budget is not None or request.host_budget is not None
     lines = plan.kept or plan.offloads or any(entry.auto for entry in plan.axes)
@@ -87,7 +87,7 @@ class _Followed:
         self.apart, self.trail = apart, Trail()
         if apart.skeleton != near.skeleton:
             raise NotAlike("near sizes leave another program")
-        opened: dict[tuple[object, object], int] = {}
+        opened: dict[tuple[Any, Any], int] = {}
         for pair in zip(apart.numbers, near.numbers, strict=True):
             if not _same(*pair):
                 opened.setdefault(pair, len(opened))
@@ -129,7 +129,7 @@ def _apart(lowered: Lowered) -> Apart:
     numbers: list[Any] = []
     stages = [
         (stage.name, stage.inputs, stage.outputs, [
-            (node.op, node.target, node.name, _skeleton(node.args, numbers), _skeleton(node.kwargs, numbers), _skeleton(node.meta[KEY], numbers))
+            (node.op, node.target, node.name, *(_skeleton(each, numbers) for each in (node.args, node.kwargs, node.meta[KEY])))
             for node in stage.graph.nodes if node.op != "output"
         ], [node.name for node in stage.graph.find_nodes(op="output")[0].args[0]])
         for stage in lowered.stages.values()
@@ -183,9 +183,9 @@ def _is(one: object, other: object) -> bool:
 
 
 @cache
-def _fields(kind: type) -> tuple[str, ...] | None:
+def _fields(kind: Hashable) -> tuple[str, ...] | None:
     """Of a class of records; None of others, which hold no numbers."""
-    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else None
+    return tuple(each.name for each in fields(kind)) if isinstance(kind, type) and is_dataclass(kind) else None
 
 
 def _is_plain(value: object) -> bool:

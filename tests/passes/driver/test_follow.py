@@ -1,4 +1,4 @@
-"""Sizes at which passes behind `partition` do the same: the program is put together from what they did once, and is the one that they give."""
+"""Sizes at which passes behind `partition` do the same: their program is put together from what they did once."""
 
 from __future__ import annotations
 
