@@ -142,7 +142,7 @@ def _apart(lowered: Lowered) -> Apart:
 
 def _skeleton(value: Any, numbers: list[Any]) -> object:
     """A value without its numbers, which are told in the order in which `_renumbered` meets them."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is int or kind is float:
         numbers.append(value)
         return kind
@@ -170,7 +170,8 @@ def _renumbered(value: Any, number: Callable[[Any], Any], among: Callable[[Any],
     if isinstance(value, dict):
         table = {key: _renumbered(one, number, among) for key, one in value.items()}
         return value if all(map(_is, table.values(), value.values())) else table
-    names = _fields(type(value))
+    kind: Any = type(value)
+    names = _fields(kind)
     if names is None:
         return value
     made = {name: _renumbered(getattr(value, name), number, among) for name in names}
