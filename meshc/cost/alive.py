@@ -129,7 +129,7 @@ def _there(
     total, _, joins = next(islice(walk.course(left), here, None))
     leaving = {walk.home[value]: slot(key, moment.step.microbatch) for key, value in walk.ends}
     read_by = {walk.home[operand]: node for node in walk.nodes for operand in node.all_input_nodes}
-    for values in walk.kept:  # the runtime has their memory for good
+    for values in walk.kept_together():  # the runtime has their memory for good
         held = [node for node in values if node not in left.size and walk.size.get(node)]
         if held:
             node = max(held, key=walk.size.__getitem__)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from types import MappingProxyType
 
@@ -28,12 +29,13 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
+from meshc.ir.trail import computed, is_followed, largest
 from meshc.ops.in_place import REPLACED
 from meshc.pipelining.cut import slot
 from meshc.program import flying, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.bundle import is_copy
-from meshc.program.kept import places
+from meshc.program.kept import Span, laid, spans
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
 from meshc.program.steps import last_reads, steps_of
 
@@ -299,7 +301,8 @@ class Walk:
     born   the position from which each is there;  last  that of the last node that reads it
     ends   what the stage gives, with its key
     host   whether it is about what lies on the host;  cpu  whether the device is the host
-    kept   values that lie in memory which the stage has for good, those of one piece of it together
+    kept   values that lie in memory which the stage has for good, with their bytes;  kept_when  their spans;  kept_bytes  what
+           such memory has of bytes
     beside, joining     bytes that collectives take beside values: with first and last position, and by where they are waited for
     leaving, sent       what is read by what leaves on its way, and bytes of copies that are, by its key
     """
@@ -343,7 +346,10 @@ class Walk:
         self._flown()
         self.gradients = {gradient for node in self.nodes for _, gradient in updates(node)}
         self.gradients |= {node for node, key in self.entering.items() if is_a(key, "sum")}
-        self.kept = [[first.get(node, node) for node in values] for values in places(stage.graph, words)]
+        kept = spans(stage.graph, words)
+        self.kept = {first.get(node, node): ir.local_bytes(ir.record(node)) for node in kept}
+        self.kept_when = tuple(kept.values())
+        self.kept_bytes = partial(_laid_bytes, self.kept_when)
 
     def _compiled(self) -> None:
         """In compiled regions some values stay longer than lines say, and some are written over by what reads them last."""
@@ -383,7 +389,7 @@ class Walk:
                     self.sent |= dict.fromkeys(leaving.get(node, ()), size)
                     self.beside.append((place[node], waited - 1, size))
                 if size := flying.merged_bytes(node):
-                    self.joining[waited] = max(self.joining.get(waited, 0), size)
+                    self.joining[waited] = largest(self.joining.get(waited, 0), size)
 
     def peak(self, freed: Mapping[str, int], summed: bool, arriving: Mapping[str, int] = MappingProxyType({})) -> Left:
         """The peak inside the stage, and what it leaves.
@@ -405,15 +411,19 @@ class Walk:
                     gradients.add(value)
         grown = {self.home[node] for node in gradients if node in self.home}
         alive, growing = sum(freed.values()) + sum(arriving.values()), 0
-        for values in self.kept:  # the runtime has this memory for good
-            held = {node: size.pop(node) for node in values if node in size}
-            alive += max(held.values(), default=0)
-            growing += max((bytes_of for node, bytes_of in held.items() if node in grown), default=0)
+        held = {node: size.pop(node, 0) for node in self.kept}  # the runtime has this memory for good
+        alive += computed(self.kept_bytes, *self.kept.values(), *held.values())
+        growing += computed(self.kept_bytes, *self.kept.values(), *(more if node in grown else 0 for node, more in held.items()))
         beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
         leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
         read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent
         left = Left(leaves, read, size, last, grown, beside, alive, growing)
         return replace(left, peak=self._highest(left))
+
+    def kept_together(self) -> list[list[Node]]:
+        """Values that the stage keeps, those of one piece of memory together."""
+        kept = list(self.kept)
+        return [[kept[value] for value in values] for values in laid(self.kept_when, list(self.kept.values()))]
 
     def course(self, left: Left) -> Iterator[tuple[int, int, int]]:
         """At each node the most that is there: bytes, those of them that are gradients', and those that results of collectives take that
@@ -440,10 +450,30 @@ class Walk:
 
     def _highest(self, left: Left) -> Peak:
         most, gradients, at = 0, 0, -1
-        for position, (alive, growing, _) in enumerate(self.course(left)):
+        course = list(self.course(left))
+        if any(is_followed(alive) for alive, _, _ in course):
+            return Peak(*_followed_peak([alive for alive, _, _ in course], [growing for _, growing, _ in course]))
+        for position, (alive, growing, _) in enumerate(course):
             if alive > most:
                 most, gradients, at = alive, growing, position
         return Peak(most, gradients, "" if at < 0 else _place(self.stage, self.nodes[at]))
+
+
+def _laid_bytes(when: Sequence[Span], *numbers: int) -> int:
+    """Bytes of the memory in which values lie one after another. `numbers`: by which they are laid there, and those of each that count."""
+    sizes, counting = numbers[: len(when)], numbers[len(when) :]
+    return sum(max(counting[value] for value in values) for values in laid(when, sizes))
+
+
+def _followed_peak(alive: Sequence[int], growing: Sequence[int]) -> tuple[int, int]:
+    """Of numbers that are followed: which is largest is no matter then, nor where."""
+    return largest(0, *alive), computed(_beside_largest, *alive, *growing)
+
+
+def _beside_largest(*numbers: int) -> int:
+    """Of two rows of equal length, what stands in the second where the first has its largest."""
+    count = len(numbers) // 2
+    return numbers[count + max(range(count), key=numbers.__getitem__)]
 
 
 def _made_bytes(node: Node, whole: Node, host: bool, cpu: bool) -> int:

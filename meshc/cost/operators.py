@@ -26,6 +26,7 @@ from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
 from meshc.cost.steps import kernels, share
 from meshc.ir import spmd
+from meshc.ir.trail import computed, largest, smallest
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
@@ -62,7 +63,7 @@ class Price:
 
     def seconds(self, times: float = 1.0) -> float:
         moving_s = self.fixed_s + self.grown_s * times
-        return max(self.work_s * (times if self.grows else 1.0) + self.apart * moving_s, moving_s) + self.launch_s
+        return largest(self.work_s * (times if self.grows else 1.0) + self.apart * moving_s, moving_s) + self.launch_s
 
 
 FREE: Final = Price()
@@ -125,7 +126,7 @@ def _moved(node: Node, grows: Grows) -> tuple[float, float]:
     picked = ir.operands(node)[GATHERS[name]] if name in GATHERS else None
     for operand in dict.fromkeys(ir.operands(node)):
         if operand is picked:  # as many rows as are made
-            moved[grows(node, 0)] += min(sum(made), _read_bytes(operand))
+            moved[grows(node, 0)] += smallest(sum(made), _read_bytes(operand))
         else:
             moved[grows(*ir.value_of(operand))] += _read_bytes(operand) * parts.get(operand, 1.0)
     for operand in written:
@@ -168,7 +169,7 @@ def _read_bytes(value: Node) -> int:
     size = _bytes(value)
     while packing.is_view(value) and not ir.is_getitem(value):
         value = value.all_input_nodes[0]
-        size = min(size, _bytes(value))
+        size = smallest(size, _bytes(value))
     return 0 if is_fused(value) else size
 
 
@@ -202,9 +203,13 @@ def _seen(attention: Node, block: int) -> float:
     if not given["causal"] or not queries * keys:
         return 1.0
     if given.get("first") is not None and given["real"] is not None:
-        return max(_seen_of_block(given["window"], queries, block, *at) for at in _places(given)) / (queries * keys)
-    start = max(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
-    return _seen_by(queries, keys, given["window"], given["offset"] + start, block) / (queries * keys)
+        return computed(_seen_share_of_blocks, given["window"], queries, keys, block, *(number for at in _places(given) for number in at))
+    start = largest(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
+    return computed(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
+
+
+def _seen_share(queries: int, keys: int, window: int, offset: int, block: int) -> float:
+    return _seen_by(queries, keys, window, offset, block) / (queries * keys)
 
 
 def _seen_by(queries: int, keys: int, window: int, offset: int, block: int) -> float:
@@ -215,6 +220,12 @@ def _seen_by(queries: int, keys: int, window: int, offset: int, block: int) -> f
             wide = part.keys.stop - part.keys.start
             seen += (rows.stop - rows.start) * (min(wide, (wide + block) / 2) if part.how == "causal" else wide)
     return seen
+
+
+def _seen_share_of_blocks(window: int, queries: int, keys: int, block: int, *places: int) -> float:
+    """`places`: pairs, of all ranks."""
+    pairs = zip(places[::2], places[1::2], strict=True)
+    return max(_seen_of_block(window, queries, block, *at) for at in pairs) / (queries * keys)
 
 
 def _seen_of_block(window: int, queries: int, block: int, at: int, real: int) -> float:
@@ -244,7 +255,7 @@ def _number_at(number: object, place: int) -> int:
     def at(item: object) -> object:
         return [at(one) for one in item] if isinstance(item, list | tuple) else _number_at(item, place)
 
-    return int(number.target(*map(at, number.args)))  # type: ignore[operator]
+    return number.target(*map(at, number.args))  # type: ignore[operator]
 
 
 def _ranks(*numbers: object) -> int:

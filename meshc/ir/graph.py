@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument, map_aggregate, map_arg
 
 from meshc.ir.functions import Function
 from meshc.ir.nodes import Record, set_record
@@ -106,13 +106,16 @@ def equal_calls(nodes: Iterable[Node], apart: Callable[[Node], str] = lambda nod
                 yield node, first
 
 
-def copied_node(graph: Graph, node: Node, there: Callable[[Node], Argument]) -> Node:
-    """A copy of another graph's node where this one inserts, its record included; `there`: what it reads. What torch's own `node_copy`
-    gives, which looks through all arguments for sizes that graphs of operators do not hold."""
+def copied_node(
+    graph: Graph, node: Node, there: Callable[[Node], Argument], leaf: Callable[[Argument], Argument] | None = None
+) -> Node:  # fmt: skip
+    """A copy of another graph's node where this one inserts, its record included; `there`: what it reads, or `leaf`: what it has for
+    anything among its arguments. What torch's own `node_copy` gives, which looks through all arguments for sizes that graphs of operators
+    do not hold."""
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    _put(made, "args", map_arg(node.args, there))
+    _put(made, "args", map_arg(node.args, there) if leaf is None else map_aggregate(node.args, leaf))
     if node.kwargs:
-        _put(made, "kwargs", map_arg(node.kwargs, there))
+        _put(made, "kwargs", map_arg(node.kwargs, there) if leaf is None else map_aggregate(node.kwargs, leaf))
     made.meta.update(node.meta)
     return made
 

@@ -130,6 +130,17 @@ def leaves(argument: object) -> Iterator[object]:
         yield argument
 
 
+def exactly(argument: object) -> object:
+    """An argument, or several, as what can be compared and looked up: 1, 1.0 and True are apart, which compare equal."""
+    if isinstance(argument, list | tuple):
+        return list if isinstance(argument, list) else tuple, *map(exactly, argument)
+    if isinstance(argument, dict):
+        return dict, *((name, exactly(argument[name])) for name in sorted(argument))
+    if isinstance(argument, float):
+        return float, argument if argument else repr(argument)
+    return (argument.__class__, argument) if isinstance(argument, int) else argument
+
+
 def operands(node: Node) -> list[Node]:
     """Nodes among the arguments, in order, with repetitions, lists flattened."""
     return [leaf for leaf in leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]

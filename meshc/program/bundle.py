@@ -125,7 +125,7 @@ def _kind(node: Node, named: bool, alone: int) -> str:
     if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node) or not node.users:
         return ""
     if node.target is spmd.all_reduce:
-        if local_bytes(record(node)) < ALONE and _read_late(node):
+        if _read_late(node) and local_bytes(record(node)) < ALONE:
             return "gradient"
         return "small" if local_bytes(record(node)) <= SMALL else ""
     if not named or whole_bytes(node) >= alone:

@@ -20,32 +20,46 @@ from meshc.ir.sharing import KEPT, OVER_OPERAND, Words, sharing_of
 from meshc.program import flying
 from meshc.program.packing import may_view, pieces
 
+Span = tuple[int, int]
+"""The first position at which a value has its memory, and the last."""
+
 
 def places(graph: Graph, words: Words = sharing_of) -> list[list[Node]]:
     """For each piece of memory the values that lie there, one after another: a `cat`, or a product by itself."""
+    found = spans(graph, words)
+    kept = list(found)
+    return [[kept[index] for index in one] for one in laid(list(found.values()), [local_bytes(record(node)) for node in kept])]
+
+
+def spans(graph: Graph, words: Words = sharing_of) -> dict[Node, Span]:
+    """Of the values that lie in such memory, in the order in which they come there."""
     nodes = list(graph.nodes)
     kept = [node for node in nodes if KEPT in words(node)]
     if not kept:
-        return []
+        return {}
     at = {node: index for index, node in enumerate(nodes)}
     until = {one: at[node] for one, node in flying.waits(nodes).items()}
     first = {node: at[node] for node in kept}
     for part, piece in pieces(graph, words).items():
         if piece.whole in first:
             first[piece.whole] = min(first[piece.whole], at[part])
-    found: list[list[Node]] = []
+    return {node: (first[node], _last(node, at, until, words)) for node in sorted(kept, key=first.__getitem__)}
+
+
+def laid(when: Sequence[Span], sizes: Sequence[int]) -> list[list[int]]:
+    """Which values of these spans and bytes have one piece of memory, by their places among them."""
+    found: list[list[int]] = []
     free_from: list[int] = []
-    sizes: list[int] = []
-    for node in sorted(kept, key=first.__getitem__):
-        size, last = local_bytes(record(node)), _last(node, at, until, words)
-        free = [index for index in range(len(found)) if free_from[index] < first[node]]
+    held: list[int] = []
+    for value, ((first, last), size) in enumerate(zip(when, sizes, strict=True)):
+        free = [index for index in range(len(found)) if free_from[index] < first]
         if free:
-            best = min(free, key=lambda index: (abs(sizes[index] - size), index))
-            found[best].append(node)
-            sizes[best], free_from[best] = max(sizes[best], size), last
+            best = min(free, key=lambda index: (abs(held[index] - size), index))
+            found[best].append(value)
+            held[best], free_from[best] = max(held[best], size), last
         else:
-            found.append([node])
-            sizes.append(size)
+            found.append([value])
+            held.append(size)
             free_from.append(last)
     return found
 

@@ -131,7 +131,7 @@ def may_stay(node: Node) -> bool:
 
 def stays(node: Node) -> bool:
     """Whether it is worth it: a product runs by itself for that."""
-    return node.target is aten.mm.default and local_bytes(record(node)) >= LARGE and may_stay(node)
+    return node.target is aten.mm.default and may_stay(node) and local_bytes(record(node)) >= LARGE
 
 
 def grows_alone(node: Node) -> bool:

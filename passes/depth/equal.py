@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from meshc.ir import Record, op_name, records
+from meshc.ir import Record, exactly, op_name, records
 from meshc.passes.depth.blocks import Blocks
 from meshc.passes.depth.draws import call_of, with_call
 from meshc.passes.depth.mentions import Mentions
@@ -98,17 +98,17 @@ def texts(node: Node) -> list[str]:
     return [argument for argument in node.args if isinstance(argument, str)]
 
 
-def _without_nodes(node: Node) -> str:
+def _without_nodes(node: Node) -> object:
     """The arguments but for other nodes and for texts, which are compared by what they mention."""
     args = tuple("" if isinstance(argument, str) else argument for argument in node.args)
-    return repr(map_arg((args, node.kwargs), lambda operand: None))
+    return exactly(map_arg((args, node.kwargs), lambda operand: None))
 
 
 def _numbers_apart(one: Node, other: Node) -> int:
     place = call_of(one)
     if place is None or place >= len(one.args) or place >= len(other.args):
         raise Unequal(f"{_said(one)} and {_said(other)} of the next layer have other arguments")
-    blank = [repr(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)]  # these take no texts
+    blank = [exactly(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)]  # these take no texts
     if blank[0] != blank[1]:
         raise Unequal(f"{_said(one)} and {_said(other)} of the next layer have other arguments")
     return int(other.args[place]) - int(one.args[place])  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch.fx import Graph
 from meshc.ir import Source, records
 from meshc.passes.depth.blocks import Blocks, blocks_of, local_blocks_of
 from meshc.passes.depth.copies import Growing, Whole
+from meshc.passes.depth.equal import twins
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.depth.unnamed import NAME, Unnamed, unnamed
@@ -62,13 +63,19 @@ def _refuse_some_checkpointed(graph: Graph, stretch: Stretch) -> None:
 def _grown(local: Whole, joint: Joint, stretch: Stretch, count: int) -> tuple[Whole, int]:
     """The per-rank graph with one stretch's copies. `count`: of factors that have no name; how many there are then."""
     mentions = Mentions(stretch)
-    blocks = blocks_of(joint, mentions)
-    pairs = {twin.one.name: twin.other.name for twin in Growing(joint.graph, blocks, mentions).twins.values()}
+    blocks, pairs = pairs_of(joint, mentions)
     by_name = {node.name: blocks.get(node) for node in joint.graph.nodes}
     local_blocks = local_blocks_of(local.graph, local.inputs, by_name, mentions)
     mentions = Mentions(stretch, _unnamed(local.graph, local_blocks, count, stretch.left_out))
     made = Growing(local.graph, local_blocks, mentions, pairs).run(local.inputs, local.outputs)
     return replace(made, draws=made.draws + local.draws), count + len(mentions.unnamed.next) * stretch.left_out
+
+
+def pairs_of(joint: Joint, mentions: Mentions) -> tuple[Blocks, dict[str, str]]:
+    """The blocks of the global view, of which two inner ones are equal, and by name of each value of the first of them that of the second.
+    Raises Unequal."""
+    blocks = blocks_of(joint, mentions)
+    return blocks, {twin.one.name: twin.other.name for twin in twins(joint.graph, blocks, mentions, {})}
 
 
 def _unnamed(graph: Graph, blocks: Blocks, count: int, copies: int) -> Unnamed:

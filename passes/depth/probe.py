@@ -12,8 +12,10 @@ Code that looks at values cannot run so. What the model's code does to Python va
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -43,6 +45,8 @@ QUESTIONS: Final = frozenset({
     "nelement", "storage_offset", "is_inference",
 })  # fmt: skip
 """Calls that make no value and change none."""
+BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+"""What of torch's functions is no Python."""
 LEAST: Final = 5
 """Layers of a list of which some could be left out."""
 
@@ -164,6 +168,7 @@ class _Recorder(TorchFunctionMode):
         self.log = Log()
         self.at: Place | None = None
         self.origins: dict[int, Origin] = {}
+        self.known: dict[object, Callable[[], torch.Tensor]] = {}
         self.alive: list[torch.Tensor] = []
 
     def name(self, tensor: torch.Tensor, origin: Origin) -> None:
@@ -231,7 +236,7 @@ class _Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         tensors: list[Origin] = []
         given = self._shown((args, kwargs), tensors)
-        result = function(*args, **kwargs)
+        result = self._made(function, name, args, kwargs, given)
         made = [one for one in _leaves(result) if isinstance(one, torch.Tensor)]
         if name == "__get__" and not made:
             return result
@@ -241,6 +246,27 @@ class _Recorder(TorchFunctionMode):
         for place, one in enumerate((*made, *written)):
             if isinstance(one, torch.Tensor) and (id(one) not in self.origins or any(one is other for other in written)):
                 self.name(one, (*self._here(), len(rows) - 1, place))
+        return result
+
+    def _made(self, function: Any, name: str, args: Any, kwargs: Any, given: Any) -> Any:
+        """What a call gives. Of one of torch's own that has been called so before, and has made one new tensor, another like that: without
+        values that is all there is to it, and equal layers ask the same."""
+        own = isinstance(function, BUILT_IN) or getattr(function, "__module__", "").startswith("torch.")
+        if not own or _writes(name) or "out" in kwargs:
+            return function(*args, **kwargs)
+        of = [one for one in trees.leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if not of or any(type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "meta" for one in of):
+            return function(*args, **kwargs)
+        key = _named(function), given, _state(), tuple((one.stride(), one.storage_offset()) for one in of)
+        try:
+            known = self.known.get(key)
+        except TypeError:  # an argument that nothing can be looked up by
+            return function(*args, **kwargs)
+        if known is not None:
+            return known()
+        result = function(*args, **kwargs)
+        if type(result) is torch.Tensor and id(result) not in self.origins and result.device.type == "meta":
+            self.known[key] = partial(_another, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
         return result
 
     def _rows(self) -> list[Any]:
@@ -264,6 +290,12 @@ class _Recorder(TorchFunctionMode):
         self.log.given.append(value)
         integers: list[int] = []
         return (shown(value, integers), tuple(integers))
+
+
+def _another(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    """A tensor without values that some operator has made."""
+    made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return made.requires_grad_().clone() if requires_grad else made
 
 
 def _named(function: Any) -> Any:

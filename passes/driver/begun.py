@@ -36,8 +36,12 @@ ALIKE: Final = (str, int, float, Plan)
 
 def begin(placed: Placed, hook: Hook | None) -> Lowered:
     """From the plan on, all before `recompute`."""
-    partitioned = run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
-    return run_all(pipeline.GROWN, partitioned, hook)
+    return run_all(pipeline.GROWN, partitioned(placed, hook), hook)
+
+
+def partitioned(placed: Placed, hook: Hook | None) -> Lowered:
+    """From the plan on, those of the layers that are captured."""
+    return run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from meshc.frontend.spared import fewer_collections
 from meshc.passes.chunks.write import NotInChunks
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import pipeline, refuse
-from meshc.passes.driver.begun import Begun, begin
+from meshc.passes.driver.begun import Begun, begin, partitioned
 from meshc.passes.driver.choose import choose, open_axes
 from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
+from meshc.passes.driver.follow import Following, may_follow
 from meshc.passes.driver.heads_apart import with_heads_apart
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run, run_all
@@ -59,26 +60,26 @@ def compile_program(request: Request, hook: Hook | None = None, traced: Traced |
         return compile_program(replace(request, depth="whole"), hook)
 
 
-def _compiled(traced: Traced, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
+def _compiled(traced: Traced, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
     try:
-        return _of_factors(factored(traced, hook), hook)
+        return _of_factors(factored(traced, hook), hook, following)
     except NothingFits as error:
         raise error.tried() from None
 
 
-def _of_factors(placed: Placed, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
+def _of_factors(placed: Placed, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
     placed = with_heads_apart(placed)
     if placed.depth is not None:
         if opened(placed) is not None:
             raise Unequal("its batch has one row, which is to be split")
-        return _planned(placed, hook)
+        return _planned(placed, hook, following)
     try:
         again = _open_rows(placed, hook)
         if again is not None:
             return _planned(again, hook)
     except (ArtifactError, CaptureError, CompileError, PlanError) as error:
         placed = replace(placed, kept_whole=why_whole(error))
-    return _planned(placed, hook)
+    return _planned(placed, hook, following)
 
 
 def trace(request: Request) -> Traced:
@@ -100,14 +101,23 @@ def trace_open(request: Request, dims: DynamicDims) -> Traced:
         return at_depth(traced, request, None)
 
 
-def compile_traced(traced: Traced, hook: Hook | None = None) -> tuple[PlainProgram, Lowered] | None:
-    """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced."""
+def compile_traced(
+    traced: Traced, hook: Hook | None = None, following: Following | None = None
+) -> tuple[PlainProgram, Lowered] | None:
+    """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced. `following`: what they did
+    at other sizes."""
     with given_up(), fewer_collections():
         if not still(traced, traced.request):
             return None
         with contextlib.suppress(Unequal):
-            return _compiled(traced, hook)
+            return _compiled(traced, hook, following)
     return None
+
+
+def partition_traced(traced: Traced) -> Lowered:
+    """The passes behind a trace up to `partition`, of a request that leaves nothing open."""
+    with fewer_collections():
+        return partitioned(with_heads_apart(factored(traced)), None)
 
 
 def place(request: Request) -> Placed:
@@ -171,9 +181,22 @@ def _as_asked(placed: Placed, hook: Hook | None, begun: Begun | None) -> Lowered
     if has_choice(request):
         cut = search(placed, hook)
     else:
-        grown = begin(placed, hook) if begun is None else begun.begin(placed, hook)
-        cut = run_all((pipeline.RECOMPUTE, *pipeline.PARTS, pipeline.STAGES), grown, hook)
+        cut = _cut(begin(placed, hook) if begun is None else begun.begin(placed, hook), hook)
     return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
+
+
+def _cut(grown: Lowered, hook: Hook | None) -> Lowered:
+    return run_all((pipeline.RECOMPUTE, *pipeline.PARTS, pipeline.STAGES), grown, hook)
+
+
+def _followed(placed: Placed, hook: Hook | None, following: Following) -> Lowered:
+    """As `lowered`, of what leaves nothing to choose."""
+
+    def rest(left: Lowered) -> Lowered:
+        cut = _cut(run_all(pipeline.GROWN, left, hook), hook)
+        return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
+
+    return following.lowered(partitioned(placed, hook), rest)
 
 
 def _traced(outset: Outset, hook: Hook | None) -> Traced:
@@ -200,9 +223,9 @@ def _open_rows(placed: Placed, hook: Hook | None) -> Placed | None:
     return again
 
 
-def _planned(placed: Placed, hook: Hook | None) -> tuple[PlainProgram, Lowered]:
+def _planned(placed: Placed, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
     """The passes that read the plan."""
-    left = lowered(placed, hook)
+    left = _followed(placed, hook, following) if following is not None and may_follow(placed) else lowered(placed, hook)
     with part("putting the program together"):
         program = finish(left)
         if left.opened is None:

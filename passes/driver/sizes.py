@@ -14,8 +14,10 @@ left out of it are equal is proved anew for each size. What it does not hold for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Final
 
 import torch
@@ -26,7 +28,8 @@ from meshc.frontend.dynamic import UNBOUNDED, DynamicDims
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import trees
 from meshc.ir.paths import input_names
-from meshc.passes.driver.compile import compile_program, compile_traced, trace_open
+from meshc.passes.driver.compile import compile_program, compile_traced, partition_traced, trace_open
+from meshc.passes.driver.follow import Following
 from meshc.passes.driver.pipeline import FOLD
 from meshc.passes.driver.run import run_all
 from meshc.passes.phases.lowered import Lowered
@@ -41,6 +44,8 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of each tensor that a call passes."""
 FROM: Final = 3
 """A trace with sizes open takes twice as long as one without: sizes share one from the third on."""
+APART: Final = (8, 2, 1)
+"""Times the ranks that near sizes lie apart, the first that the model takes: tiles of tiles are even in both, or in neither."""
 MOST: Final = 64
 """Calls that are looked at for which sizes are equal; what differs later has differed by then."""
 
@@ -62,7 +67,7 @@ class Sizes:
         traced = form.traced(request, shapes)
         if traced is not None:
             with contextlib.suppress(MeshcError):  # compiled by itself it says what is wrong, with its own lines
-                found = compile_traced(traced, hook)
+                found = compile_traced(traced, hook, form.following)
                 if found is not None:
                     return found
         return compile_program(request, hook)
@@ -75,6 +80,8 @@ class _Form:
         self._like, self._leaves = _without_inputs(request), _leaves(request)
         self._seen: list[Shapes] = []
         self._open: tuple[DynamicDims, Traced] | None = None
+        self.following: Following | None = None
+        """Of that trace."""
         self._refused: DynamicDims | None = None
         """Dims with which the model could not be traced: it is not tried at each size."""
 
@@ -101,11 +108,40 @@ class _Form:
                 raise NotServed("tracing does not take these sizes open")
             self._open, self._refused = None, dims
             self._open, self._refused = (dims, trace_open(request, dims)), None
+            self.following = Following(partial(_near, *self._open))
         try:
             sizes = dims.sizes(shapes)
         except InputError as error:
             raise NotServed(str(error)) from error
         return run_all(FOLD, put_sizes(self._open[1], request, sizes))
+
+
+def _near(dims: DynamicDims, traced: Traced, left: Lowered) -> Lowered | None:
+    """What `partition` would leave at sizes near those of which it has left something, which split as evenly; None if it is nothing."""
+    request = left.request
+    sizes = dims.sizes(_shapes(request))
+    ranks = prod(axis.size for axis in request.mesh.axes)
+    for more in (sign * times * ranks for times in APART for sign in (1, -1)):
+        other = {name: size + more for name, size in sizes.items()}
+        if min(other.values()) >= 2:
+            with contextlib.suppress(NotServed, MeshcError):
+                return partition_traced(run_all(FOLD, put_sizes(traced, _of_sizes(request, dims, other), other)))
+    return None
+
+
+def _of_sizes(request: Request, dims: DynamicDims, sizes: Mapping[str, int]) -> Request:
+    """A request of inputs with other sizes, which have no values."""
+
+    def sized(name: str, leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        shape = [sizes[dims.dims[name][dim]] if dim in dims.dims.get(name, {}) else size for dim, size in enumerate(leaf.shape)]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+    leaves, spec = trees.flatten((request.args, dict(request.kwargs)))
+    names = input_names(request.signature, request.args, request.kwargs)
+    args, kwargs = trees.unflatten([sized(name, leaf) for name, leaf in zip(names, leaves, strict=True)], spec)
+    return replace(request, args=args, kwargs=kwargs)
 
 
 def _may_share(request: Request) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, Source, is_getitem, operands, record, set_record, spmd
+from meshc.ir import Record, Source, exactly, is_getitem, operands, record, set_record, spmd
 from meshc.ir.functions import Function, Keywords, Target
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
@@ -37,6 +37,8 @@ class Builder:
         self.arranged: dict[tuple[Node, object], Node] = {}
         """What lies in another order already: by what it is of, and how."""
         self._integers: dict[object, Node] = {}
+        self._results: dict[object, object] = {}
+        """Of operators by what they were given: equal layers ask the same."""
 
     def placeholder(self, name: str, record: Record) -> Node:
         node = self.graph.placeholder(name)
@@ -113,7 +115,10 @@ class Builder:
         if "device" in named:
             named["device"] = "meta"
             named.pop("pin_memory", None)
-        return target(*given, **named)
+        key = target, _told(given), _told(named)
+        if key not in self._results:
+            self._results[key] = target(*given, **named)
+        return self._results[key]
 
     # ------------------------------------------------------------------------------------------------------------------ integers
 
@@ -154,6 +159,15 @@ class Builder:
             self._integers[key] = self.emit(function, *args)
             self.context = context
         return self._integers[key]
+
+
+def _told(argument: object) -> object:
+    """An argument, of tensors all that a result on meta tensors depends on."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.storage_offset()
+    if isinstance(argument, list | tuple):
+        return tuple(map(_told, argument))
+    return tuple((name, _told(one)) for name, one in argument.items()) if isinstance(argument, dict) else exactly(argument)
 
 
 def _splits(sharding: Sharding) -> list[list[tuple[str, ...]]]:

@@ -10,11 +10,13 @@ of equal cost the one closest to backward is taken, so that least is made again.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from torch.fx import Node
 
+from meshc.ir.trail import answer, largest
 from meshc.later import Later
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ def least_kept(
     wanted    what backward reads
     """
     sizes = {node: bytes_of(node) for node in values}
-    unit = max(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
-    return _cut(values, operands, {node: size and max(1, size // unit) for node, size in sizes.items()}, {}, wanted)
+    unit = largest(1, -(-sum(size or 0 for size in sizes.values()) // _TOTAL))
+    return _cut(values, operands, {node: size and largest(1, size // unit) for node, size in sizes.items()}, {}, wanted)
 
 
 def all_kept(
@@ -88,12 +90,18 @@ def _cut(
             edges[place[operand] + 1, at] = _MOST
         if node in wanted:
             edges[at + 1, sink] = _MOST
+    cut = answer(partial(_cut_places, tuple(edges), len(values)), *edges.values())
+    return {node for node, at in place.items() if at in cut}
+
+
+def _cut_places(edges: Sequence[tuple[int, int]], count: int, *capacities: int) -> frozenset[int]:
+    """Where those of so many values come in that are cut, between the first place and the second."""
     rows, columns = zip(*edges, strict=True)
-    shape = (2 * len(values) + 2,) * 2
-    capacity = sparse.csr_matrix((np.fromiter(edges.values(), np.int32), (rows, columns)), shape)
-    flow = csgraph.maximum_flow(capacity, source, sink).flow
-    late = _reaching(sink, capacity - flow)
-    return {node for node, at in place.items() if at + 1 in late and at not in late}
+    shape = (2 * count + 2,) * 2
+    capacity = sparse.csr_matrix((np.fromiter(capacities, np.int32), (rows, columns)), shape)
+    flow = csgraph.maximum_flow(capacity, 0, 1).flow
+    late = _reaching(1, capacity - flow)
+    return frozenset(at for at in range(2, shape[0], 2) if at + 1 in late and at not in late)
 
 
 def _reaching(sink: int, left: sparse.csr_matrix) -> set[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from meshc.ir import KEY, records, set_record, spmd
+from meshc.ir import KEY, exactly, records, set_record, spmd
 from meshc.ir.graph import copied_node, made_of
 
 
@@ -15,7 +15,7 @@ def make_again(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -
     """`values`: of forward, in its order; where no reader in backward wants one, it is not made."""
     again = {node: turn for turn, node in enumerate(values)}
     copies: dict[Node, Node] = {}
-    made: dict[tuple[object, ...], Node] = {}
+    made: dict[tuple[object, ...], list[Node]] = {}
     targets = {node.target for node in again}
     for reader in backward:
         read = [operand for operand in reader.all_input_nodes if operand in again]
@@ -23,11 +23,11 @@ def make_again(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -
         with graph.inserting_before(reader):
             for node in sorted((node for node in missing if node in again and node not in copies), key=again.__getitem__):
                 copies[node] = _copy(graph, node, copies)
-                made[_call(copies[node])] = copies[node]
+                made.setdefault(_call(copies[node]), []).append(copies[node])
         for operand in reader.all_input_nodes:
             if operand in copies:
                 reader.replace_input_with(operand, copies[operand])
-        twin = made.get(_call(reader)) if reader.target in targets else None  # backward has gathered a parameter itself
+        twin = _twin(reader, made.get(_call(reader), ())) if reader.target in targets else None  # backward has gathered a parameter itself
         if twin is not None:
             reader.replace_all_uses_with(twin)
             graph.erase_node(reader)
@@ -44,4 +44,11 @@ def _copy(graph: Graph, node: Node, copies: Mapping[Node, Node]) -> Node:
 
 
 def _call(node: Node) -> tuple[object, ...]:
-    return node.target, repr(node.args), repr(sorted(node.kwargs.items()))
+    """What equal calls have in common, before their numbers are compared."""
+    return node.target, *node.all_input_nodes
+
+
+def _twin(node: Node, others: Sequence[Node]) -> Node | None:
+    """The last of the others that has the same arguments."""
+    given = exactly(node.args), exactly(node.kwargs)
+    return next((other for other in reversed(others) if (exactly(other.args), exactly(other.kwargs)) == given), None)

@@ -1,0 +1,272 @@
+"""Trail: what passes make of a program's sizes and what they ask of them, so that other sizes can be put in afterwards.
+
+    n = trail.number(6144)                      6144, wherever a pass computes with it
+    held = 4 * n + 1024                         25600, and how it was made
+    if held > budget: ...                       asked: at other sizes the answer must be the same
+    trail.at([7168])                            there it is: what each number is then. NotAlike if anything asked has another answer
+
+Integers and floats are made again by the same operators in the same order, so they are those that the passes would have made, to the bit,
+and so are all decisions. `meshc/ir/sizes.py` is for sizes that nobody knows yet, and decides for all of them.
+
+A followed number counts as an int or a float for `isinstance`, and is none for the interpreter: whatever needs the plain value (an index, a
+text, numpy) asks for it, and then the number must be the same at other sizes. Nothing gets at it unasked. What does not compare numbers
+one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `computed` has one make a number.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+Number = int | float
+"""Plain, or followed."""
+Answer = TypeVar("Answer")
+
+
+class NotAlike(Exception):
+    """Other sizes, at which passes would do otherwise, or may."""
+
+
+class Trail:
+    """
+    values    of each step at the sizes that passes have seen: an open number, a plain one, or made of earlier ones
+    made      (step, function, operands) of those that are made
+    asked     (function, operands, answer)
+    hashed    steps that were looked up in a table: numbers that differ there differ at other sizes too
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.opened: list[int] = []
+        self.made: list[tuple[int, Callable[..., Any], tuple[int, ...]]] = []
+        self.asked: dict[tuple[Callable[..., Any], tuple[int, ...]], Any] = {}
+        self.hashed: dict[int, None] = {}
+        self._plain: dict[object, int] = {}
+        self._known: dict[tuple[Callable[..., Any], tuple[int, ...]], Any] = {}
+
+    def number(self, value: Number) -> Any:
+        """An open number, which is `value` for the passes. Of `at`, the next one."""
+        self.opened.append(len(self.values))
+        return self._followed(value)
+
+    def _followed(self, value: Number) -> Any:
+        self.values.append(value)
+        return (Real if type(value) is float else Whole)(self, len(self.values) - 1, value)
+
+    def step(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """What a function without a memory makes of numbers."""
+        places = tuple(map(self._place, operands))
+        found = self._known.get((function, places))
+        if found is None:
+            made = function(*[self.values[place] for place in places])
+            found = self._known[function, places] = self._followed(made)
+            self.made.append((found.place, function, places))
+        return found
+
+    def ask(self, function: Callable[..., Answer], *operands: Any) -> Answer:
+        """What a function answers, which is to be the same at other sizes."""
+        places = tuple(map(self._place, operands))
+        if (function, places) not in self.asked:
+            self.asked[function, places] = function(*[self.values[place] for place in places])
+        return self.asked[function, places]
+
+    def _place(self, operand: Any) -> int:
+        if type(operand) in FOLLOWED:
+            assert operand.trail is self, "a number of another trail"
+            return operand.place
+        key = (type(operand), operand) if operand else repr(operand)  # 0.0 and -0.0 apart
+        place = self._plain.get(key)
+        if place is None:
+            place = self._plain[key] = len(self.values)
+            self.values.append(operand)
+        return place
+
+    def at(self, values: Sequence[Number], plain: Collection[Number] = ()) -> list[Any]:
+        """All steps, with these for the open numbers, in their order. `plain`: numbers that are not open. Raises NotAlike."""
+        found = list(self.values)
+        for place, value in zip(self.opened, values, strict=True):
+            found[place] = value
+        try:
+            for place, function, operands in self.made:
+                found[place] = function(*[found[operand] for operand in operands])
+            for (function, operands), answer in self.asked.items():
+                if function(*[found[operand] for operand in operands]) != answer:
+                    said = ", ".join(f"{self.values[operand]}, now {found[operand]}" for operand in operands[:2])
+                    raise NotAlike(f"{getattr(function, '__name__', 'a function')} has another answer: {said}")
+        except ArithmeticError as error:
+            raise NotAlike(str(error)) from error
+        self._refuse_new_equals(found, plain)
+        return found
+
+    def _refuse_new_equals(self, found: Sequence[Any], plain: Collection[Number]) -> None:
+        """Two numbers that are equal were compared when they were looked up; others have only been told apart."""
+        was: dict[Any, Any] = {}
+        for place in self.hashed:
+            before, now = self.values[place], found[place]
+            if was.setdefault(now, before) != before or (now in plain and before != now):
+                raise NotAlike(f"{now} and {was[now]} were two numbers, and are one")
+
+
+class _Followed:
+    """A number that remembers how it was made."""
+
+    __slots__ = ("place", "trail", "value")
+
+    def __init__(self, trail: Trail, place: int, value: Number) -> None:
+        self.trail, self.place, self.value = trail, place, value
+
+    def __eq__(self, other: object) -> bool:
+        return _asked(operator.eq, self, other, True)
+
+    def __ne__(self, other: object) -> bool:
+        return _asked(operator.ne, self, other, False)
+
+    def __lt__(self, other: object) -> bool:
+        return _asked(operator.lt, self, other, False)
+
+    def __le__(self, other: object) -> bool:
+        return _asked(operator.le, self, other, True)
+
+    def __gt__(self, other: object) -> bool:
+        return _asked(operator.gt, self, other, False)
+
+    def __ge__(self, other: object) -> bool:
+        return _asked(operator.ge, self, other, True)
+
+    def __hash__(self) -> int:
+        self.trail.hashed[self.place] = None
+        return hash(self.value)
+
+    def __bool__(self) -> bool:
+        return self.trail.ask(bool, self)
+
+    def _plain(self) -> Any:
+        """The value, which is to be the same at other sizes."""
+        self.trail.ask(operator.eq, self, self.value)
+        return self.value
+
+    def __int__(self) -> int:
+        return int(self._plain())
+
+    def __float__(self) -> float:
+        return float(self._plain())
+
+    def __str__(self) -> str:
+        return str(self._plain())
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self.value), (self._plain(),)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self.trail.step(round, self) if digits is None else round(self._plain(), digits)
+
+    def __ceil__(self) -> Any:
+        return self.trail.step(math.ceil, self)
+
+    def __floor__(self) -> Any:
+        return self.trail.step(math.floor, self)
+
+    def __trunc__(self) -> Any:
+        return self.trail.step(math.trunc, self)
+
+    def __neg__(self) -> Any:
+        return self.trail.step(operator.neg, self)
+
+    def __abs__(self) -> Any:
+        return self.trail.step(abs, self)
+
+
+class Whole(_Followed):
+    """An integer."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+    def __index__(self) -> int:
+        return int(self._plain())
+
+
+class Real(_Followed):
+    """A float."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return float
+
+
+FOLLOWED: Final = (Whole, Real)
+"""Types of followed numbers, by `type`: to `isinstance` they are plain."""
+
+
+def _asked(function: Callable[[Any, Any], Any], one: _Followed, other: Any, of_itself: bool) -> Any:
+    if type(other) in FOLLOWED and other.place == one.place and one.value == one.value:
+        return of_itself
+    return one.trail.ask(function, one, other) if isinstance(other, int | float) else NotImplemented
+
+
+def _set_operator(name: str, function: Callable[[Any, Any], Any]) -> None:
+    def left(self: _Followed, other: Any) -> Any:
+        return self.trail.step(function, self, other) if isinstance(other, int | float) else NotImplemented
+
+    def right(self: _Followed, other: Any) -> Any:
+        return self.trail.step(function, other, self) if isinstance(other, int | float) else NotImplemented
+
+    setattr(_Followed, f"__{name}__", left)
+    setattr(_Followed, f"__r{name}__", right)
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
+    _set_operator(_name, getattr(operator, _name))
+
+
+def _trail_of(numbers: Iterable[Any]) -> Trail | None:
+    return next((one.trail for one in numbers if type(one) in FOLLOWED), None)
+
+
+def computed(function: Callable[..., Any], *numbers: Any) -> Any:
+    """What a function without a memory makes of numbers; of followed ones a number that remembers it. The function is told from others by
+    which it is: one that is made for each call is made again each time."""
+    trail = _trail_of(numbers)
+    return function(*numbers) if trail is None else trail.step(function, *numbers)
+
+
+def answer(function: Callable[..., Answer], *numbers: Any) -> Answer:
+    """What a function without a memory says of numbers all together, where it compares them its own way: at other sizes it must say the
+    same."""
+    trail = _trail_of(numbers)
+    return function(*numbers) if trail is None else trail.ask(function, *numbers)
+
+
+def largest(*numbers: Any) -> Any:
+    """The largest, whichever it is."""
+    return computed(_largest, *numbers)
+
+
+def smallest(*numbers: Any) -> Any:
+    """The smallest, whichever it is."""
+    return computed(_smallest, *numbers)
+
+
+def _largest(*numbers: Number) -> Number:
+    return max(numbers)
+
+
+def _smallest(*numbers: Number) -> Number:
+    return min(numbers)
+
+
+def is_followed(value: object) -> bool:
+    return type(value) in FOLLOWED
