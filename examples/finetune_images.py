@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_images.py --images photos          the same on two, of which each reads half
 
 This is the loop that one writes for one device, with one line more: `meshc.compile`, in front of the optimizer. Without `--weights` the
-model is a small ViT with random weights, and without `--images` there are forty drawings of circles, squares and triangles to try it on.
+model is a small ViT with random weights, and without `--images` it draws sixty pictures of pebbles to try it on.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 import meshc
 
+GROUNDS = {"grass": (60, 140, 60), "sand": (200, 180, 120), "water": (60, 110, 180)}
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets both
 
 
@@ -50,21 +51,16 @@ class Images(Dataset[dict[str, Any]]):
         return {"pixel_values": pixels / 127.5 - 1, "labels": label}
 
 
-def draw(folder: Path, count: int = 40) -> None:
-    """Drawings to try this on: circles, squares and triangles of any colour, anywhere."""
+def draw(folder: Path, count: int = 60) -> None:
+    """Pictures to try this on: pebbles in grass, on sand and in water, by their colour."""
     draws = random.Random(0)
     for number in range(count):
-        name = ("circle", "square", "triangle")[number % 3]
-        image = Image.new("RGB", (32, 32), tuple(draws.randrange(80) for _ in range(3)))
-        x, y, size = draws.randrange(12), draws.randrange(12), draws.randrange(12, 20)
-        colour = tuple(draws.randrange(150, 256) for _ in range(3))
+        name, colour = list(GROUNDS.items())[number % len(GROUNDS)]
+        image = Image.new("RGB", (32, 32), tuple(shade + draws.randrange(-40, 40) for shade in colour))
         pen = ImageDraw.Draw(image)
-        if name == "circle":
-            pen.ellipse((x, y, x + size, y + size), fill=colour)
-        elif name == "square":
-            pen.rectangle((x, y, x + size, y + size), fill=colour)
-        else:
-            pen.polygon(((x, y + size), (x + size, y + size), (x + size // 2, y)), fill=colour)
+        for _ in range(draws.randrange(1, 6)):
+            x, y, size, grey = draws.randrange(28), draws.randrange(28), draws.randrange(4, 12), draws.randrange(60, 200)
+            pen.ellipse((x, y, x + size, y + size), fill=(grey, grey, grey))
         (folder / name).mkdir(parents=True, exist_ok=True)
         image.save(folder / name / f"{number}.{'png' if number % 2 else 'jpg'}")
 
@@ -100,7 +96,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--out", type=Path, help="a folder for the trained model, which from_pretrained reads")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8, help="images a step, over all ranks")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
     options = parser.parse_args(arguments)
 
     if RANKS > 1:
@@ -134,7 +130,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             losses.append(loss.item())
         right = accuracy(model, held_out)
         if RANK == 0:
-            print(f"epoch {epoch:2d}  loss {losses[-1]:.4f}  {right:.0%} of {len(valid)} held-out images right", flush=True)
+            print(f"epoch {epoch:2d}  loss {losses[-1]:.4f}  {right:.0%} of the held-out images right", flush=True)
 
     if options.out:
         (program if RANKS > 1 else model).save_pretrained(options.out)

@@ -3,8 +3,7 @@
     python examples/train_pipeline.py                                               on one device
     torchrun --standalone --nproc-per-node 2 examples/train_pipeline.py             the same on two, each of which has half of the layers
 
-The model is not cut by hand: an axis called `pp` is enough. What is printed says where it was cut and what each rank does when. The text is
-tokenised by byte.
+The model is not cut by hand: an axis called `pp` is enough. What is printed says where it was cut. The text is tokenised by byte.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 def build_model(layers: int, width: int, seq: int) -> GPT2LMHeadModel:
     """Without dropout, so that one device draws nothing that a mesh would draw otherwise."""
     torch.manual_seed(0)
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": seq}
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": 4, "n_positions": seq, "bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **sizes))
 
 
@@ -52,6 +51,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", help="1f1b, gpipe, ...; by default the one that is predicted to be fastest")
     parser.add_argument("--microbatches", type=int, default=4, help="parts that the batch goes through the pipeline in")
+    parser.add_argument("--timeline", help="a file for a picture of what each rank does when: timeline.svg")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=30)
@@ -78,7 +78,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
         ids = torch.stack([text[start : start + options.seq] for start in starts.tolist()])
         losses.append(step(input_ids=ids, labels=ids).item())
         if number == 0 and RANKS > 1 and RANK == 0:
-            print(f"{program.summary()}\n")
+            summary = program.summary()  # placements, communication, memory, times; here the part about stages
+            print(next(part for part in summary.split("\n\n") if part.startswith("pipeline")) + "\n")
+            if options.timeline:
+                program.timeline(options.timeline)
         if RANK == 0 and (number % 5 == 0 or number == options.steps - 1):
             print(f"step {number:3d}  loss {losses[-1]:.4f}", flush=True)
 

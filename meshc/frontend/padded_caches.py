@@ -70,7 +70,7 @@ class PaddedLayer(CacheLayerMixin):
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """States of one recurrent layer, by number. What comes in is copied, since a model writes to its states where they lie."""
+    """States of one recurrent layer, by number."""
 
     is_compileable = True
 
@@ -79,7 +79,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         for name, given in (states or {}).items():
             table = getattr(self, name)
             for number, state in given.items():
-                table[number] = state.clone()
+                table[number] = state
                 self.has_previous_state[number] = True
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
@@ -165,7 +165,15 @@ def _by_kind(config: Any) -> list[Layer]:
 
 
 def _cache(layers: Sequence[Any] | None, length: Tensor | int) -> PaddedCache:
-    return PaddedCache(None if layers is None else [_layer(held, length) for held in layers])
+    return PaddedCache(None if layers is None else [_layer(_to_write_to(held), length) for held in layers])
+
+
+def _to_write_to(held: Any) -> Any:
+    """States are copied: a model writes to its own where they lie, and a program leaves its inputs alone."""
+    if not isinstance(held, Mapping):
+        return held
+    copies = {name: {number: state.clone() for number, state in held[name].items()} for name in STATES if name in held}
+    return {**held, **copies}
 
 
 def _layer(held: Any, length: Tensor | int = 0) -> Layer:

@@ -30,12 +30,12 @@ def losses(name: str, out: Path, *arguments: str) -> Run:
 def same_files(out: Path, name: str) -> None:
     """What was saved from the mesh has the names and values of what plain PyTorch has saved."""
     found, wanted = (load_file(out / folder / name) for folder in ("mesh", "plain"))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)  # Adam makes much of the last digits of a small gradient
 
 
 def test_a_vision_model_on_a_folder_of_images(tmp_path: Path) -> None:
     ended = losses("finetune_images", tmp_path, "--epochs", "2")
-    assert sorted(path.name for path in (tmp_path / "toy-images").iterdir()) == ["circle", "square", "triangle"]
+    assert sorted(path.name for path in (tmp_path / "toy-images").iterdir()) == ["grass", "sand", "water"]
     assert ended.ranks[0].out.count("held-out images right") == 4
     same_files(tmp_path, "model.safetensors")
 
