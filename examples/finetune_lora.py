@@ -27,14 +27,14 @@ TEXT = Path(__file__).parent / "data" / "constitution.txt"
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets both
 
 
-def build_model(weights: str | None, rank: int) -> Any:
+def build_model(weights: str | None, width: int, rank: int) -> Any:
     """The model with adapters, of which alone the parameters are trained. They are there before it is compiled."""
     torch.manual_seed(0)
     if weights:
         base = AutoModelForCausalLM.from_pretrained(weights)
     else:
-        sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
-        base = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+        sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4, "num_key_value_heads": 4}
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **sizes))
     return get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", help="what to begin with: a folder that save_pretrained has written, or a name of the hub")
     parser.add_argument("--out", type=Path, help="a folder for the adapter, which PEFT reads")
+    parser.add_argument("--width", type=int, default=128, help="of the model with random weights")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters' matrices")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--lr", type=float, default=1e-2)
     options = parser.parse_args(arguments)
 
-    model = build_model(options.weights, options.rank)
+    model = build_model(options.weights, options.width, options.rank)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr)
     if RANK == 0:

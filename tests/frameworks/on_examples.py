@@ -31,7 +31,7 @@ def _row(what: str, name: str, *command: str, falls: bool = True) -> None:
 
 _row("a job that goes on where it was killed", "a_job", "train_lm.py", "--out", "run", *TEXT, "--width", "16", "--layers", "1")
 _row("a stock vision model on a folder of images", "images", "finetune_images.py", "--epochs", "4")
-_row("LoRA of a stock causal model", "lora", "finetune_lora.py", *TEXT)
+_row("LoRA of a stock causal model", "lora", "finetune_lora.py", *TEXT, "--width", "32")
 _row("experts on different ranks", "moe", "train_moe.py", *TEXT, "--width", "16")
 _row("a pipeline", "pipeline", "train_pipeline.py", *TEXT, "--width", "16", "--layers", "2", "--microbatches", "2")
 _row("generation beside the plain model", "generates", "generate.py", "--new", "4", falls=False)

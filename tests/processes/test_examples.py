@@ -41,7 +41,7 @@ def test_a_vision_model_on_a_folder_of_images(tmp_path: Path) -> None:
 
 
 def test_lora_of_a_causal_model(tmp_path: Path) -> None:
-    ended = losses("finetune_lora", tmp_path, *TEXT)
+    ended = losses("finetune_lora", tmp_path, *TEXT, "--width", "32", "--rank", "2")
     assert "lies here as" in ended.ranks[0].out
     same_files(tmp_path, "adapter_model.safetensors")
 
