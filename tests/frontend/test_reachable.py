@@ -167,7 +167,7 @@ def test_a_function_in_a_context_is_known_by_what_the_context_is_made_of() -> No
     """Its generator stands in the closure, and says nothing."""
     mine, same, other = (reachable(nn.Module(), {"a": guarded(by)}) for by in (0.5, 0.5, 0.25))
     assert mine.why == "" and difference(mine.places, same.places) == ""
-    assert "this rank has 0.5, rank 0 has 0.25" in difference(mine.places, other.places)
+    assert "this rank has (0.5,), rank 0 has (0.25,)" in difference(mine.places, other.places)
     assert scaled.__code__ in mine.code
 
 

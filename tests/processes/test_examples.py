@@ -19,11 +19,11 @@ TEXT = ("--steps", "6", "--batch", "4", "--seq", "16")
 
 
 def losses(name: str, out: Path, *arguments: str) -> Run:
-    """Runs the example, and compares the losses: they are float32 in the models themselves."""
+    """Runs the example, and compares the losses: they are float32 in the models themselves, and so is all of the one with experts."""
     ended = launch("tests.processes.examples:run", name, str(out), *arguments, ranks=2, timeout_s=240)
     assert ended.ok, ended
     found, wanted = json.loads(ended.ranks[0].out.splitlines()[-1])
-    assert found == pytest.approx(wanted, rel=1e-5) and found[-1] < found[0], (found, wanted)
+    assert found == pytest.approx(wanted, rel=1e-5 if name != "train_moe" else 1e-4) and found[-1] < found[0], (found, wanted)
     return ended
 
 
@@ -33,6 +33,7 @@ def same_files(out: Path, name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)  # Adam makes much of the last digits of a small gradient
 
 
+@pytest.mark.broad
 def test_a_vision_model_on_a_folder_of_images(tmp_path: Path) -> None:
     ended = losses("finetune_images", tmp_path, "--epochs", "2")
     assert sorted(path.name for path in (tmp_path / "toy-images").iterdir()) == ["grass", "sand", "water"]
@@ -40,6 +41,7 @@ def test_a_vision_model_on_a_folder_of_images(tmp_path: Path) -> None:
     same_files(tmp_path, "model.safetensors")
 
 
+@pytest.mark.broad
 def test_lora_of_a_causal_model(tmp_path: Path) -> None:
     ended = losses("finetune_lora", tmp_path, *TEXT, "--width", "32", "--rank", "2")
     assert "lies here as" in ended.ranks[0].out
