@@ -31,8 +31,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, Encoder
 
 from meshc.frontend.stock_caches import ATTENTION, LENGTH, NAMES, STATES
 
-Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
-
 
 class PaddedLayer(CacheLayerMixin):
     """Keys and values of one layer of the model, in buffers with room."""
@@ -117,14 +115,14 @@ class MixedLayer(StateLayer, PaddedLayer):
         self, number_of_states: int = 1, states: Mapping[str, Mapping[int, Tensor]] | None = None,
         pair: Sequence[Tensor | None] = (None, None), length: Tensor | int = 0, **kwargs: object,
     ) -> None:  # fmt: skip
-        PaddedLayer.__init__(self, *pair, length)
+        PaddedLayer.__init__(self, pair[0], pair[1], length)
         StateLayer.__init__(self, number_of_states, states)
 
 
 class PaddedCache(Cache):
     """The cache that a traced model has; without `layers` they are made as the model comes to them."""
 
-    def __init__(self, layers: Sequence[Layer] | None) -> None:
+    def __init__(self, layers: Sequence[Any] | None) -> None:
         if layers is None:
             super().__init__(layer_class_to_replicate=PaddedLayer)
         else:
@@ -158,7 +156,7 @@ MADE: Final = {
 """By transformers' word for the kind of a layer what it has here; others have keys and values."""
 
 
-def _by_kind(config: Any) -> list[Layer]:
+def _by_kind(config: Any) -> list[Any]:
     """Layers that hold nothing yet, for each of the model's own. The function is asked where it is, since a trace has its answers there."""
     kinds, given = cache_utils.get_layer_types_and_kwargs(config)
     return [MADE[kind](**each) if kind in MADE else PaddedLayer() for kind, each in zip(kinds, given, strict=True)]
@@ -176,13 +174,13 @@ def _to_write_to(held: Any) -> Any:
     return {**held, **copies}
 
 
-def _layer(held: Any, length: Tensor | int = 0) -> Layer:
+def _layer(held: Any, length: Tensor | int = 0) -> Any:
     """Of [keys, values]; of tables of states, keys and values perhaps beside them; of nothing."""
     if isinstance(held, Mapping):
         states = {name: held[name] for name in STATES if name in held}
-        count = 1 + max((number for table in states.values() for number in table), default=0)
+        count = max([1, *[len(table) for table in states.values()]])
         return MixedLayer(count, states, held[ATTENTION], length) if ATTENTION in held else StateLayer(count, states)
-    return PaddedLayer(*held, length) if held else DummyLayer()
+    return PaddedLayer(held[0], held[1], length) if held else DummyLayer()
 
 
 def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
