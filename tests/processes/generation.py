@@ -171,8 +171,9 @@ def states(mesh: Any) -> None:
         same(model, twin, input_ids=prompts())
         assert count(program) == 2, make
         same(program, twin, **padded(), num_beams=2)
-        with refused("take one at a time"):
-            model.generate(prompts(), prefill_chunk_size=4, max_new_tokens=2)
+        if make is not mamba:  # whose own code takes no prompt in parts
+            with refused("take one at a time"):
+                model.generate(prompts(), prefill_chunk_size=4, max_new_tokens=2)
 
 
 def states_held(mesh: Any) -> None:
