@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshc.api.prefetching import prefetch
     from meshc.api.pretrained import load_pretrained
     from meshc.api.rules import register_rule
+    from meshc.api.trainer import trainer_checkpoints
     from meshc.api.verification import verify
     from meshc.ir.mesh import Mesh
     from meshc.optimizer.registered import register_update
@@ -61,6 +62,7 @@ __all__ = [
     "prefetch",
     "register_rule",
     "register_update",
+    "trainer_checkpoints",
     "verify",
 ]
 
@@ -73,6 +75,7 @@ _PLACES: Final = {
     "load_pretrained": "meshc.api.pretrained",
     "prefetch": "meshc.api.prefetching",
     "register_rule": "meshc.api.rules",
+    "trainer_checkpoints": "meshc.api.trainer",
     "register_update": "meshc.optimizer.registered",
     "verify": "meshc.api.verification",
     "Mesh": "meshc.ir.mesh",

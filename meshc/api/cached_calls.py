@@ -5,7 +5,8 @@
 
 Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/filled_calls.py`), so that few programs serve all
 calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of
-them sees it; what it leaves in a buffer is written over by the next one. The output is cut to what was asked for, and the cache in it is
+them sees it; what it leaves in a buffer is written over by the next one. (A model with recurrent layers would see it: its prompts are not
+filled up.) The output is cut to what was asked for, and the cache in it is
 the one that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has
 no cache: its calls are filled up all the same.
 """
@@ -25,7 +26,7 @@ from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
 from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
-from meshc.frontend.padded_sizes import rows_of, tokens_of
+from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
 from meshc.frontend.stock_caches import LENGTH, NAMES
 from meshc.ir import trees
 from meshc.runtime.run.session import digest_of
@@ -99,8 +100,14 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
     past = held_caches.length_of(cache)
     if past and held_caches.rows_in(cache) != have["r"]:
         raise InputError(f"the cache holds {held_caches.rows_in(cache)} rows, and {have['r']} were passed")
-    filled = _filled(asked, named, table, have, past)
-    buffers: list[Any] = []
+    states = held_caches.has_states(cache)
+    if states and past and have["t"] > 1:
+        raise InputError(
+            f"{have['t']} tokens were passed behind a cache that holds some already, and states of recurrent layers take one at a time\n"
+            "  what to do: begin with an empty cache and the whole text; do not pass prefill_chunk_size"
+        )
+    filled = _filled(asked, named, table, have, past, states)
+    buffers: list[Any] | dict[str, Any] = {} if states else []
     if past:
         if asked.mesh.device_mesh is None:
             raise InputError(
@@ -108,7 +115,7 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
                 "  what to do: pass an empty cache, DynamicCache(), or compile with a DeviceMesh under torchrun"
             )
         buffers = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
-        filled["k"] = held_caches.capacity_in(buffers)
+        filled["k"] = held_caches.capacity_in(buffers) or capacity_of(past + 1, 0, -1)
     sizes = Sizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
     if table is BOTH and named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
@@ -161,11 +168,16 @@ def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
     return found
 
 
-def _filled(asked: Asked, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int) -> dict[str, int]:
-    """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows."""
+def _filled(
+    asked: Asked, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int, states: bool = False
+) -> dict[str, int]:
+    """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows. Tokens stay as many where there are
+    states of recurrent layers, which any token changes."""
     known = {*table.inputs, *table.masks, KEPT}
     if any(isinstance(value, Tensor) and key not in known for key, value in named.items()):
         return dict(have)
+    if states:
+        return {**have, "r": rows_of(have["r"], asked.data_ranks)}
     most = _positions(asked)
     filled = {letter: tokens_of(have[letter], most - (past if letter == "t" else 0)) for letter in have if letter != "r"}
     return {"r": rows_of(have["r"], asked.data_ranks), **filled}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch.nn.functional as F
@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshc.errors import InputError
 from meshc.frontend.padded_sizes import capacity_of
+from meshc.frontend.stock_caches import ATTENTION, STATES
 
-TAKEN: Final = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", "CacheLayer")
-"""Classes of transformers' layers of caches that hold keys and values and nothing else, and meshc's own."""
-STATES: Final = "LinearAttention"
+TAKEN: Final = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
+"""Classes of transformers' layers of caches that hold keys and values and nothing else, or nothing."""
+RECURRENT: Final = "LinearAttention"
+"""How the names of its layers with states begin."""
 
 
 def is_cache(value: object) -> bool:
@@ -33,80 +35,134 @@ def parts_of(cache: Any) -> list[Any]:
 def refuse_others(cache: Any) -> None:
     """Caches that no program takes. Raises InputError."""
     parts = parts_of(cache)
-    kinds = {type(layer).__name__ for part in parts for layer in part.layers}
-    others = sorted(kinds - {*TAKEN})
+    kinds = {type(layer).__name__ for part in parts for layer in part.layers if not _is_ours(layer)}
+    others = sorted(kind for kind in kinds if kind not in TAKEN and not kind.startswith(RECURRENT))
     if any(getattr(part, "offloading", False) for part in parts):
         raise InputError(
             "this cache is offloaded to the host layer by layer, and a program keeps its keys and values where it reads them\n"
             "  what to do: a DynamicCache without offloading; split over more ranks, each holds less of it"
         )
-    if others:
-        what = "states that every token changes" if any(STATES in kind for kind in others) else f"layers of {', '.join(others)}"
+    if any(getattr(layer, "record_past", False) for part in parts for layer in part.layers if keeps_states(layer)):
         raise InputError(
-            f"a program takes caches of keys and values, and this {type(cache).__name__} has {what}\n"
+            "this cache is to take tokens back, and a program keeps no states but the last: that is how an assistant generates\n"
+            "  what to do: generate without assistant_model and prompt_lookup_num_tokens"
+        )
+    if others:
+        raise InputError(
+            f"a program takes caches of keys and values, and this {type(cache).__name__} has layers of {', '.join(others)}\n"
             "  what to do: a DynamicCache or a StaticCache, if the model takes one; else generate(..., use_cache=False), which compiles a\n"
             "  program for each length"
         )
 
 
+def keeps_states(layer: object) -> bool:
+    """Whether it is of a recurrent layer, whose states every token changes."""
+    return all(hasattr(layer, name) for name in STATES)
+
+
+def has_states(cache: Any) -> bool:
+    return any(keeps_states(layer) for part in parts_of(cache) for layer in part.layers)
+
+
 def length_of(cache: Any) -> int:
-    """How many tokens it holds. Raises InputError if that differs between its layers."""
-    lengths = {int(layer.get_seq_length()) for layer in parts_of(cache)[0].layers}
+    """How many tokens it holds; of states that a plain model has made nobody knows, and 1 stands for any. Raises InputError if that differs
+    between its layers."""
+    lengths = {int(layer.get_seq_length()) for layer in parts_of(cache)[0].layers if _attends(layer)}
     if len(lengths) > 1:
         raise InputError(
             f"the layers of this cache hold different numbers of tokens: {sorted(lengths)}\n"
             "  what to do: pass the cache as a call of the model has left it"
         )
-    return lengths.pop() if lengths else 0
+    if lengths:
+        return lengths.pop()
+    recurrent = [layer for layer in parts_of(cache)[0].layers if keeps_states(layer)]
+    return max((getattr(layer, "length", int(any(layer.has_previous_state.values()))) for layer in recurrent), default=0)
 
 
 def rows_in(cache: Any) -> int:
     """How many rows it holds; it holds something."""
-    layer = parts_of(cache)[0].layers[0]
-    return layer.rows if _is_ours(layer) else int(layer.keys.shape[0])
+    layer = next(layer for layer in parts_of(cache)[0].layers if _attends(layer) or keeps_states(layer))
+    if _is_ours(layer):
+        return int(layer.rows)
+    return int(layer.keys.shape[0]) if _attends(layer) else rows_of_states({name: _plain_states(layer, name) for name in STATES})
 
 
 def buffers_of(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, source: int) -> list[Any]:
-    """Keys and values of each layer in buffers of this many rows and with room for these tokens; of an encoder's, for `source`."""
+    """Keys and values of each layer in buffers of this many rows and with room for these tokens; of an encoder's, for `source`. Of a
+    recurrent layer its states."""
     own, *cross = parts_of(cache)
     found = _fitted(own, mesh, rows, tokens)
     return [found, _fitted(cross[0], mesh, rows, source, source)] if cross else found
 
 
-def capacity_in(buffers: Sequence[Any]) -> int:
-    """How many tokens the buffers have room for."""
-    first = buffers[0][0]
-    return int((first if isinstance(first, Tensor) else first[0]).shape[2])
+def capacity_in(buffers: Sequence[Any]) -> int | None:
+    """How many tokens the buffers have room for; None where all that there is are states."""
+    is_pair = buffers and isinstance(buffers[0], list) and buffers[0] and isinstance(buffers[0][0], list)  # with an encoder's
+    layers = buffers[0] if is_pair else buffers
+    pairs = (layer.get(ATTENTION) if isinstance(layer, dict) else layer for layer in layers)
+    return next((int(pair[0].shape[2]) for pair in pairs if pair), None)
 
 
-def _fitted(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> list[list[DTensor]]:
+def _fitted(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> list[Any]:
     most = max(most, _longest(cache))
     layers = [layer if _is_ours(layer) else _adopted(layer, mesh, most) for layer in cache.layers]
-    have = layers[0].buffers[0].shape[2]
-    return [[*layer.fitted(rows, capacity_of(tokens, have, most))] for layer in layers]
+    have = next((layer.buffers[0].shape[2] for layer in layers if _attends(layer)), 0)
+    return [_as_input(layer, rows, capacity_of(tokens, have, most)) for layer in layers]
+
+
+def _as_input(layer: Any, rows: int, capacity: int) -> list[Any] | dict[str, Any]:
+    """As `padded_caches.call` takes what a layer holds."""
+    if not _is_ours(layer):
+        return []
+    pair = [*layer.fitted(rows, capacity)] if _attends(layer) else []
+    if not keeps_states(layer):
+        return pair
+    return {**layer.states_of(rows), **({ATTENTION: pair} if pair else {})}
 
 
 def _longest(cache: Any) -> int:
     """For how many tokens its user has made it; -1: for any number."""
-    return max((layer.max_length if _is_ours(layer) else _named(layer) for layer in cache.layers), default=-1)
+    attending = [layer for layer in cache.layers if _attends(layer)]
+    return max((layer.max_length if _is_ours(layer) else _named(layer) for layer in attending), default=-1)
 
 
 def _named(layer: Any) -> int:
-    return layer.max_cache_len if type(layer).__name__ == "StaticLayer" else -1
+    return layer.max_cache_len if type(layer).__name__ in ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer") else -1
 
 
 def _is_ours(layer: object) -> bool:
-    return type(layer).__name__ == "CacheLayer"
+    return type(layer).__module__.startswith("meshc.")
+
+
+def _attends(layer: object) -> bool:
+    """Whether it holds keys and values, or is to hold some."""
+    return hasattr(layer, "get_seq_length")
 
 
 def _adopted(layer: Any, mesh: DeviceMesh, most: int) -> Any:
     """What a layer of transformers holds, whole on every rank, as one on the mesh. What has left a window is not there, and not read."""
     from meshc.runtime.run.cache_layers import CacheLayer
+    from meshc.runtime.run.state_layers import MixedLayer, StateLayer
 
+    tables = {name: {number: _everywhere(state, mesh) for number, state in _plain_states(layer, name).items()} for name in STATES}
+    tables = {name: table for name, table in tables.items() if table}
+    if not _attends(layer):
+        return StateLayer(tables, rows_of_states(tables), 1) if tables else layer
     length = int(layer.get_seq_length())
     found = [_placed(tensor, length) for tensor in (layer.keys, layer.values)]
     parts = [each if isinstance(each, DTensor) else _everywhere(each, mesh) for each in found]
-    return CacheLayer(parts, int(layer.keys.shape[0]), length, layer.is_sliding, most)
+    how: dict[str, Any] = dict(
+        buffers=parts, rows=int(layer.keys.shape[0]), length=length, is_sliding=getattr(layer, "is_sliding", False), max_length=most
+    )
+    return MixedLayer(tables, **how) if tables else CacheLayer(**how)
+
+
+def _plain_states(layer: Any, name: str) -> dict[int, Tensor]:
+    return {number: state for number, state in getattr(layer, name, {}).items() if state is not None}
+
+
+def rows_of_states(tables: Mapping[str, Mapping[int, Tensor]]) -> int:
+    return int(next(state for table in tables.values() for state in table.values()).shape[0])
 
 
 def _placed(tensor: Tensor, length: int) -> Tensor:
@@ -122,15 +178,28 @@ def _everywhere(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def put(cache: Any, left: Any, rows: int, length: int, source: int) -> None:
     """What a call has left becomes what a cache holds: a layer for each of its own, which are made where there are none yet."""
     for part, found, filled in zip(parts_of(cache), parts_of(left), (length, source), strict=False):
-        _put(part, [[layer.keys, layer.values] for layer in found.layers], rows, filled)
+        _put(part, found.layers, rows, filled)
     for number in range(len(parts_of(cache)[-1].layers)) if hasattr(cache, "is_updated") else ():
         cache.is_updated[number] = True
 
 
-def _put(cache: Any, pairs: Sequence[Sequence[DTensor]], rows: int, length: int) -> None:
-    from meshc.runtime.run.cache_layers import CacheLayer
-
+def _put(cache: Any, left: Sequence[Any], rows: int, length: int) -> None:
     most = _longest(cache)
-    sliding = [bool(getattr(layer, "is_sliding", False)) for layer in cache.layers]
-    sliding += [False] * (len(pairs) - len(sliding))
-    cache.layers[:] = [CacheLayer(pair, rows, length, slides, most) for pair, slides in zip(pairs, sliding, strict=True)]
+    before = [*cache.layers, *(None for _ in range(len(left) - len(cache.layers)))]
+    cache.layers[:] = [_left(layer, old, rows, length, most) for layer, old in zip(left, before, strict=True)]
+
+
+def _left(layer: Any, old: Any, rows: int, length: int, most: int) -> Any:
+    """What a layer of the traced cache holds behind a call; one that holds nothing is as it was."""
+    from meshc.frontend.padded_caches import held_by
+    from meshc.runtime.run.cache_layers import CacheLayer
+    from meshc.runtime.run.state_layers import MixedLayer, StateLayer
+
+    held = held_by(layer)
+    if not held:
+        return old
+    slides = bool(getattr(old, "is_sliding", False))
+    if isinstance(held, list):
+        return CacheLayer(held, rows, length, slides, most)
+    pair = held.pop(ATTENTION, None)
+    return StateLayer(held, rows, length) if pair is None else MixedLayer(held, pair, rows, length, slides, most)

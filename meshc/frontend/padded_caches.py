@@ -8,19 +8,28 @@ token has been written to. So one program serves every length up to the capacity
 call writes is its buffer.
 
 transformers asks a cache's layers for what it needs to know; these answer as its own static ones do, with a length that is a tensor. A
-window needs nothing else: its mask hides what lies before it. This file imports transformers, and is imported where a model is of it.
+window needs nothing else: its mask hides what lies before it.
+
+A recurrent layer (Mamba, a gated delta rule, a short convolution) keeps states, which are as large after any number of tokens: it has no
+room and no length, and each call makes them anew. Of a model that has some, an empty cache is {}.
+
+    call(model, ..., cache=[{"conv_states": {0: c}, "recurrent_states": {0: r}}, [k1, v1]], cache_length=n)
+
+This file imports transformers, and is imported where a model is of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
-from meshc.frontend.stock_caches import LENGTH, NAMES
+from meshc.frontend.stock_caches import ATTENTION, LENGTH, NAMES, STATES
 
 
 class PaddedLayer(CacheLayerMixin):
@@ -58,14 +67,71 @@ class PaddedLayer(CacheLayerMixin):
         return -1
 
 
-class PaddedCache(Cache):
-    """The cache that a traced model has; layers that hold nothing yet are made as the model comes to them."""
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """States of one recurrent layer, by number."""
 
-    def __init__(self, layers: Sequence[CacheLayerMixin] | None) -> None:
+    is_compileable = True
+
+    def __init__(self, number_of_states: int = 1, states: Mapping[str, Mapping[int, Tensor]] | None = None) -> None:
+        super().__init__(number_of_states)
+        for name, given in (states or {}).items():
+            table = getattr(self, name)
+            for number, state in given.items():
+                table[number] = state
+                self.has_previous_state[number] = True
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """There is nothing to make: the first states are what the first call writes."""
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object) -> Tensor:
+        """Inputs of a convolution, [rows, channels, tokens], behind those that are kept; keeps as many as it has taps. Returns both."""
+        before, tokens = self.conv_states[state_idx], conv_states.shape[-1]
+        if before is None:
+            taps = tokens if conv_kernel_size is None else conv_kernel_size
+            both = F.pad(conv_states, (taps - tokens, 0)) if tokens < taps else conv_states
+        else:
+            taps, both = before.shape[-1], torch.cat([before, conv_states], -1)
+        self.conv_states[state_idx] = both[..., -taps:]
+        self.has_previous_state[state_idx] = True
+        return both
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        before = self.recurrent_states[state_idx]
+        self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
+        return recurrent_states
+
+    def held(self) -> dict[str, dict[int, Tensor]]:
+        """The states that there are, by kind and number."""
+        tables = {name: {number: state for number, state in getattr(self, name).items() if state is not None} for name in STATES}
+        return {name: table for name, table in tables.items() if table}
+
+
+class MixedLayer(StateLayer, PaddedLayer):
+    """Of a layer of the model that attends beside its recurrence."""
+
+    is_compileable = True
+
+    def __init__(
+        self, number_of_states: int = 1, states: Mapping[str, Mapping[int, Tensor]] | None = None,
+        pair: Sequence[Tensor | None] = (None, None), length: Tensor | int = 0, **kwargs: object,
+    ) -> None:  # fmt: skip
+        PaddedLayer.__init__(self, pair[0], pair[1], length)
+        StateLayer.__init__(self, number_of_states, states)
+
+
+class PaddedCache(Cache):
+    """The cache that a traced model has; without `layers` they are made as the model comes to them."""
+
+    def __init__(self, layers: Sequence[Any] | None) -> None:
         if layers is None:
             super().__init__(layer_class_to_replicate=PaddedLayer)
         else:
             super().__init__(layers=list(layers))
+
+    @property
+    def is_compileable(self) -> bool:
+        """What models take for buffers with room, whose mask hides what is not filled; of a cache that holds nothing there is none."""
+        return any(getattr(layer, "keys", None) is not None for layer in self.layers)
 
 
 def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
@@ -77,13 +143,44 @@ def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
     if config.is_encoder_decoder:
         own, cross = (None, None) if length is None else buffers
         cache: Cache = EncoderDecoderCache(_cache(own, length), _cross(cross))
+    elif length is None and isinstance(buffers, dict):
+        cache = PaddedCache(_by_kind(config.get_text_config(decoder=True)))
     else:
         cache = _cache(None if length is None else buffers, length)
     return module(*args, **{name: cache}, **kwargs)
 
 
-def _cache(pairs: Sequence[Sequence[Tensor]] | None, length: Tensor | int) -> PaddedCache:
-    return PaddedCache(None if pairs is None else [PaddedLayer(keys, values, length) for keys, values in pairs])
+MADE: Final = {
+    "conv": StateLayer, "linear_attention": StateLayer, "hybrid": MixedLayer, "hybrid_sliding": MixedLayer, "dummy": DummyLayer,
+}  # fmt: skip
+"""By transformers' word for the kind of a layer what it has here; others have keys and values."""
+
+
+def _by_kind(config: Any) -> list[Any]:
+    """Layers that hold nothing yet, for each of the model's own. The function is asked where it is, since a trace has its answers there."""
+    kinds, given = cache_utils.get_layer_types_and_kwargs(config)
+    return [MADE[kind](**each) if kind in MADE else PaddedLayer() for kind, each in zip(kinds, given, strict=True)]
+
+
+def _cache(layers: Sequence[Any] | None, length: Tensor | int) -> PaddedCache:
+    return PaddedCache(None if layers is None else [_layer(_to_write_to(held), length) for held in layers])
+
+
+def _to_write_to(held: Any) -> Any:
+    """States are copied: a model writes to its own where they lie, and a program leaves its inputs alone."""
+    if not isinstance(held, Mapping):
+        return held
+    copies = {name: {number: state.clone() for number, state in held[name].items()} for name in STATES if name in held}
+    return {**held, **copies}
+
+
+def _layer(held: Any, length: Tensor | int = 0) -> Any:
+    """Of [keys, values]; of tables of states, keys and values perhaps beside them; of nothing."""
+    if isinstance(held, Mapping):
+        states = {name: held[name] for name in STATES if name in held}
+        count = max([1, *[len(table) for table in states.values()]])
+        return MixedLayer(count, states, held[ATTENTION], length) if ATTENTION in held else StateLayer(count, states)
+    return PaddedLayer(held[0], held[1], length) if held else DummyLayer()
 
 
 def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
@@ -92,9 +189,17 @@ def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
 
 
 def flatten(cache: PaddedCache) -> tuple[list[object], None]:
-    """As trees: a list of [keys, values] for each layer."""
-    return [[layer.keys, layer.values] for layer in cache.layers], None
+    """As trees: for each layer [keys, values], or a dict with tables of states."""
+    return [held_by(layer) for layer in cache.layers], None
 
 
-def unflatten(pairs: Sequence[Sequence[Tensor]], _: object) -> PaddedCache:
-    return PaddedCache([PaddedLayer(keys, values) for keys, values in pairs])
+def held_by(layer: Any) -> list[Any] | dict[str, Any]:
+    """What a layer of this cache holds, as `call` takes it."""
+    pair = [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
+    if not isinstance(layer, StateLayer):
+        return pair
+    return {**layer.held(), ATTENTION: pair} if pair else layer.held()
+
+
+def unflatten(layers: Sequence[Any], _: object) -> PaddedCache:
+    return PaddedCache([_layer(held) for held in layers])

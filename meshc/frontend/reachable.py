@@ -354,6 +354,8 @@ _BY_NAME: Final = (
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator,
 )  # fmt: skip
+_MADE_BY_CONTEXTMANAGER: Final = type(contextlib.contextmanager(iter)(()))
+"""What decorates functions with a context: its generator is made anew for each call, of these."""
 _WAYS: Final[tuple[tuple[Any, Callable[[_Walk, str, Any], None]], ...]] = (
     (Tensor, _Walk._tensor),
     (nn.Module, _Walk._module),
@@ -361,6 +363,7 @@ _WAYS: Final[tuple[tuple[Any, Callable[[_Walk, str, Any], None]], ...]] = (
     (types.CodeType, lambda walk, place, code: walk._put(place, found.digest(code))),
     (types.MethodType, _holding("__self__", "__func__")),
     (functools.partial, _holding("func", "args", "keywords")),
+    (_MADE_BY_CONTEXTMANAGER, _holding("func", "args", "kwds")),
     (staticmethod | classmethod, _holding("__func__")),
     (property, _holding("fget", "fset")),
     (functools.cached_property, _holding("func")),

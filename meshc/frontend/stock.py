@@ -14,11 +14,9 @@ from unittest import mock
 from torch import Tensor, nn
 
 from meshc.frontend import stock_caches
+from meshc.frontend.stock_caches import STATES
 from meshc.ir import trees
 from meshc.private import found
-
-STATES = ("conv_states", "recurrent_states")
-"""What a layer of a state-space model keeps between tokens, each a table of tensors by number."""
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 INSTALLED: Final = "_output_capturing_hooks_installed"

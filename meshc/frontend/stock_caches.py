@@ -22,6 +22,10 @@ LENGTH: Final = "cache_length"
 """The argument that says how many tokens a cache's buffers hold, where a call hands them in: a 0-dim int64; None: there are none yet."""
 NAMES: Final = ("cache", "past_key_values")
 """What models call the argument that is their cache: as of transformers 5.24, and before."""
+STATES: Final = ("conv_states", "recurrent_states")
+"""What a recurrent layer keeps between tokens, each a table of tensors by number."""
+ATTENTION: Final = "attention"
+"""Beside them keys and values, of a layer that attends too."""
 Kinds = tuple[list[str], list[dict[str, Any]]]
 """The kind of each layer's cache, and what its class is given."""
 

@@ -30,6 +30,7 @@ ON_ALL_RANKS: Final = (
     ("accelerate.accelerator", "get_state_dict"),
     ("accelerate.checkpointing", "save_accelerator_state"),
     ("accelerate.checkpointing", "load_accelerator_state"),
+    ("meshc.runtime.saved.trainer_checkpoint", "on_save"),
 )
 """Functions that every rank calls and one writes for: (module, function)."""
 OF_TRAINER: Final = ("transformers.trainer", "_save")

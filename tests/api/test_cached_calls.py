@@ -68,13 +68,20 @@ def test_outputs_are_cut() -> None:
         SIZES.cut(ALONE, "router_logits", 2)(torch.ones(64, 4))
 
 
+def recording() -> DynamicCache:
+    """As generating with an assistant has it."""
+    cache = DynamicCache(config=MambaConfig(num_hidden_layers=1))
+    cache.activate_past_recording()
+    return cache
+
+
 CONFIG = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=16)
 
 
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        ({"cache": DynamicCache(config=MambaConfig(num_hidden_layers=1))}, "has states that every token changes"),
+        ({"cache": recording()}, "is to take tokens back"),
         ({"cache": DynamicCache(offloading=True)}, "offloaded to the host"),
         ({"cache": DynamicCache(), "labels": IDS}, "it has labels"),
         ({"cache": DynamicCache(), "use_cache": False}, "use_cache=False"),

@@ -57,7 +57,7 @@ def main() -> int:
 
 def tried(library: str, rows: Sequence[Row]) -> dict[str, str]:
     """By row what went wrong with it on two ranks, in a line; "" if nothing did. All in one launch; those that fail there by themselves."""
-    ended = launch(f"{LIBRARIES[library].module}:run", rows[0].mesh, *(row.name for row in rows), ranks=2, timeout_s=300)
+    ended = launch(f"{LIBRARIES[library].module}:run", rows[0].mesh, *(row.name for row in rows), ranks=2, timeout_s=600)
     good = [row.name for row in rows if all(row.name in rank.out.splitlines() for rank in ended.ranks)]
     if len(rows) > 1:
         return {row.name: "" if row.name in good else tried(library, [row])[row.name] for row in rows}

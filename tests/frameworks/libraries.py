@@ -21,13 +21,21 @@ class Library:
 
 
 LIBRARIES: Final[Mapping[str, Library]] = {
-    "meshc": Library("A training job", "tests.frameworks.on_meshc", ("transformers",)),
+    "optimizers": Library("Optimizers", "tests.frameworks.on_optimizers", ("transformers",)),
+    "generation": Library("Generation", "tests.frameworks.on_generation", ("transformers",)),
     "torch": Library("torch's own tools", "tests.frameworks.on_torch", ("torch",)),
     "accelerate": Library("Accelerate", "tests.frameworks.on_accelerate", ("accelerate",)),
     "trainer": Library("The Trainer of transformers", "tests.frameworks.on_trainer", ("transformers", "accelerate")),
     "lightning": Library("Lightning and Fabric", "tests.frameworks.on_lightning", ("lightning",)),
     "peft": Library("PEFT", "tests.frameworks.on_peft", ("transformers", "peft")),
+    "steps": Library("Training steps", "tests.frameworks.on_steps", ("torch",)),
+    "data": Library("Data and sizes", "tests.frameworks.on_data", ("torch",)),
+    "weights": Library("Weights, checkpoints, first values", "tests.frameworks.on_weights", ("transformers",)),
+    "examples": Library("Examples", "tests.frameworks.on_examples", ("transformers", "peft", "PIL")),
+    "people": Library("What people look at", "tests.frameworks.on_people", ("torch",)),
 }
+OF_OTHERS: Final = ("accelerate", "trainer", "lightning", "peft")
+"""Of these the ones that need more than what meshc is tested with."""
 
 UNTRIED: Final = (
     "releases of these libraries other than the ones named: no others were installed",

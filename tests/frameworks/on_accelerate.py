@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import meshc
 from tests.frameworks.on_torch import X, compiled, mlp
-from tests.frameworks.rows import Rows, refuses, same, same_parameters
+from tests.frameworks.rows import Rows, refuses, same, same_parameters, shared_folder
 from tests.processes.session import run_checks
 
 ROWS = Rows("accelerate")
@@ -28,12 +26,6 @@ PREPARED = "model = accelerator.prepare_model(model, evaluation_mode=True)"
 def accelerator(**kwargs: Any) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=True, **kwargs)
-
-
-def shared_folder() -> Path:
-    found = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(found)
-    return Path(found[0])
 
 
 @ROWS.row("backward, accumulate, clip_grad_norm_, optimizers and schedulers", line=PREPARED)

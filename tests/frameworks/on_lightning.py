@@ -15,9 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 import meshc
-from tests.frameworks.on_accelerate import shared_folder
 from tests.frameworks.on_torch import X, compiled, mlp
-from tests.frameworks.rows import Rows, refuses, same, same_parameters
+from tests.frameworks.rows import Rows, refuses, same, same_parameters, shared_folder
 from tests.processes.session import run_checks
 
 ROWS = Rows("lightning")

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 import meshc
-from tests.frameworks.on_accelerate import shared_folder
 from tests.frameworks.on_trainer import batches, llama
-from tests.frameworks.rows import Rows, refuses
+from tests.frameworks.rows import Rows, refuses, shared_folder
 from tests.processes.session import run_checks
 
 ROWS = Rows("peft")

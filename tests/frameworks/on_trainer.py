@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import meshc
-from tests.frameworks.on_accelerate import shared_folder
-from tests.frameworks.rows import Rows, refuses
+from tests.frameworks.rows import Rows, refuses, shared_folder
 from tests.processes.session import run_checks
 
 ROWS = Rows("trainer")
@@ -25,10 +24,10 @@ SIZES: dict[str, Any] = dict(
 STEPS = 3
 
 
-def llama() -> Any:
+def llama(dropout: float = 0.0) -> Any:
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=dropout)).double()
 
 
 def texts(rows: int = 12, tokens: int = 6) -> list[dict[str, torch.Tensor]]:
@@ -116,10 +115,70 @@ def saved(mesh: Any) -> None:
         _close(LlamaForCausalLM.from_pretrained(folder / name).double(), wanted)
 
 
-@ROWS.row("checkpoints to resume from", refused="the Trainer says: save_only_model=True; DCP of the program has the optimizer too")
+CHECKPOINTS = "TrainingArguments(save_only_model=True), and callbacks=[meshc.trainer_checkpoints()]"
+RESUMED: dict[str, Any] = dict(
+    save_strategy="steps", save_steps=2, save_only_model=True, optim="adamw_torch", learning_rate=0.01, lr_scheduler_type="linear"
+)
+
+
+def started(mesh: Any, inputs: str, folder: Path, steps: int = STEPS, dropout: float = 0.0) -> Any:
+    """A Trainer of a model that is compiled and was not trained yet, which saves at step 2 what can be gone on from."""
+    kind, rows = (Trainer, 2) if inputs == "local" else (Whole, 4)
+    model = llama(dropout)
+    meshc.compile(model, mesh, kwargs=batches(rows)[0], inputs=inputs)
+    given = arguments(folder, **RESUMED, max_steps=steps)
+    return kind(model=model, args=given, train_dataset=texts(), callbacks=[meshc.trainer_checkpoints()])
+
+
+def goes_on(mesh: Any, inputs: str, dropout: float) -> None:
+    """Stopped behind step 2 and started anew: what never stopped has the same parameters, and the same random numbers."""
+    folder = shared_folder()
+    whole = started(mesh, inputs, folder, dropout=dropout)
+    whole.train()
+    again = started(mesh, inputs, folder, dropout=dropout)
+    torch.random.manual_seed(99)
+    with torch.no_grad():
+        again.model(**batches(2 if inputs == "local" else 4)[0])  # a draw of its own, which resuming forgets
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert again.state.global_step == STEPS
+    theirs = dict(whole.model.named_parameters())
+    for name, parameter in again.model.named_parameters():
+        assert torch.equal(parameter.to_local(), theirs[name].to_local()), name
+    assert again.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
+    for one, other in zip(again.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
+        assert all(torch.equal(*(x.full_tensor() if hasattr(x, "full_tensor") else x for x in (one[key], other[key]))) for key in other)
+
+
+@ROWS.row('checkpoints to resume from: optimizer, schedule, random numbers, with inputs="local"', line=CHECKPOINTS, mesh="dp=2")
 def resumed(mesh: Any) -> None:
+    goes_on(mesh, "local", 0.25)
+
+
+@ROWS.row("the same on any mesh, and by a Trainer of the plain model", line=CHECKPOINTS)
+def resumed_elsewhere(mesh: Any) -> None:
+    goes_on(mesh, "global", 0.0)
+    folder = shared_folder()
+    saved = started(mesh, "global", folder)
+    saved.train()
+    plain = Whole(model=llama(), args=arguments(folder, **RESUMED), train_dataset=texts())
+    plain.is_distributed_loading_by_transformers = True  # no DDP: each rank trains all of it
+    plain.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    _close(saved.model, plain.model)
+
+
+@ROWS.row("checkpoints by the Trainer alone", refused=f"the Trainer says: save_only_model=True; with it {CHECKPOINTS.partition('and ')[2]}")
+def not_resumed(mesh: Any) -> None:
     model, _ = compiled(mesh, "global", 4)
     refuses(ValueError, "save_only_model=True", lambda: Trainer(model=model, args=arguments(shared_folder(), save_strategy="steps")))
+    folder = shared_folder()
+    given = arguments(folder, save_strategy="steps", save_steps=2, save_only_model=True)
+    Whole(model=model, args=given, train_dataset=texts()).train()
+    torch.distributed.barrier()
+    again = started(mesh, "global", folder)
+    refuses(meshc.StateError, "no optimizer.pt", lambda: again.train(resume_from_checkpoint=True))
+    plain = Whole(model=llama(), args=arguments(folder), train_dataset=texts(), callbacks=[meshc.trainer_checkpoints()])
+    plain.is_distributed_loading_by_transformers = True
+    refuses(meshc.StateError, "is not compiled", plain.train)
 
 
 @ROWS.row('ranks that are dealt other rows, with inputs="global"', refused='compile with inputs="local", or do not deal out')

@@ -8,12 +8,18 @@ A row without a `line` works by nothing; one with `refused` raises, and its chec
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshc
 
@@ -81,3 +87,24 @@ def same_parameters(model: torch.nn.Module, twin: torch.nn.Module) -> None:
     theirs = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
         same(parameter, theirs[name])
+
+
+def shared_folder() -> Path:
+    """A new folder, the same on all ranks."""
+    found = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(found)
+    return Path(found[0])
+
+
+def under_torchrun(*command: str, folder: Path) -> str:
+    """What a command prints that rank 0 starts under torchrun on two ranks of its own, in this folder; all ranks wait, and get it.
+    Raises AssertionError with what it said if it fails."""
+    said: list[Any] = [True, ""]
+    if dist.get_rank() == 0:
+        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        ended = subprocess.run([*torchrun, *command], cwd=folder, env=kept, capture_output=True, text=True, timeout=240)
+        said = [ended.returncode == 0, ended.stdout if ended.returncode == 0 else f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"]
+    dist.broadcast_object_list(said)
+    assert said[0], said[1]
+    return str(said[1])

@@ -8,16 +8,16 @@ from collections import defaultdict
 
 import pytest
 
-from tests.frameworks.libraries import LIBRARIES
+from tests.frameworks.libraries import LIBRARIES, OF_OTHERS
 from tests.runtime.launch import launch
 
-OTHERS = [one for one in LIBRARIES if one not in ("torch", "meshc")]
-"""What the rows of meshc's own check is checked in `tests/processes/`."""
+MARKS = {name: pytest.mark.frameworks if name in OF_OTHERS else pytest.mark.broad for name in LIBRARIES if name != "torch"}
+"""What most rows that are not about a library check is sampled elsewhere."""
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("library", ["torch", *(pytest.param(one, marks=pytest.mark.frameworks) for one in OTHERS)])
+@pytest.mark.parametrize("library", ["torch", *(pytest.param(name, marks=mark) for name, mark in MARKS.items())])
 def test_rows(library: str) -> None:
     for needed in LIBRARIES[library].needs:
         pytest.importorskip(needed, reason=f"{needed} is not installed: it is of the extra `frameworks` (make test-frameworks)")
@@ -25,6 +25,6 @@ def test_rows(library: str) -> None:
     for row in importlib.import_module(LIBRARIES[library].module).ROWS:
         by_mesh[row.mesh].append(row.name)
     for mesh, names in by_mesh.items():
-        ended = launch(f"{LIBRARIES[library].module}:run", mesh, *names, ranks=2, timeout_s=420)
+        ended = launch(f"{LIBRARIES[library].module}:run", mesh, *names, ranks=2, timeout_s=840)
         assert ended.ok, ended
         assert [line for line in ended.ranks[0].out.splitlines() if line in names] == names

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import meshc
 from meshc.frontend import padded_caches
 from tests.broad import broad
+from tests.processes import generation
 
 SIZES: dict[str, Any] = dict(
     vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -78,6 +81,29 @@ def test_a_cache_lies_as_it_is_read_and_is_left_so() -> None:
     assert "None, True" in next(line for line in str(prompt).splitlines() if "meshc.attention(" in line)
     written = [line for line in str(token).splitlines() if "aten.index_copy(" in line]
     assert len(written) == 4 and all("; over its operand" in line for line in written)
+
+
+@pytest.mark.parametrize("make", [generation.mamba, broad(generation.hybrid), broad(generation.both)])
+def test_states_of_recurrent_layers_are_handed_on_as_they_lie(make: Any) -> None:
+    """A token behind a prompt: on one device as with the model's own cache, and on ranks."""
+    torch.manual_seed(0)
+    model = make().eval().double().requires_grad_(False)
+    ids, theirs = torch.randint(3, 48, (4, 6)), DynamicCache(config=model.config)
+    first: Any = padded_caches.call(model, input_ids=ids, cache={}, cache_length=None)
+    assert torch.allclose(first.logits, model(ids, cache=theirs).logits, atol=1e-12)
+    layers = [padded_caches.held_by(layer) for layer in first.cache.layers]
+    for held in layers:
+        pair: Any = held if isinstance(held, list) else held.get("attention", [])
+        pair[:] = [F.pad(each, (0, 0, 0, 2)) for each in pair]
+    before = copy.deepcopy(layers)
+    token = {"input_ids": ids[:, :1], "cache": layers, "cache_length": torch.tensor(6), "use_cache": True}
+    second: Any = padded_caches.call(model, **token)
+    assert torch.allclose(second.logits, model(ids[:, :1], cache=theirs).logits, atol=1e-12)
+    torch.testing.assert_close(layers, before, rtol=0, atol=0)  # a model writes to copies
+    program = meshc.compile(model, meshc.Mesh("dp=2,tp=2"), kwargs=token)
+    assert meshc.verify(program).worst < 1e-12
+    lies = [str(port.sharding) for port in (*program.compiled.inputs, *program.compiled.outputs) if "_states." in port.name]
+    assert len(lies) == 4 * sum(isinstance(held, dict) for held in layers) and all("batch 4/dp" in each for each in lies), lies
 
 
 class Kept(torch.nn.Module):

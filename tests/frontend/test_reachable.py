@@ -3,11 +3,12 @@ looked for."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -152,6 +153,22 @@ def test_what_each_process_answers_for_itself_is_found_in_what_has_run() -> None
     assert found.beyond([scaled.__code__, reads_a_variable.__code__, nn.Linear.forward.__code__]) == ""
     assert [*environment([reads_a_variable.__code__, scaled.__code__])] == ["the environment's OMP_NUM_THREADS"]
     assert "tripled (test_reachable.py:" in found.beyond([tripled.__code__]) and "not found" in found.beyond([tripled.__code__])
+
+
+def guarded(by: float) -> Callable[[Tensor], Tensor]:
+    @contextlib.contextmanager
+    def guard(share: float) -> Iterator[None]:
+        yield
+
+    return guard(by)(scaled)
+
+
+def test_a_function_in_a_context_is_known_by_what_the_context_is_made_of() -> None:
+    """Its generator stands in the closure, and says nothing."""
+    mine, same, other = (reachable(nn.Module(), {"a": guarded(by)}) for by in (0.5, 0.5, 0.25))
+    assert mine.why == "" and difference(mine.places, same.places) == ""
+    assert "this rank has (0.5,), rank 0 has (0.25,)" in difference(mine.places, other.places)
+    assert scaled.__code__ in mine.code
 
 
 def test_what_cannot_be_compared_says_so() -> None:

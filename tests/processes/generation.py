@@ -17,13 +17,19 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -60,6 +66,24 @@ def bart() -> nn.Module:
 def opt() -> nn.Module:
     config = OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32)
     return OPTForCausalLM(config)
+
+
+def mamba() -> nn.Module:
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=4))
+
+
+def hybrid() -> nn.Module:
+    """A gated delta rule, and attention."""
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    kinds = ["linear_attention", "full_attention"]
+    config = Qwen3_5TextConfig(**SIZES, **delta, head_dim=8, layer_types=kinds)
+    return Qwen3_5ForCausalLM(config)
+
+
+def both() -> nn.Module:
+    """Layers that attend beside a recurrence of Mamba 2."""
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_chunk_size": 8}
+    return FalconH1ForCausalLM(FalconH1Config(**SIZES, **mamba))
 
 
 def compiled(make: Any, mesh: Any) -> tuple[Any, Any, Any]:
@@ -138,6 +162,37 @@ def windows_and_static(mesh: Any) -> None:
     _, model, twin = compiled(mistral, mesh)
     same(model, twin, input_ids=prompts(), max_new_tokens=20)
     same(model, twin, **padded(), cache_implementation="static")
+
+
+def states(mesh: Any) -> None:
+    """Recurrent layers keep states of one size: one program for any number of tokens. Their prompts are not filled up."""
+    for make in (mamba, hybrid, both):
+        program, model, twin = compiled(make, mesh)
+        same(model, twin, input_ids=prompts())
+        assert count(program) == 2, make
+        same(program, twin, **padded(), num_beams=2)
+        if make is not mamba:  # whose own code takes no prompt in parts
+            with refused("take one at a time"):
+                model.generate(prompts(), prefill_chunk_size=4, max_new_tokens=2)
+
+
+def states_held(mesh: Any) -> None:
+    """A cache that the user holds, also one that a plain model has filled: in other rows, and not written by others."""
+    program, _, twin = compiled(hybrid, mesh)
+    mine, theirs, ids = (DynamicCache(config=twin.config) for _ in range(2)), DynamicCache(config=twin.config), prompts()
+    cache, filled = mine
+    program(input_ids=ids, cache=cache)
+    twin(input_ids=ids, cache=theirs)
+    twin(input_ids=ids, cache=filled)
+    for one in (cache, theirs, filled):
+        one.reorder_cache(torch.tensor([2, 0, 0]))
+    state, wanted = cache.layers[0].recurrent_states[0], theirs.layers[0].recurrent_states[0]
+    assert torch.allclose(state.full_tensor(), wanted, atol=1e-6) and cache.get_seq_length() == 11
+    logits = twin(input_ids=ids[:, :1], cache=theirs).logits
+    for one in (cache, filled):
+        assert torch.allclose(program(input_ids=ids[:, :1], cache=one).logits, logits, atol=1e-6)
+    with pytest.raises(meshc.StateError, match="not compiled cannot write to it"):
+        twin(input_ids=ids[:, :2], cache=cache)  # of one token torch itself says that a DTensor is no tensor of this model
 
 
 def encoders(mesh: Any) -> None:
@@ -270,7 +325,8 @@ def seeds(mesh: Any) -> None:
 
 
 CHECKS = (
-    short, copies, greedy, encoders, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines, refusals, lengths,
+    short, copies, greedy, encoders, states, states_held, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines,
+    refusals, lengths,
     seeds,
 )  # fmt: skip
 

@@ -17,8 +17,8 @@ def test_an_adapter_is_read_into_shards_and_written_as_peft_has_it(mesh: str, tm
     assert ended.ranks[0].out.split() == ["adapters"]
 
 
+@pytest.mark.broad
 def test_an_adapter_of_peft_itself(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     ended = launch("tests.processes.adapters:with_peft", "tp=2", str(tmp_path), ranks=2, timeout_s=240)
     assert ended.ok, ended
     assert ended.ranks[0].out.split() == ["peft"]

@@ -18,10 +18,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
         broad("tp=2", 2, ("seeds",)),
         broad("tp=2", 2, ("rows", "copies", "sampled", "beams_and_chunks", "windows_and_static", "turns", "looked_at", "pipelines")),
         broad("tp=2", 2, ("encoders", "lengths")),
+        broad("tp=2", 2, ("states", "states_held")),
         broad("dp=2", 2, ("encoders", "greedy", "rows", "beams_and_chunks", "turns", "looked_at")),
         broad("pp=2", 2, ("greedy", "rows", "sampled")),
         broad("cp=2", 2, ("greedy", "rows", "windows_and_static")),
         broad("dp=2,tp=2", 4, ("greedy", "sampled")),
+        broad("dp=2,tp=2", 4, ("states", "states_held")),
         broad("pp=2,tp=2", 4, ("greedy",)),
     ],
 )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Caches of recurrent layers as their users hold them, between calls of a program: states on the mesh, all of one size at any length.
+
+    DynamicCache(layers=[StateLayer, StateLayer, CacheLayer, ...])     each: {"conv_states": {0: DTensor}, "recurrent_states": {0: DTensor}}
+
+They answer what a stock model's own code asks of them, as `cache_layers.py` does for keys and values. Tokens cannot be taken back: no state
+says what it was before. This file imports transformers, and is imported where a cache of it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from meshc.errors import StateError
+from meshc.frontend.stock_caches import STATES
+from meshc.runtime.run.cache_layers import ROWS, CacheLayer, taken
+
+Tables = Mapping[str, Mapping[int, DTensor]]
+
+
+class StateLayer(LinearAttentionLayer):
+    """States of one recurrent layer, by kind and number. `conv_states` and `recurrent_states` are what is in use of them, as they lie."""
+
+    is_compileable, is_croppable = False, False
+    record_past = False
+
+    def __init__(self, tables: Tables, rows: int, length: int) -> None:
+        self.tables: dict[str, dict[int, DTensor]] = {name: {**table} for name, table in tables.items()}
+        self.rows, self.length = rows, length
+
+    @property
+    def conv_states(self) -> dict[int, Any]:
+        return self._in_use(STATES[0])
+
+    @property
+    def recurrent_states(self) -> dict[int, Any]:
+        return self._in_use(STATES[1])
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        return {number: True for table in self.tables.values() for number in table} or {0: False}
+
+    @property
+    def number_of_states(self) -> int:
+        return len(self.has_previous_state)
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows
+
+    def update_conv_state(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises StateError: what writes to it is the program."""
+        raise StateError(
+            "this cache lies on the mesh, split as its program reads it, and a model that is not compiled cannot write to it\n"
+            "  what to do: give it to the compiled model, or start this model with a cache of its own"
+        )
+
+    update_recurrent_state = update_conv_state
+
+    def activate_past_recording(self) -> None:
+        """Raises StateError: tokens are not taken back."""
+        raise StateError(
+            "a program's cache of states cannot take tokens back, which generating with an assistant or by looking up the prompt does\n"
+            "  what to do: generate without assistant_model and prompt_lookup_num_tokens"
+        )
+
+    def reset(self) -> None:
+        self.tables, self.length = {}, 0
+
+    def offload(self) -> None:
+        """It stays where it lies."""
+
+    def prefetch(self) -> None:
+        """It stays where it lies."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] is."""
+        self._take(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the rows, by number or by a mask."""
+        self._take(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times over."""
+        self._take(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def states_of(self, rows: int) -> dict[str, dict[int, DTensor]]:
+        """Its states with this many rows; those that it has no need of are anything."""
+        every = torch.arange(rows).clamp(max=self.rows - 1)
+        return {name: {n: x if x.shape[ROWS] == rows else taken(x, every) for n, x in table.items()} for name, table in self.tables.items()}
+
+    def _take(self, rows: Tensor) -> None:
+        if self.tables:
+            self.tables = {name: {n: taken(x, rows) for n, x in table.items()} for name, table in self.tables.items()}
+            self.rows = len(rows)
+
+    def _in_use(self, name: str) -> dict[int, Any]:
+        return {number: state[: self.rows] for number, state in self.tables.get(name, {}).items()}
+
+
+class MixedLayer(StateLayer, CacheLayer):
+    """Of a layer that attends beside its recurrence: keys and values too."""
+
+    is_compileable, is_croppable = False, False
+
+    def __init__(
+        self, tables: Tables, buffers: Sequence[DTensor], rows: int, length: int, is_sliding: bool = False, max_length: int = -1
+    ) -> None:
+        CacheLayer.__init__(self, buffers, rows, length, is_sliding, max_length)
+        StateLayer.__init__(self, tables, rows, length)
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        StateLayer.crop(self, tokens_to_remove)
+
+    def _take(self, rows: Tensor) -> None:
+        if self.length:
+            self.buffers = tuple(taken(buffer, rows) for buffer in self.buffers)
+        StateLayer._take(self, rows)

@@ -1,0 +1,84 @@
+"""Checkpoints of transformers' Trainer that a compiled model's training goes on from.
+
+    checkpoint-20/   model.safetensors, trainer_state.json      the Trainer's own, as with `save_only_model=True`
+                     optimizer.pt, scheduler.pt                 whole tensors, in the form in which the Trainer reads them
+                     rng_state_0.pth, rng_state_1.pth, ..       each rank's, likewise
+
+The Trainer saves an optimizer on one rank, where it has a part of its state, and therefore refuses to. This callback is called on every
+rank: state is brought together, and rank 0 writes it. Resuming is the Trainer's own; what it reads are whole tensors, which become the
+ranks' parts (`runtime/state/whole_state.py`). The file imports transformers, and is imported where somebody asks for the callback.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any, Final
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from meshc.errors import StateError
+from meshc.runtime.state.ownership import store_of
+from meshc.runtime.state.store import Store
+
+OPTIMIZER: Final = "optimizer.pt"
+SCHEDULER: Final = "scheduler.pt"
+
+
+class TrainerCheckpoint(TrainerCallback, ExportableState):
+    """What `meshc.trainer_checkpoints` returns. It holds the store of the model that is trained."""
+
+    def __init__(self) -> None:
+        self.store: Store | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps of it in `trainer_state.json`: which random numbers come next."""
+        draws = {} if self.store is None else {"seed": self.store.seed, "step": self.store.step}
+        return {"args": {}, "attributes": {"draws": draws}}
+
+    def on_train_begin(self, args: Any, state: Any, control: object, model: nn.Module, **kwargs: object) -> None:
+        """Raises StateError for a model that is not compiled, and if what is gone on from was not written to its end."""
+        self.store = next((store for store in map(store_of, model.modules()) if store is not None), None)
+        if self.store is None:
+            raise StateError(
+                f"meshc.trainer_checkpoints() saves the optimizer of a compiled model, and this {type(model).__name__} is not compiled\n"
+                "  what to do: leave the callback out, or meshc.compile(model, mesh, ...) in front of the Trainer"
+            )
+        if not state.global_step:
+            return
+        folder = _folder(args, state)
+        if folder.is_dir() and not (folder / OPTIMIZER).is_file():
+            raise StateError(
+                f"{folder} has a model and no {OPTIMIZER}: it was written without this callback, or not to its end\n"
+                "  what to do: remove it, or train(resume_from_checkpoint=...) with an earlier one"
+            )
+        draws = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("draws", {})
+        self.store.seed, self.store.step = draws.get("seed", self.store.seed), draws.get("step", self.store.step)
+
+    def on_save(self, args: Any, state: Any, control: object, optimizer: Any, lr_scheduler: Any, **kwargs: object) -> None:
+        """Behind the Trainer's own writing, on every rank."""
+        folder = _folder(args, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = optimizer.state_dict()  # on the host of each rank: who asks is known by the name of this function
+        torch.save(_generators(), folder / ("rng_state.pth" if args.world_size == 1 else f"rng_state_{args.process_index}.pth"))
+        dist.barrier()  # what the optimizer's file stands for is there when it is
+        if args.should_save:
+            torch.save(lr_scheduler.state_dict(), folder / SCHEDULER)
+            torch.save(whole, folder / f"{OPTIMIZER}.tmp")
+            os.replace(folder / f"{OPTIMIZER}.tmp", folder / OPTIMIZER)
+        dist.barrier()
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _generators() -> dict[str, Any]:
+    """Of this process, as the Trainer has them."""
+    found = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    return {**found, "cuda": torch.cuda.random.get_rng_state_all()} if torch.cuda.is_available() else found
