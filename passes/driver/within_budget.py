@@ -13,7 +13,7 @@ and parameters lie on the host, if a rank may use it (`on_host.py`). The clock s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
@@ -21,7 +21,7 @@ from typing import Final
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
-from meshc.errors import PlanError
+from meshc.errors import MeshcError, PlanError
 from meshc.passes.driver import in_chunks, on_host, pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.phases.lowered import Lowered
@@ -82,7 +82,12 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
-    best = _whole_or_in_chunks(placed, request, budget, lower)
+    fits = attempt(lambda: _whole_or_in_chunks(placed, request, budget, lower))
+    if isinstance(fits, Refused):
+        best = _only_on_host(placed, request, fits.error, budget, room, lower)
+        best.heard.tell(hook)
+        return best.left
+    best = fits
     if best.held > budget and best.left.placed.decided().gathered:
         passing = attempt(lambda: _whole_or_in_chunks(placed, replace(request, attention="ring"), budget, lower))
         best = passing.noting(BY_RINGS) if isinstance(passing, _Kept) and passing.held < best.held else best
@@ -106,14 +111,31 @@ def _on_host(placed: Placed, best: _Kept, budget: int, room: int, lower: Lower) 
         placed.request, chunks=None if left.placed.chunked is None else left.placed.chunked.count,
         microbatches=left.request.microbatches, attention=left.request.attention,
     )  # fmt: skip
-    for plan in on_host.plans(left):
-        found = attempt(partial(_in_rounds, placed, replace(settled, plan=plan), budget, lower))
-        if isinstance(found, Refused):
-            continue
-        if memory.worst(found.left.as_program()).host <= room and _is_better(found, best, budget):
-            lines = [line for line in plan.offloads if line not in left.plan.offloads]
-            best = found.noting(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
+    for found in _of_plans(placed, left, settled, budget, room, lower):
+        best = found if _is_better(found, best, budget) else best
     return best
+
+
+def _only_on_host(placed: Placed, request: Request, error: MeshcError, budget: int, room: int | None, lower: Lower) -> _Kept:
+    """The best with state or parameters on the host, of a pipeline of which without them nothing keeps the budget: that is `error`, which
+    is raised where there is none."""
+    if room is None or not isinstance(error, DoesNotFit) or error.need.cut is None:
+        raise error
+    best: _Kept | None = None
+    for found in _of_plans(placed, error.need.cut, request, budget, room, lower):
+        best = found if best is None or _is_better(found, best, budget) else best
+    if best is None:
+        raise error
+    return best
+
+
+def _of_plans(placed: Placed, left: Lowered, request: Request, budget: int, room: int, lower: Lower) -> Iterator[_Kept]:
+    """What comes of what may lie on the host beside, as far as there is room for it. `left`: what its own plan has led to."""
+    for plan in on_host.plans(left):
+        found = attempt(partial(_in_rounds, placed, replace(request, plan=plan), budget, lower))
+        if isinstance(found, _Kept) and memory.worst(found.left.as_program()).host <= room:
+            lines = [line for line in plan.offloads if line not in left.plan.offloads]
+            yield found.noting(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
 
 
 def _whole_or_in_chunks(placed: Placed, request: Request, budget: int, lower: Lower) -> _Kept:

@@ -24,7 +24,9 @@ MEBI = 1024 * 1024
 
 
 def step_of(case: Case, mesh: str, plan: str | None = None, microbatches: int = 1, **asked: object) -> meshc.Program:
-    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+    sgd = torch.optim.SGD(case.model.parameters(), lr=0.1, momentum=0.9)
+    # of a pipeline state is what can lie elsewhere: there is more of it
+    optimizer = sgd if microbatches == 1 else torch.optim.AdamW(case.model.parameters(), lr=0.01)
     step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=microbatches)
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, plan=plan, options=meshc.Options(**asked))  # type: ignore[arg-type]
 
@@ -33,22 +35,31 @@ def held(program: meshc.Program) -> memory.RankBytes:
     return memory.worst(program.compiled)
 
 
+def first_refused(make: Callable[..., Case], mesh: str, plan: str | None, microbatches: int) -> int:
+    """A budget that nothing keeps without the host, and not much less than one that something keeps."""
+    most = held(step_of(make(batch=16), mesh, plan, microbatches, remat="layer")).total
+    for tenths in range(10, 0, -1):
+        budget = most * tenths // 10
+        try:
+            step_of(make(batch=16), mesh, plan, microbatches, memory_budget=budget)
+        except PlanError:
+            return budget
+    raise AssertionError("no budget is refused")
+
+
 @pytest.mark.parametrize(
-    "make, mesh, plan, microbatches, share",
+    "make, mesh, plan, microbatches",
     [
-        (nanogpt, "dp=2", None, 1, 0.6), broad(nanogpt, "dp_shard=2,tp=2", None, 1, 0.7),
-        broad(nanogpt, "dp=2", None, 2, 0.7),
-        broad(llama, "dp=2,tp=2", None, 1, 0.6), broad(gpt2, "dp=2", "dp: batch; store state", 1, 0.6),
-        broad(nanogpt, "pp=2,dp=2", None, 2, 0.6),
+        (nanogpt, "dp=2", None, 1), broad(nanogpt, "dp_shard=2,tp=2", None, 1),
+        broad(llama, "dp=2,tp=2", None, 1), broad(gpt2, "dp=2", "dp: batch; store state", 1), broad(nanogpt, "pp=2,dp=2", None, 2),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )  # fmt: skip
 def test_what_only_the_host_makes_possible_means_what_it_means(
-    make: Callable[..., Case], mesh: str, plan: str | None, microbatches: int, share: float
+    make: Callable[..., Case], mesh: str, plan: str | None, microbatches: int
 ) -> None:
     room = 10**7
-    budget = int(share * held(step_of(make(batch=16), mesh, plan, microbatches, remat="none")).total)
-    assert held(step_of(make(batch=16), mesh, plan, microbatches, remat="layer")).total > budget
+    budget = first_refused(make, mesh, plan, microbatches)
     program = step_of(make(batch=16), mesh, plan, microbatches, memory_budget=budget, host_budget=room)
     assert held(program).total <= budget and 0 < held(program).host <= room
     assert [note for note in program.compiled.notes if "a rank has on its host what `offload state" in note]
