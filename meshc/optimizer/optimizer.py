@@ -110,11 +110,12 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__qualname__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CompileError(
-            f"{name} evaluates the model several times in a step through a closure. A compiled step is one forward, one backward "
-            "and one update: use an optimizer that steps without a closure, or compile the module and keep LBFGS in eager code."
+            f"{name} evaluates the model several times in a step, through a closure\n"
+            "  why: a compiled step is one forward, one backward and one update\n"
+            "  what to do: an optimizer that steps without a closure; or compile the module alone, and step in eager code"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise CompileError(f"{name} takes sparse gradients, which a program does not have. Use Adam, and sparse=False in the embedding.")
+        raise CompileError(f"{name} takes sparse gradients, which a program has none of\n  what to do: Adam, and sparse=False in the embedding")
     if type(optimizer) in UPDATES:
         return
     parameters = list(inspect.signature(unhooked(type(optimizer).step)).parameters.values())[1:]
