@@ -205,19 +205,22 @@ def _takes_gradient(asked: Asked) -> bool:
 def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
     """Calls that no cache goes with. Raises InputError."""
     wrong = {
-        "it takes gradients, and a cache has none: call it under torch.no_grad(), as generate does": _takes_gradient(asked),
-        'the program takes parts of a batch: compile it with inputs="global"': asked.inputs != "global",
-        'its outputs are left as they lie: compile it with outputs="plain"': asked.outputs != "plain",
-        "sizes are left open by Options(dynamic=...): compile the model once more without it, for generation": bool(asked.dynamic),
-        "its attention is flex_attention, whose mask does not follow a length that is a tensor: load the model with "
-        'attn_implementation="sdpa" (or "eager")': "flex_attention" in _attentions(asked),
-        "it has labels, and a loss counts every token: pass the whole sequence, without a cache": named.get("labels") is not None,
-        "it says use_cache=False": named.get("use_cache") is False,
-        "it says return_dict=False: outputs with a cache have names": named.get("return_dict") is False,
+        ("it takes gradients, and a cache has none", "call it under torch.no_grad(), as generate does"): _takes_gradient(asked),
+        ("the program takes parts of a batch", 'compile it with inputs="global"'): asked.inputs != "global",
+        ("its outputs are left as they lie", 'compile it with outputs="plain"'): asked.outputs != "plain",
+        ("sizes are left open by Options(dynamic=...)", "compile the model once more without it, for generation"): bool(asked.dynamic),
+        (
+            "its attention is flex_attention, whose mask does not follow a length that is a tensor",
+            'load the model with attn_implementation="sdpa" (or "eager")',
+        ): "flex_attention" in _attentions(asked),
+        ("it has labels, and a loss counts every token", "pass the whole sequence, without a cache"): named.get("labels") is not None,
+        ("it says use_cache=False", "leave one of the two out"): named.get("use_cache") is False,
+        ("it says return_dict=False, and outputs with a cache have names", "leave it out"): named.get("return_dict") is False,
     }
-    said = [text for text, is_so in wrong.items() if is_so]
+    said = [told for told, is_so in wrong.items() if is_so]
     if said:
-        raise InputError("this call has a cache, and cannot: " + "; ".join(said))
+        whys, cures = zip(*said, strict=True)
+        raise InputError(f"this call has a cache, and cannot: {'; '.join(whys)}\n  what to do: {'; '.join(cures)}")
 
 
 def _attentions(asked: Asked) -> set[str]:

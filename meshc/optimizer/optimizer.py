@@ -115,7 +115,9 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
             "  what to do: an optimizer that steps without a closure; or compile the module alone, and step in eager code"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise CompileError(f"{name} takes sparse gradients, which a program has none of\n  what to do: Adam, and sparse=False in the embedding")
+        raise CompileError(
+            f"{name} takes sparse gradients, and a program has none\n  what to do: Adam, and sparse=False in the embedding"
+        )
     if type(optimizer) in UPDATES:
         return
     parameters = list(inspect.signature(unhooked(type(optimizer).step)).parameters.values())[1:]

@@ -62,7 +62,7 @@ PLANS = {
     "gpt2": (lambda: gpt2(layers=6), "dp=2,tp=2", "ddp+megatron", BOTH),
     "ring": (lambda: llama(layers=1), "dp=2,cp=2", None, LENGTHS),
 }
-OFTEN = ("nanogpt", "six layers")
+OFTEN = ("nanogpt",)
 
 
 def text_of(program: meshc.Program, name: str) -> list[str]:

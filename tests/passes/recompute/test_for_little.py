@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
 from meshc.cost import memory
-from meshc.ir import calls, op_name, records
+from meshc.ir import calls, op_name, records, spmd
 from meshc.ir.regions import region_of
 
 
@@ -74,3 +75,24 @@ def test_what_is_made_again_stands_in_the_region_that_reads_it() -> None:
 def test_lines_of_a_plan_say_otherwise() -> None:
     plan = "dp: batch\nremat layers.1: none"
     assert made_again(step_of(2048, 512, plan)) == ["aten.gelu"] * 3
+
+
+@pytest.mark.broad
+def test_an_exchange_is_made_again_for_its_bytes() -> None:
+    """Of a long sequence, where attention's output would be kept by heads and by positions (note 90)."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    model, ids = LlamaForCausalLM(config), torch.randint(0, 64, (1, 4096))
+    inputs = {"input_ids": ids, "labels": ids}
+    step, held = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)), {}
+    for remat in ("none", None):
+        asked = meshc.Options(remat=remat)
+        program = meshc.compile(step, meshc.Mesh("cp=4"), kwargs=inputs, plan="cp: heads@attention > seq", options=asked)
+        held[remat] = memory.worst(program.compiled).total
+    exchanged = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if node.target is spmd.all_to_all]
+    assert sum(records(node)[0].again for node in exchanged) == 1
+    assert held[None] < held["none"]
+    assert meshc.verify(program, dtype=torch.float64).ok
