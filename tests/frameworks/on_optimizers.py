@@ -88,7 +88,7 @@ def _row(what: str, name: str, check: Check, **more: Any) -> None:
 
 for _what, _name, _build in (
     ("Adafactor of torch", "adafactor", lambda params: torch.optim.Adafactor(params, lr=1e-2)),
-    ("Adafactor of transformers", "their_adafactor", lambda params: transformers.optimization.Adafactor(params, lr=None, warmup_init=True)),
+    ("Adafactor of transformers", "their_adafactor", lambda params: transformers.optimization.Adafactor(params, lr=None)),
     ("Muon of torch (whole matrices, on every rank)", "muon", lambda params: torch.optim.Muon(params, lr=1e-2)),
     ("Shampoo (likewise)", "shampoo", Shampoo),
     ("SOAP (likewise)", "soap", Soap),

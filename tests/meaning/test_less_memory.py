@@ -47,7 +47,7 @@ MESHES: Final = ("dp=2", "dp=2,tp=2", "dp_shard=2,tp=2", "pp=2,dp=2")
 WAYS: Final = ("selective", "layer", "state", "values", "budget")
 
 REFUSED: Final = {
-    "mlp": MESHES, "resnet": MESHES, "vit": MESHES[1:], "nanogpt": MESHES[3:],
+    "mlp": MESHES, "resnet": MESHES, "vit": MESHES[1:], "nanogpt": MESHES[3:], "gpt2": MESHES[3:], "bert": ("dp=2", "pp=2,dp=2"),
 }  # fmt: skip
 """Where nothing keeps the budget: what is left are products that backward reads, gradients and parameters."""
 NOTHING_TO_MAKE: Final = {("mlp", "layer", "dp_shard=2,tp=2")}
