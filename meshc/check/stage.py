@@ -35,7 +35,7 @@ Value: TypeAlias = Tensor | int | Sequence[Tensor | int] | None
 VIEWS_UNSAID = (aten.reshape.default, aten._unsafe_view.default)
 """Operators that may give a view though their schema does not say so."""
 
-PLACES: Final = ("start", "first", "real", "queries_of", "keys_of", "offsets")
+PLACES: Final = ("start", "first", "real", "queries_of", "keys_of", "offsets", "place", "count")
 """Arguments of meshc's own operators that say where a rank's tile begins, or how much of it there is: no shape depends on them."""
 
 

@@ -185,5 +185,5 @@ def _readers(node: Node) -> Iterator[Node]:
     for user in node.users:
         if user.op == "call_function":
             yield user
-            if may_view(user):
+            if may_view(user) or spmd.is_collective(user.target):  # of one rank, which gives back what it got
                 yield from _readers(user)

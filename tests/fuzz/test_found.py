@@ -226,9 +226,22 @@ class InGroups(nn.Module):
         return (torch.softmax(found @ y, -1).mean(0) ** 2).sum()
 
 
+class InTurns(nn.Module):
+    """How many of a rank's positions are steps is another number on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 6, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layer(x)[0] * y).sum()
+
+
 @pytest.mark.parametrize(
     "model, mesh, plan, shapes",
     [
+        (LastReadByNothing(), "a=4,b=2", "a: batch > bias.1; store params, state\nb: bias.1", ((2, 4), (4, 2))),
+        (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())),
         (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
         (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
     ],
