@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from meshc.errors import CompilerFault, MeshcError
+from meshc.errors import CompilerFault, MeshcError, VerifyError
 from tests.captured import Captured
 from tests.coverage_page import left_alone, put
 from tests.results import Results
@@ -54,7 +54,7 @@ def tried(one: Listed) -> dict[str, Any]:
         outcome, why = "equal", ""
     except NotBuilt as error:
         outcome, why = "not built", str(error)
-    except AssertionError as error:
+    except (AssertionError, VerifyError) as error:
         outcome, why = "not equal", str(error) or "an assertion"
     except CompilerFault as error:
         outcome, why = "failed", str(error)
