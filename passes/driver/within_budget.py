@@ -82,18 +82,22 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
-    fits = attempt(lambda: _whole_or_in_chunks(placed, request, budget, lower))
-    if isinstance(fits, Refused):
-        best = _only_on_host(placed, request, fits.error, budget, room, lower)
-        best.heard.tell(hook)
-        return best.left
-    best = fits
-    if best.held > budget and best.left.placed.decided().gathered:
-        passing = attempt(lambda: _whole_or_in_chunks(placed, replace(request, attention="ring"), budget, lower))
-        best = passing.noting(BY_RINGS) if isinstance(passing, _Kept) and passing.held < best.held else best
-    best = best if room is None else _on_host(placed, best, budget, room, lower)
+    found = attempt(lambda: _whole_or_in_chunks(placed, request, budget, lower))
+    if isinstance(found, Refused):
+        best = _only_on_host(placed, request, found.error, budget, room, lower)
+    else:
+        best = _or_by_rings(placed, request, found, budget, lower)
+        best = best if room is None else _on_host(placed, best, budget, room, lower)
     best.heard.tell(hook)
     return best.left
+
+
+def _or_by_rings(placed: Placed, request: Request, best: _Kept, budget: int, lower: Lower) -> _Kept:
+    """What holds less where keys pass round, if the best holds too much with some gathered."""
+    if best.held <= budget or not best.left.placed.decided().gathered:
+        return best
+    passing = attempt(lambda: _whole_or_in_chunks(placed, replace(request, attention="ring"), budget, lower))
+    return passing.noting(BY_RINGS) if isinstance(passing, _Kept) and passing.held < best.held else best
 
 
 def _on_host(placed: Placed, best: _Kept, budget: int, room: int, lower: Lower) -> _Kept:
