@@ -24,17 +24,16 @@ from torch.fx import Node
 from meshc import ir
 from meshc.cost import compiled
 from meshc.cost.fused import is_fused
+from meshc.cost.lies_in import lies_in, own_result
 from meshc.ir import layouts, sharing, spmd
 from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
 from meshc.ir.trail import computed, is_followed, largest
-from meshc.ops.in_place import REPLACED
 from meshc.pipelining.cut import slot
 from meshc.program import flying, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
-from meshc.program.bundle import is_copy
 from meshc.program.kept import Span, laid, spans
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
 from meshc.program.steps import last_reads, steps_of
@@ -328,7 +327,7 @@ class Walk:
                 self.ends = [(key, value) for key, value in zip(stage.outputs, node.args[0], strict=True) if isinstance(value, Node)]
                 continue
             whole = inside[node].whole if node in inside else node
-            if (call := _own_result(node)) is not None:
+            if (call := own_result(node)) is not None:
                 self.home[node], self.born[node], self.last[call] = node, self.born[call], position
                 self.size[node] = _there(node, ir.record(node), host, cpu)
                 self.size[call] -= self.size[node]
@@ -336,7 +335,7 @@ class Walk:
             if whole in joined:
                 self.home[node] = first.setdefault(whole, node)
             else:
-                self.home[node] = self.home.get(_lies_in(node, words), node)
+                self.home[node] = self.home.get(lies_in(node, words), node)
             if self.home[node] is node:
                 made = node.op == "call_function" and ir.has_record(node)
                 self.size[node] = _made_bytes(node, whole, host, cpu) if made else 0
@@ -479,30 +478,6 @@ def _beside_largest(*numbers: int) -> int:
 def _made_bytes(node: Node, whole: Node, host: bool, cpu: bool) -> int:
     """Bytes of the memory that a node makes, its own or the `whole` that it is the first part of; on the host, or on the device."""
     return 0 if is_fused(node) else sum(_there(whole, one, host, cpu) for one in ir.records(whole))
-
-
-def _own_result(node: Node) -> Node | None:
-    """The call that made it, if a node is one of several results that have memory of their own."""
-    if not ir.is_getitem(node):
-        return None
-    made, _ = ir.value_of(node)
-    if made.op != "call_function" or not isinstance(made.target, torch._ops.OpOverload) or made.target in REPLACED:
-        return None
-    alone = all(one.alias_info is None for one in made.target._schema.returns)
-    return made if alone and not any(other.args[1] == node.args[1] for other in made.users if other is not node) else None
-
-
-def _lies_in(node: Node, words: Words) -> Node:
-    """The value in whose memory a node's result lies: the node, if that is its own."""
-    if node.target in REPLACED:
-        return node.args[0]  # type: ignore[return-value]
-    if spmd.is_host_copy(node.target) and len(node.args) > 1:
-        return node.args[1]  # type: ignore[return-value]
-    if ir.is_getitem(node) and (made := ir.value_of(node)[0]).target in REPLACED:
-        return made.args[REPLACED[made.target][node.args[1]]]  # type: ignore[index, return-value]
-    if sharing.OVER_OPERAND in words(node) or (packing.is_view(node) and not is_copy(node)):
-        return node.all_input_nodes[0]
-    return node
 
 
 def _place(stage: Stage, node: Node) -> str:

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.cache_utils import DynamicLayer
 
-from meshc.errors import StateError
+from meshc.runtime.run.row_layers import RowLayer, refuse_writer
 
 ROWS, TOKENS = 0, 2
 """Dims of a buffer."""
 
 
-class CacheLayer(DynamicLayer):
+class CacheLayer(RowLayer, DynamicLayer):
     """Keys and values of one layer. `keys` and `values` are what is in use of them, as they lie on the mesh."""
 
     is_compileable, is_croppable, supports_early_init = False, True, False
@@ -43,19 +43,12 @@ class CacheLayer(DynamicLayer):
     def values(self) -> Tensor:
         return _narrowed(self.buffers[1], self.rows, self.length)
 
-    @property
-    def batch_size(self) -> int:
-        return self.rows
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """It holds something already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> NoReturn:
         """Raises StateError: what writes to it is the program."""
-        raise StateError(
-            "this cache lies on the mesh, split as its program reads it, and a model that is not compiled cannot write to it\n"
-            "  what to do: give it to the compiled model, or start this model with a cache of its own"
-        )
+        refuse_writer()
 
     def get_seq_length(self) -> int:
         return self.length
@@ -74,24 +67,6 @@ class CacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.length = 0
-
-    def offload(self) -> None:
-        """It stays where it lies."""
-
-    def prefetch(self) -> None:
-        """It stays where it lies."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] is."""
-        self._take(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Some of the rows, by number or by a mask."""
-        self._take(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times over."""
-        self._take(torch.arange(self.rows).repeat_interleave(repeats))
 
     def _take(self, rows: Tensor) -> None:
         if self.length == 0:

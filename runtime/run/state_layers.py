@@ -19,11 +19,12 @@ from transformers.cache_utils import LinearAttentionLayer
 from meshc.errors import StateError
 from meshc.frontend.stock_caches import STATES
 from meshc.runtime.run.cache_layers import ROWS, CacheLayer, taken
+from meshc.runtime.run.row_layers import RowLayer, refuse_writer
 
 Tables = Mapping[str, Mapping[int, DTensor]]
 
 
-class StateLayer(LinearAttentionLayer):
+class StateLayer(RowLayer, LinearAttentionLayer):
     """States of one recurrent layer, by kind and number. `conv_states` and `recurrent_states` are what is in use of them, as they lie."""
 
     is_compileable, is_croppable = False, False
@@ -49,16 +50,9 @@ class StateLayer(LinearAttentionLayer):
     def number_of_states(self) -> int:
         return len(self.has_previous_state)
 
-    @property
-    def batch_size(self) -> int:
-        return self.rows
-
     def update_conv_state(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises StateError: what writes to it is the program."""
-        raise StateError(
-            "this cache lies on the mesh, split as its program reads it, and a model that is not compiled cannot write to it\n"
-            "  what to do: give it to the compiled model, or start this model with a cache of its own"
-        )
+        refuse_writer()
 
     update_recurrent_state = update_conv_state
 
@@ -71,24 +65,6 @@ class StateLayer(LinearAttentionLayer):
 
     def reset(self) -> None:
         self.tables, self.length = {}, 0
-
-    def offload(self) -> None:
-        """It stays where it lies."""
-
-    def prefetch(self) -> None:
-        """It stays where it lies."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] is."""
-        self._take(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Some of the rows, by number or by a mask."""
-        self._take(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times over."""
-        self._take(torch.arange(self.rows).repeat_interleave(repeats))
 
     def states_of(self, rows: int) -> dict[str, dict[int, DTensor]]:
         """Its states with this many rows; those that it has no need of are anything."""

@@ -1,0 +1,50 @@
+"""What caches on the mesh have in common, whatever of a layer they hold: rows that are put in another order, chosen or repeated, and no
+writer but the program."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from meshc.errors import StateError
+
+
+class RowLayer:
+    """Of `rows` rows; `_take` makes of them others, by number."""
+
+    rows: int
+
+    def _take(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows
+
+    def offload(self) -> None:
+        """It stays where it lies."""
+
+    def prefetch(self) -> None:
+        """It stays where it lies."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] is."""
+        self._take(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some of the rows, by number or by a mask."""
+        self._take(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times over."""
+        self._take(torch.arange(self.rows).repeat_interleave(repeats))
+
+
+def refuse_writer() -> NoReturn:
+    """Raises StateError: what writes to a cache is the program."""
+    raise StateError(
+        "this cache lies on the mesh, split as its program reads it, and a model that is not compiled cannot write to it\n"
+        "  what to do: give it to the compiled model, or start this model with a cache of its own"
+    )
