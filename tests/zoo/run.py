@@ -82,5 +82,6 @@ def described(program: PlainProgram) -> dict[str, Any]:
 
 
 def first_line(error: str) -> str:
-    """An error in one line of the table, without addresses and without what would break a table."""
-    return re.sub(r"0x[0-9a-f]+", "0x...", error.splitlines()[0]).replace("|", "/")[:160]
+    """An error in one line of the table, without addresses and folders, and without what would break a table."""
+    line = re.sub(r"(/[\w.+-]+)+/(?=[\w-]+\.py)", "", error.splitlines()[0])
+    return re.sub(r"0x[0-9a-f]+", "0x...", line).replace("|", "/")[:160]
