@@ -48,7 +48,7 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 BUCKETS = 4
-"""There are about so many of a small model, of no less than `FIRST` bytes each."""
+"""There are about so many of a model. Those of a small one would be below `ALONE`: there are fewer, two at least, of `FIRST` bytes at least."""
 
 
 class _Alike(NamedTuple):
@@ -150,7 +150,7 @@ def _reduces(node: Node) -> bool:
 def _limit(gradients: list[Node]) -> int:
     """The bytes of a bucket at most: there are several, so that one travels while the next is made, and is gone when the one after is."""
     total = sum(local_bytes(record(node)) for node in gradients)
-    return min(BUCKET, max(FIRST, total // BUCKETS)) if total > 2 * FIRST else total
+    return min(BUCKET, max(FIRST, min(total // 2, max(total // BUCKETS, ALONE)))) if total > 2 * FIRST else total
 
 
 def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: bool) -> list[list[Node]]:

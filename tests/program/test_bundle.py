@@ -124,10 +124,17 @@ def test_gradients_go_in_four_buckets_or_so() -> None:
     assert sent(stage) == [8 * 512 * 512] * 4
 
 
-def test_a_bucket_has_a_least_size() -> None:
-    building, stage = gradients([(64, 512)] * 16)  # 256 KiB each
+def test_a_small_models_gradients_go_in_fewer() -> None:
+    building, stage = gradients([(256, 512)] * 20)  # 1 MiB each
     bundle(stage, building.sizes)
-    assert sent(stage) == [4 * 64 * 512] * 4
+    assert sent(stage) == [8 * 256 * 512, 8 * 256 * 512, 4 * 256 * 512]
+
+
+def test_a_bucket_has_a_least_size() -> None:
+    for each, alike in ((16, [8, 8]), (9, [4, 4, 1])):
+        building, stage = gradients([(64, 512)] * each)  # 256 KiB each
+        bundle(stage, building.sizes)
+        assert sent(stage) == [count * 64 * 512 for count in alike]
 
 
 def test_a_bucket_has_an_upper_size() -> None:

@@ -14,6 +14,7 @@ from meshc.cost import memory
 from meshc.ir import calls, local_bytes, record, spmd
 from meshc.ir.regions import blocks
 from meshc.passes.lower.fuse_updates import fused
+from meshc.program import bundle
 from meshc.program.kept import places, sizes_of
 from meshc.text.parse import parse_stage
 from tests.passes.stepped import steps
@@ -22,6 +23,12 @@ WIDTH, LAYERS = 256, 16
 WEIGHT = 4 * WIDTH * WIDTH
 BUCKET = 4
 """Layers, whose gradients have a mebibyte."""
+
+
+@pytest.fixture(autouse=True)
+def _four_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a larger model; of one of four mebibytes there would be two."""
+    monkeypatch.setattr(bundle, "ALONE", BUCKET * WEIGHT)
 
 
 class Deep(nn.Module):
