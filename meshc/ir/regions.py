@@ -17,6 +17,7 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.ir import runs_on_host, spmd
+from meshc.ir.used_rows import of_used_rows
 from meshc.private import OpOverload
 
 REGION: Final = "meshc region"
@@ -55,6 +56,8 @@ def why_alone(node: Node, changing: set[Node]) -> str:
         return "says where a rank or a microbatch stands"
     if any(operand in changing for operand in node.all_input_nodes):
         return "is another for each microbatch"
+    if of_used_rows(node):
+        return "has as many rows as are used"
     return "writes into its operands" if writes(node) else ""
 
 

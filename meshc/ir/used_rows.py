@@ -69,6 +69,12 @@ def dim_of(node: Node) -> int | None:
     return None if found is None or isinstance(found, tuple) else found.used
 
 
+def of_used_rows(node: Node) -> bool:
+    """Whether a call reads or makes such values: how long they are is not known before it runs."""
+    made = KEY in node.meta and any(one.used is not None for one in records(node))
+    return made or any(dim_of(operand) is not None for operand in node.all_input_nodes)
+
+
 def rows_dim(node: Node, dims: Dims) -> int | None:
     """Of a call that reads such values, the dim of the rows in what it makes, if it treats each row by itself; else None."""
     given = [operand for operand in leaves((node.args, node.kwargs)) if isinstance(operand, Node)]

@@ -11,8 +11,9 @@ and so backward. There is a row for each choice that a token could have made of 
 expert, and the operators between run on them alone. How many there are is data: types keep the bound, and say so (`meshc/ir/used_rows.py`).
 A layer whose operators do not all treat each row by itself stays as it is.
 
-Not for a backend that compiles, which asks for sizes. On CUDA the host would wait for the sizes: only where rows are sent, which it waits
-for in any case (`send_rows.py`); elsewhere a step may be captured whole.
+A backend that compiles asks for sizes: what is of these rows is in none of its regions, but runs between them. On CUDA the host would wait
+for the sizes: only where rows are sent, which it waits for in any case (`send_rows.py`); elsewhere a step may be captured whole. Nor
+there where regions are compiled: nobody has measured which of the two is faster.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ FILLED: Final[Mapping[object, int]] = {
 
 def keep_used_rows(lowered: Lowered) -> Lowered:
     """In each layer of routed experts where it can be."""
-    if lowered.request.backend != "eager":
+    cuda = lowered.mesh.device_type == "cuda"
+    if cuda and lowered.request.backend != "eager":
         return lowered
     for stage in lowered.stages.values():
-        if lowered.mesh.device_type != "cuda" or any(node.target in spmd.OF_ROWS for node in stage.graph.nodes):
+        if not cuda or any(node.target in spmd.OF_ROWS for node in stage.graph.nodes):
             keep(stage.graph)
     return lowered
 

@@ -11,7 +11,8 @@ from expecttest import assert_expected_inline
 
 import meshc
 from meshc.check.program import check_program
-from meshc.ir.used_rows import dim_of
+from meshc.ir.regions import region_of
+from meshc.ir.used_rows import dim_of, of_used_rows
 from meshc.passes import rules
 from meshc.passes.lower.keep_used_rows import keep
 from meshc.program.program import PlainProgram
@@ -148,12 +149,14 @@ def test_a_step_has_no_row_without_a_choice(family: str, mesh: str) -> None:
     check_program(found, "program", rules)
 
 
-def test_a_backend_that_compiles_has_all_rows() -> None:
+def test_used_rows_are_in_no_region_that_is_compiled() -> None:
     found = case("mixtral")
     step = meshc.TrainStep(found.model, optimizer=torch.optim.SGD(found.model.parameters(), lr=0.1), loss=lambda output: output.loss)
     compiled = meshc.compile(step, meshc.Mesh("ep=2"), backend="inductor", kwargs=found.call_kwargs).compiled
-    assert isinstance(compiled, PlainProgram) and "meshc.group_mm.default" in operators(compiled)
-    assert "meshc.used_rows.default" not in operators(compiled)
+    assert isinstance(compiled, PlainProgram)
+    assert "meshc.used_rows.default" in operators(compiled) and operators(compiled).isdisjoint(PADDED)
+    inside = [node for stage in compiled.stages.values() for node in stage.graph.nodes if region_of(node) is not None]
+    assert inside and not any(map(of_used_rows, inside))
 
 
 @pytest.mark.parametrize(
