@@ -15,6 +15,7 @@ from meshc.ir.functions import Function, Keywords, Target
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
+from meshc.passes.phases.order import natural
 
 aten = torch.ops.aten
 
@@ -61,6 +62,7 @@ class Builder:
         node = self.graph.call_function(target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
+        sharding = None if sharding is None else natural(sharding)
         changes = {"sharding": sharding} if reason is None else {"sharding": sharding, "reason": reason}
         known = [argument for argument in operands(node) if argument in self.shapes]
         near = [self.shapes[argument] for argument in known]
@@ -90,6 +92,7 @@ class Builder:
     def lying(self, node: Node, sharding: Sharding) -> Node:
         """A value whose type is to say that it lies so; where its own says that axes split other dims, a view: a tile of one position may
         be in either, and the operands of a view that changes no shape on a rank would be taken for its result."""
+        sharding = natural(sharding)
         own = record(node).sharding if self.shapes.get(node) is not None else None
         if own is None or _splits(own) == _splits(sharding):
             return node

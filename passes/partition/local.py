@@ -36,6 +36,7 @@ class Lowering(Local):
         reason: str,
         in_zigzag: bool = False,
         in_turns: Turns | None = None,
+        in_order: bool = False,
     ) -> None:
         self.build = build
         self.instance = instance
@@ -45,6 +46,7 @@ class Lowering(Local):
         self.reason = reason
         self.in_zigzag = in_zigzag
         self.in_turns = in_turns
+        self.in_order = in_order
 
     @property
     def node(self) -> Node:
@@ -208,6 +210,10 @@ class Lowering(Local):
     @property
     def balanced(self) -> bool:
         return self.in_zigzag
+
+    @property
+    def lies_balanced(self) -> bool:
+        return self.in_order
 
     @property
     def turns(self) -> Turns | None:

@@ -7,6 +7,7 @@ from meshc.passes.partition.turns import with_turns
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import carried
 from meshc.passes.phases.placed import Placed
+from meshc.passes.place.orders import in_orders
 from meshc.passes.stages.gather_once import gathers_once
 from meshc.passes.trace import parts
 from meshc.program.program import Stage
@@ -20,7 +21,7 @@ def make_main_stage(placed: Placed) -> Lowered:
     guarded = placed.mesh.device_type if placed.request.check_indices else None
     late = () if placed.chunked is None else placed.chunked.nodes
     graph = partition(
-        joint.graph, placed.decided(), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded, late
+        joint.graph, in_orders(placed.decided(), joint.graph), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded, late
     )
     stage = Stage("main", graph, tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
     return Lowered(

@@ -29,6 +29,8 @@ from meshc.passes.partition.reasons import differing, lines, moved, reader, summ
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.phases.order import is_zigzag, natural, plain_tokens, turned
+from meshc.passes.place.orders import in_any_order
 from meshc.passes.place.spread import backward_map, forward_map, spread
 from meshc.passes.rules.bounds import Bound
 from meshc.passes.rules.rule import Made
@@ -142,11 +144,21 @@ class Partitioner:
             return found
         if node.op == "call_function" and (self.guards is None or value not in self.guards.whole):
             instance = self.factors.instances[node]
+            made_here = node in self.assignment.free or instance.kind == "layout"
+            if made_here and turned(want) and not self._made_in(instance, index, want):
+                self.need(value, natural(want), reason)
+                return self._reshard(value, want, reason)
             if node in self.assignment.free:
                 return self._recompute(instance, index, want, reason)
             if instance.kind == "layout":
                 return self._layout(instance, index, want, reason)
         return self._reshard(value, want, reason)
+
+    def _made_in(self, instance: Instance, index: int, want: Sharding) -> bool:
+        """Whether an operator that runs where its result is read can make that in the order that is wanted."""
+        rows = zip(want.dims, instance.results[index], strict=True)
+        parts = (pair for parts, row in rows for pair in zip(parts, row, strict=True))
+        return in_any_order(instance, [token for part, token in parts if any(map(is_zigzag, part.axes))])
 
     def _reshard(self, value: Value, want: Sharding, reason: str) -> Form:
         usable = self._usable(value)
@@ -210,7 +222,7 @@ class Partitioner:
                      for part, token in zip(parts, row, strict=True)}  # fmt: skip
             self._apply(instance, form, grown)
             return self.forms[value][want]
-        given = self._natural(source)
+        given = natural(self._natural(source)) if instance.tied else self._natural(source)
         lying = forward_map(instance, index, given, self.assignment.whole(value))
         if lying == want:
             lying = want
@@ -342,8 +354,9 @@ class Partitioner:
         masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
         if self.guards is not None:
             masked = self.guards.of_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
-        how = node in self.assignment.zigzag, self.assignment.turns.get(node)
-        local = Lowering(self.build, instance, masked, results, dict(chosen), "", *how)
+        in_order = any(is_zigzag(axis) for axes in chosen.values() for axis in axes)
+        how = node in self.assignment.zigzag, self.assignment.turns.get(node), in_order
+        local = Lowering(self.build, instance, masked, list(map(natural, results)), plain_tokens(chosen), "", *how)
         if instance.rule.lower is not None:
             made = instance.rule.lower(local)
         else:
@@ -356,7 +369,7 @@ class Partitioner:
             zero = self._zero(instance, index, operands, sharding)
             form = Form(result, replace(sharding, zero=zero), phase)
             if result.op == "call_function" and record(result).sharding is None:
-                update(result, sharding=form.sharding, of=f"{node.name}.{index}")
+                update(result, sharding=natural(form.sharding), of=f"{node.name}.{index}")
             if self._existing((node, index), form.sharding) is None:
                 self._add((node, index), form)
 

@@ -25,6 +25,7 @@ from meshc.ir import spmd, update
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
+from meshc.passes.phases.order import is_zigzag, natural, plain, turned
 
 aten = torch.ops.aten
 
@@ -161,8 +162,10 @@ class _Way:
 def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
     """Elements that a rank sends on the way (ring algorithms), plus a little for each collective so that fewer wins."""
     total = 0
-    now = source
-    for step in steps(source, target):
+    now, target, exchanges = _between(source, target)
+    for sharding, _ in exchanges:
+        total += prod(local_shape(sharding, sizes)) // 2 + 1
+    for step in steps(now, target):
         before = prod(local_shape(now, sizes))
         now = apply(now, step)
         after = prod(local_shape(now, sizes))
@@ -199,16 +202,55 @@ def reshard(
     first: frozenset[str] = frozenset(),
 ) -> tuple[Node, Sharding]:
     """Emit the steps; returns the node and its sharding with what is known of its padding."""
-    now = source
-    for step in merge(steps(source, target, sequential, first)):
+    now, last, exchanges = _between(source, target)
+    for sharding, part in exchanges:
+        if part in _turned(source):
+            x = exchanged(build, x, sharding, part, reason)
+    for step in merge(steps(now, last, sequential, first)):
         after = apply(now, step)
         zero = _zero_after(now, after, step, build.sizes)
         after = replace(after, zero=zero)
         x = _emit(build, x, now, after, step, reason)
         now = after
+    for sharding, part in exchanges:
+        if part not in _turned(source):
+            x = exchanged(build, x, sharding, part, reason)
+    if turned(target):
+        now = replace(target, pending=now.pending, zero=now.zero)
     if replace(now, zero=frozenset()).pending != target.pending and dict(now.pending) == dict(target.pending):
         now = replace(now, pending=target.pending)
     return x, now
+
+
+def _turned(sharding: Sharding) -> set[Place]:
+    return {(dim, position) for dim, position, part in sharding.parts() if any(map(is_zigzag, part.axes))}
+
+
+def _between(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding, list[tuple[Sharding, Place]]]:
+    """From where to where a value goes by steps that know of no order; and what is exchanged, before and after them: a part of what lies
+    so. What lies in the same order in both is not."""
+    exchanges: list[tuple[Sharding, Place]] = []
+    for place in sorted(_turned(source) ^ _turned(target)):
+        (dim, position), now = place, source if place in _turned(source) else target
+        axes = plain(now.dims[dim][position].axes)
+        if now is source:
+            source = source.with_axes(dim, position, axes)
+        else:
+            target = target.with_axes(dim, position, axes)
+        exchanges.append((natural(now), place))
+    return source, target, exchanges
+
+
+def exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
+    """A tile with the second half of a part exchanged for that of the mirrored rank: in zigzag order, or home again."""
+    moved, dim = _expose(build, x, sharding, part, always=True)
+    size, axes = build.shape(moved)[dim], list(sharding.dims[part[0]][part[1]].axes)
+    keep = size - size // 2
+    mine, theirs = (build.emit(aten.slice.Tensor, moved, dim, *where) for where in ((0, keep), (keep, size)))
+    theirs = build.emit(spmd.mirror, theirs, axes, reason=reason)
+    moved = _restore(build, build.emit(aten.cat.default, [mine, theirs], dim), sharding)
+    update(moved, sharding=sharding)
+    return moved
 
 
 def merge(found: list[Step]) -> list[Step]:
@@ -281,7 +323,7 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
     else:
         moved = _exchange(build, x, now, after, step, reason, size, count)
     moved = _restore(build, moved, after)
-    update(moved, sharding=after)
+    update(moved, sharding=natural(after))
     return moved
 
 

@@ -105,6 +105,10 @@ class Local(Protocol):
         """Whether what passes round is to lie in an order that gives every rank as much to do."""
 
     @property
+    def lies_balanced(self) -> bool:
+        """Whether the operands lie in that order already, and the results are to."""
+
+    @property
     def turns(self) -> Turns | None:
         """How ranks are to take their stretches in turn; None: at once, where the rule joins stretches, else all rows in one part."""
 

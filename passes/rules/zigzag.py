@@ -49,6 +49,8 @@ class Zigzag(Ring):
 
     def exchanged(self, x: Node, dim: int = 2) -> Node:
         """Of natural order in zigzag order, and back. Backward finds what forward has exchanged: it is kept in that order alone."""
+        if self.local.lies_balanced:
+            return x
         known, key = self.local.arranged, (x, (dim, *self.axes))
         if key not in known:
             size = self.local.shape(x)[dim]
@@ -96,7 +98,8 @@ class Zigzag(Ring):
         )
         out, lse = self.joined(parts)
         home = [self.exchanged(self.narrow(out, q)), self.exchanged(lse)]
-        self.local.arranged[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
+        if not self.local.lies_balanced:
+            self.local.arranged[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
         return home
 
     def backward(self) -> list[Node]:

@@ -1,0 +1,222 @@
+"""Orders: which values lie in the order of the rings that read them, so that each is put in order once and not at each attention.
+
+    x = embedding(ids)      natural                           x = embedding(ids')      zigzag, and so on to the loss
+    q = mm(norm(x), w)      natural                           q = mm(norm(x), w)
+    a = ring(q', k', v')    exchanged, and home again         a = ring(q, k, v)
+
+What treats each position by itself may have its operands and results in either order. Attention whose rings lie in zigzag order wants
+that, what the model is given and gives is in natural order, and so is whatever reads positions, neighbours or a prefix. Of all ways the one
+whose exchanges are fewest bytes is a minimum cut between the two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from torch.fx import Graph, Node
+
+from meshc.ir import op_name, records, value_of
+from meshc.ir.graph import results_of
+from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.sizes import Size
+from meshc.ir.trail import answer
+from meshc.later import Later
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.phases.order import zigzag
+from meshc.passes.place.spread import spread
+
+if TYPE_CHECKING:
+    from scipy import sparse
+    from scipy.sparse import csgraph
+else:
+    sparse, csgraph = Later("scipy.sparse"), Later("scipy.sparse.csgraph")
+
+ANY_ORDER: Final = frozenset({
+    "aten.embedding", "aten.embedding_dense_backward", "aten.addmm", "aten._log_softmax", "aten._log_softmax_backward_data",
+    "aten._softmax", "aten._softmax_backward_data", "aten.mean", "aten.sum", "aten.native_layer_norm", "aten.native_layer_norm_backward",
+    "meshc.take", "meshc.take_backward", "meshc.one_hot", "aten.full", "aten.zeros", "aten.ones", "aten.full_like", "aten.zeros_like",
+    "aten.ones_like", "aten.new_zeros", "aten.new_full", "aten.new_ones",
+})  # fmt: skip
+"""Operators whose lowering looks at where a tile begins, but along other letters than those that pass: all that stand beside each other
+in an operand and in a result. Operators without a lowering of their own are called on tiles as they are, wherever these begin."""
+
+ENDS: Final = 2
+"""The two ends of the cut: zigzag order and natural order."""
+
+
+@dataclass(frozen=True)
+class _Along:
+    """A factor whose values may lie in another order along an axis that splits it."""
+
+    factor: int
+    axis: str
+
+
+def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
+    """The assignment, in which what lies in zigzag order says so."""
+    rings: dict[_Along, list[Node]] = defaultdict(list)
+    for node in assignment.zigzag:
+        if (along := _along(assignment, node)) is not None:
+            rings[along].append(node)
+    for along, attentions in rings.items():
+        assignment = _Ordering(assignment, graph, along).turned(attentions)
+    return assignment
+
+
+def _along(assignment: Assignment, node: Node) -> _Along | None:
+    """What a ring passes along, if its tiles have halves and none is padded."""
+    instance = assignment.factors.instances[node]
+    ((letter, passing),) = instance.rule.rings.items()
+    factor, (axis,) = instance.factor[letter, 0], assignment.chosen[node][letter, 0]
+    size = assignment.factors.size[factor]
+    if instance.factor[passing.letter, 0] != factor or isinstance(size, Size) or size % (2 * assignment.sizes[axis]):
+        return None
+    return _Along(factor, axis)
+
+
+def in_any_order(instance: Instance, tokens: Collection[Token]) -> bool:
+    """Whether an operator does the same to each position along these tokens, in whatever order they are."""
+    if instance.kind == "unknown" or any(token in instance.tied or token in instance.whole for token in tokens):
+        return False
+    name = op_name(instance.node)
+    return instance.kind == "layout" or instance.rule.lower is None or name in ANY_ORDER or name.rpartition(".")[0] in ANY_ORDER
+
+
+class _Ordering:
+    """The values along one factor and axis."""
+
+    def __init__(self, assignment: Assignment, graph: Graph, along: _Along) -> None:
+        self.assignment, self.graph, self.along = assignment, graph, along
+        self.factors = assignment.factors
+
+    def turned(self, attentions: Sequence[Node]) -> Assignment:
+        """The assignment with what is to lie in zigzag order, given that these do."""
+        free = [node for node in self.assignment.chosen if node in attentions or self._any_order(self.factors.instances[node])]
+        place = {node: index + ENDS for index, node in enumerate(free)}
+        bytes_of: dict[tuple[int, int], int] = {}
+        for value, sharding, reader in self._read():
+            ends = place.get(value[0], 1), place.get(reader, 1) if reader is not None else 1
+            if ends[0] != ends[1]:
+                key = min(ends), max(ends)
+                bytes_of[key] = bytes_of.get(key, 0) + self._bytes(value, sharding)
+        wanted = {place[node] for node in attentions}
+        natural = answer(partial(_natural, tuple(bytes_of), frozenset(wanted), len(free) + ENDS), *bytes_of.values())
+        return self._rewritten({node for node in free if place[node] not in natural})
+
+    def _read(self) -> Iterator[tuple[Value, Sharding, Node | None]]:
+        """What is read that the axis splits where it is made, how it lies there, and by whom in the same split; None: in another one."""
+        for node in self.assignment.chosen:
+            instance = self.factors.instances[node]
+            for value, want in zip(instance.values, self.assignment.wanted[node], strict=True):
+                if self._splits(value, want):
+                    yield from ((*source, node) for source in self._sources(value, want))
+                else:
+                    yield from self._made(value)
+        for result in results_of(self.graph):
+            yield from self._made(value_of(result))
+
+    def _made(self, value: Value) -> Iterator[tuple[Value, Sharding, None]]:
+        """What an operator that computes has made, and how it lies, if the axis splits it."""
+        while (instance := self.factors.instances.get(value[0])) is not None and instance.kind == "layout":
+            value = instance.values[0]
+        given = self.assignment.given.get(value)
+        if given is not None and self._splits(value, given):
+            yield value, given, None
+
+    def _sources(self, value: Value, want: Sharding) -> Iterator[tuple[Value, Sharding]]:
+        """What a value is made of where it is read: of layout and of what is made again for each reader, in the order that the reader wants,
+        their operands, and so on."""
+        instance = self.factors.instances.get(value[0])
+        if instance is None or value[0] in self.assignment.chosen:
+            yield value, want
+            return
+        tokens = {token: part.axes for parts, row in zip(want.dims, instance.results[value[1]], strict=True)
+                  for part, token in zip(parts, row, strict=True)}  # fmt: skip
+        if not in_any_order(instance, [token for token, axes in tokens.items() if axes == (self.along.axis,)]):
+            yield value, want
+            return
+        for operand, dims in zip(instance.values, instance.operands, strict=True):
+            lies = spread(self.assignment.whole(operand), dims, tokens)
+            if self._splits(operand, lies):
+                yield from self._sources(operand, lies)
+
+    def _splits(self, value: Value, sharding: Sharding) -> bool:
+        rows = zip(self.factors.dims[value], sharding.dims, strict=True)
+        return any(self._is_along(factor, part) for row, parts in rows for factor, part in zip(row, parts, strict=True))
+
+    def _is_along(self, factor: int, part: Part) -> bool:
+        return factor == self.along.factor and part.axes == (self.along.axis,)
+
+    def _bytes(self, value: Value, sharding: Sharding) -> int:
+        dtype = records(value[0])[value[1]].dtype
+        size = prod(local_shape(sharding, self.assignment.sizes)) if len(sharding.dims) else 1
+        return size * (1 if dtype is None else dtype.itemsize)
+
+    def _any_order(self, instance: Instance) -> bool:
+        """Whether an operator that computes may do so in either order."""
+        node, axis = instance.node, self.along.axis
+        split = {token: axes for token, axes in self.assignment.chosen[node].items() if axis in axes}
+        mine = [token for token, axes in split.items() if instance.factor[token] == self.along.factor and axes == (axis,)]
+        if not mine or len(mine) != len(split) or node in self.assignment.rings or node in self.assignment.turns:
+            return False
+        return in_any_order(instance, mine)
+
+    def _rewritten(self, nodes: set[Node]) -> Assignment:
+        """With these nodes, what they read and what they make in zigzag order."""
+        found, axis = self.assignment, self.along.axis
+        chosen, rings, wanted, given = dict(found.chosen), dict(found.rings), dict(found.wanted), dict(found.given)
+        for node in nodes:
+            instance = self.factors.instances[node]
+            chosen[node] = self._tokens(instance, chosen[node])
+            if node in rings:
+                rings[node] = self._tokens(instance, rings[node])
+            wanted[node] = tuple(
+                self._sharding(value, want) for value, want in zip(instance.values, wanted[node], strict=True)
+            )
+            for index in range(len(instance.results)):
+                lies = given.get((node, index))
+                given[node, index] = None if lies is None else self._sharding((node, index), lies)
+        sizes = {**found.sizes, zigzag(axis): found.sizes[axis]}
+        return replace(found, chosen=chosen, rings=rings, wanted=wanted, given=given, sizes=sizes)
+
+    def _tokens(self, instance: Instance, axes: Mapping[Token, tuple[str, ...]]) -> dict[Token, tuple[str, ...]]:
+        mine = (self.along.axis,)
+        return {
+            token: (zigzag(self.along.axis),) if each == mine and instance.factor[token] == self.along.factor else each
+            for token, each in axes.items()
+        }
+
+    def _sharding(self, value: Value, sharding: Sharding) -> Sharding:
+        for dim, position, part in list(sharding.parts()):
+            if self._is_along(self.factors.dims[value][dim][position], part):
+                sharding = sharding.with_axes(dim, position, (zigzag(self.along.axis),))
+        return sharding
+
+
+def _natural(pairs: Sequence[tuple[int, int]], wanted: frozenset[int], count: int, *sizes: int) -> frozenset[int]:
+    """Of `count` places those that are cut off from the first, zigzag order, and not from the second, natural order, at the least bytes
+    between places of the two sides."""
+    unit = max(1, -(-sum(sizes) // 2**29))
+    edges = {pair: max(1, size // unit) for pair, size in zip(pairs, sizes, strict=True)}
+    edges |= {(0, place): 2**31 - 1 for place in wanted}
+    rows, columns = zip(*edges, strict=True)
+    capacity = sparse.csr_matrix((np.fromiter(edges.values(), np.int32), (rows, columns)), (count, count))
+    both = sparse.csr_matrix(capacity + capacity.T)
+    left = both.astype(np.int64) - csgraph.maximum_flow(both, 0, 1).flow
+    found, work = {1}, [1]
+    behind = sparse.csr_matrix(left.T)
+    while work:
+        at = work.pop()
+        row = slice(behind.indptr[at], behind.indptr[at + 1])
+        for other in behind.indices[row][behind.data[row] > 0].tolist():
+            if other not in found:
+                found.add(other)
+                work.append(other)
+    return frozenset(found)
