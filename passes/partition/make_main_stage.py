@@ -20,9 +20,8 @@ def make_main_stage(placed: Placed) -> Lowered:
     wants = [port.sharding for port in joint.outputs if port.sharding is not None]
     guarded = placed.mesh.device_type if placed.request.check_indices else None
     late = () if placed.chunked is None else placed.chunked.nodes
-    graph = partition(
-        joint.graph, in_orders(placed.decided(), joint.graph), inputs, wants, cut, placed.traced.dynamic, gathers_once(placed, joint.inputs), guarded, late
-    )
+    assignment, once = in_orders(placed.decided(), joint.graph), gathers_once(placed, joint.inputs)
+    graph = partition(joint.graph, assignment, inputs, wants, cut, placed.traced.dynamic, once, guarded, late)
     stage = Stage("main", graph, tuple(port.key for port in inputs), tuple(port.key for port in joint.outputs))
     return Lowered(
         **carried(placed), placed=placed, model=placed.traced.model, stages={"main": stage}, inputs=inputs, outputs=joint.outputs

@@ -25,7 +25,7 @@ from meshc.ir import spmd, update
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
-from meshc.passes.phases.order import is_zigzag, natural, plain, turned
+from meshc.passes.phases.order import is_zigzag, natural, plain, zigzag
 
 aten = torch.ops.aten
 
@@ -161,19 +161,21 @@ class _Way:
 
 def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
     """Elements that a rank sends on the way (ring algorithms), plus a little for each collective so that fewer wins."""
+    if (between := _other_order(source, target)) is not None:
+        before, part = between
+        after = _in_other_order(before, part)
+        return cost(source, before, sizes) + prod(local_shape(before, sizes)) // 2 + 1 + cost(after, target, sizes)
     total = 0
-    now, target, exchanges = _between(source, target)
-    for sharding, _ in exchanges:
-        total += prod(local_shape(sharding, sizes)) // 2 + 1
-    for step in steps(now, target):
-        before = prod(local_shape(now, sizes))
+    now = source
+    for step in steps(source, target):
+        before_step = prod(local_shape(now, sizes))
         now = apply(now, step)
-        after = prod(local_shape(now, sizes))
+        after_step = prod(local_shape(now, sizes))
         count = prod(sizes[axis] for axis in step.axes)
         if step.kind in ("slice", "first"):
             continue
-        moved = {"all_reduce": 2 * before, "all_gather": after, "reduce_scatter": before, "all_to_all": before}[step.kind]
-        total += moved * (count - 1) // count + 1
+        elements = {"all_reduce": 2 * before_step, "all_gather": after_step, "reduce_scatter": before_step, "all_to_all": before_step}
+        total += elements[step.kind] * (count - 1) // count + 1
     return total
 
 
@@ -202,54 +204,50 @@ def reshard(
     first: frozenset[str] = frozenset(),
 ) -> tuple[Node, Sharding]:
     """Emit the steps; returns the node and its sharding with what is known of its padding."""
-    now, last, exchanges = _between(source, target)
-    for sharding, part in exchanges:
-        if part in _turned(source):
-            x = exchanged(build, x, sharding, part, reason)
-    for step in merge(steps(now, last, sequential, first)):
+    if (between := _other_order(source, target)) is not None:
+        before, part = between
+        x, now = reshard(build, x, source, before, reason, sequential, first)
+        x = exchanged(build, x, now, part, reason)
+        return reshard(build, x, _in_other_order(now, part), target, reason, sequential, first)
+    now = source
+    for step in merge(steps(source, target, sequential, first)):
         after = apply(now, step)
         zero = _zero_after(now, after, step, build.sizes)
         after = replace(after, zero=zero)
         x = _emit(build, x, now, after, step, reason)
         now = after
-    for sharding, part in exchanges:
-        if part not in _turned(source):
-            x = exchanged(build, x, sharding, part, reason)
-    if turned(target):
-        now = replace(target, pending=now.pending, zero=now.zero)
     if replace(now, zero=frozenset()).pending != target.pending and dict(now.pending) == dict(target.pending):
         now = replace(now, pending=target.pending)
     return x, now
 
 
-def _turned(sharding: Sharding) -> set[Place]:
-    return {(dim, position) for dim, position, part in sharding.parts() if any(map(is_zigzag, part.axes))}
+def _other_order(source: Sharding, target: Sharding) -> tuple[Sharding, Place] | None:
+    """How a value lies when a part of it is put in another order, if the target has another: split by that axis alone. What comes home
+    does so first, what is put in order last, where as much as can be has been summed and cut."""
+    for dim, position, part in source.parts():
+        other = target.dims[dim][position].axes
+        if part.axes[:1] != other[:1] and any(map(is_zigzag, part.axes)):
+            return source.with_axes(dim, position, part.axes[:1]), (dim, position)
+    for dim, position, part in target.parts():
+        if part.axes[:1] != source.dims[dim][position].axes[:1] and any(map(is_zigzag, part.axes)):
+            return target.with_axes(dim, position, plain(part.axes[:1])), (dim, position)
+    return None
 
 
-def _between(source: Sharding, target: Sharding) -> tuple[Sharding, Sharding, list[tuple[Sharding, Place]]]:
-    """From where to where a value goes by steps that know of no order; and what is exchanged, before and after them: a part of what lies
-    so. What lies in the same order in both is not."""
-    exchanges: list[tuple[Sharding, Place]] = []
-    for place in sorted(_turned(source) ^ _turned(target)):
-        (dim, position), now = place, source if place in _turned(source) else target
-        axes = plain(now.dims[dim][position].axes)
-        if now is source:
-            source = source.with_axes(dim, position, axes)
-        else:
-            target = target.with_axes(dim, position, axes)
-        exchanges.append((natural(now), place))
-    return source, target, exchanges
+def _in_other_order(sharding: Sharding, part: Place) -> Sharding:
+    (axis,) = sharding.dims[part[0]][part[1]].axes
+    return sharding.with_axes(*part, plain((axis,)) if is_zigzag(axis) else (zigzag(axis),))
 
 
 def exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
     """A tile with the second half of a part exchanged for that of the mirrored rank: in zigzag order, or home again."""
     moved, dim = _expose(build, x, sharding, part, always=True)
-    size, axes = build.shape(moved)[dim], list(sharding.dims[part[0]][part[1]].axes)
+    size, axes = build.shape(moved)[dim], list(plain(sharding.dims[part[0]][part[1]].axes))
     keep = size - size // 2
     mine, theirs = (build.emit(aten.slice.Tensor, moved, dim, *where) for where in ((0, keep), (keep, size)))
     theirs = build.emit(spmd.mirror, theirs, axes, reason=reason)
     moved = _restore(build, build.emit(aten.cat.default, [mine, theirs], dim), sharding)
-    update(moved, sharding=sharding)
+    update(moved, sharding=natural(sharding))
     return moved
 
 

@@ -16,9 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import numpy as np
 from torch.fx import Graph, Node
 
 from meshc.ir import op_name, records, value_of
@@ -26,17 +25,11 @@ from meshc.ir.graph import results_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sizes import Size
 from meshc.ir.trail import answer
-from meshc.later import Later
+from meshc.passes.flow import behind_the_cut
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.order import zigzag
 from meshc.passes.place.spread import spread
-
-if TYPE_CHECKING:
-    from scipy import sparse
-    from scipy.sparse import csgraph
-else:
-    sparse, csgraph = Later("scipy.sparse"), Later("scipy.sparse.csgraph")
 
 ANY_ORDER: Final = frozenset({
     "aten.embedding", "aten.embedding_dense_backward", "aten.addmm", "aten._log_softmax", "aten._log_softmax_backward_data",
@@ -49,6 +42,9 @@ in an operand and in a result. Operators without a lowering of their own are cal
 
 ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""
+
+_MOST: Final = 2**31 - 1
+"""No cut goes through here."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,12 @@ def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
 
 
 def _along(assignment: Assignment, node: Node) -> _Along | None:
-    """What a ring passes along, if its tiles have halves and none is padded."""
+    """What a ring passes along, if none of its tiles is padded."""
     instance = assignment.factors.instances[node]
     ((letter, passing),) = instance.rule.rings.items()
     factor, (axis,) = instance.factor[letter, 0], assignment.chosen[node][letter, 0]
     size = assignment.factors.size[factor]
-    if instance.factor[passing.letter, 0] != factor or isinstance(size, Size) or size % (2 * assignment.sizes[axis]):
+    if instance.factor[passing.letter, 0] != factor or isinstance(size, Size) or size % assignment.sizes[axis]:
         return None
     return _Along(factor, axis)
 
@@ -131,15 +127,15 @@ class _Ordering:
             yield value, given, None
 
     def _sources(self, value: Value, want: Sharding) -> Iterator[tuple[Value, Sharding]]:
-        """What a value is made of where it is read: of layout and of what is made again for each reader, in the order that the reader wants,
-        their operands, and so on."""
+        """What a value is made of where it is read: of layout and of what is made for each reader, in the order that it wants, their
+        operands, and so on."""
         instance = self.factors.instances.get(value[0])
         if instance is None or value[0] in self.assignment.chosen:
             yield value, want
             return
         tokens = {token: part.axes for parts, row in zip(want.dims, instance.results[value[1]], strict=True)
                   for part, token in zip(parts, row, strict=True)}  # fmt: skip
-        if not in_any_order(instance, [token for token, axes in tokens.items() if axes == (self.along.axis,)]):
+        if not in_any_order(instance, [token for token, axes in tokens.items() if axes[:1] == (self.along.axis,)]):
             yield value, want
             return
         for operand, dims in zip(instance.values, instance.operands, strict=True):
@@ -152,18 +148,25 @@ class _Ordering:
         return any(self._is_along(factor, part) for row, parts in rows for factor, part in zip(row, parts, strict=True))
 
     def _is_along(self, factor: int, part: Part) -> bool:
-        return factor == self.along.factor and part.axes == (self.along.axis,)
+        return factor == self.along.factor and self._begins(part.axes)
+
+    def _begins(self, axes: tuple[str, ...]) -> bool:
+        """Whether the axis cuts first, and what others cut of its tiles, and of theirs, is not padded."""
+        ranks = prod(self.assignment.sizes[axis] for axis in axes)
+        return axes[:1] == (self.along.axis,) and self.factors.size[self.along.factor] % ranks == 0
 
     def _bytes(self, value: Value, sharding: Sharding) -> int:
         dtype = records(value[0])[value[1]].dtype
-        size = prod(local_shape(sharding, self.assignment.sizes)) if len(sharding.dims) else 1
-        return size * (1 if dtype is None else dtype.itemsize)
+        for dim, position, part in list(sharding.parts()):
+            if self._is_along(self.factors.dims[value][dim][position], part):
+                sharding = sharding.with_axes(dim, position, part.axes[:1])  # what is exchanged is halves of that tile
+        return prod(local_shape(sharding, self.assignment.sizes)) * (1 if dtype is None else dtype.itemsize)
 
     def _any_order(self, instance: Instance) -> bool:
         """Whether an operator that computes may do so in either order."""
         node, axis = instance.node, self.along.axis
         split = {token: axes for token, axes in self.assignment.chosen[node].items() if axis in axes}
-        mine = [token for token, axes in split.items() if instance.factor[token] == self.along.factor and axes == (axis,)]
+        mine = [token for token, axes in split.items() if instance.factor[token] == self.along.factor and self._begins(axes)]
         if not mine or len(mine) != len(split) or node in self.assignment.rings or node in self.assignment.turns:
             return False
         return in_any_order(instance, mine)
@@ -187,36 +190,21 @@ class _Ordering:
         return replace(found, chosen=chosen, rings=rings, wanted=wanted, given=given, sizes=sizes)
 
     def _tokens(self, instance: Instance, axes: Mapping[Token, tuple[str, ...]]) -> dict[Token, tuple[str, ...]]:
-        mine = (self.along.axis,)
-        return {
-            token: (zigzag(self.along.axis),) if each == mine and instance.factor[token] == self.along.factor else each
-            for token, each in axes.items()
-        }
+        mine = {token for token, each in axes.items() if instance.factor[token] == self.along.factor and self._begins(each)}
+        return {token: (zigzag(self.along.axis), *each[1:]) if token in mine else each for token, each in axes.items()}
 
     def _sharding(self, value: Value, sharding: Sharding) -> Sharding:
         for dim, position, part in list(sharding.parts()):
             if self._is_along(self.factors.dims[value][dim][position], part):
-                sharding = sharding.with_axes(dim, position, (zigzag(self.along.axis),))
+                sharding = sharding.with_axes(dim, position, (zigzag(self.along.axis), *part.axes[1:]))
         return sharding
 
 
 def _natural(pairs: Sequence[tuple[int, int]], wanted: frozenset[int], count: int, *sizes: int) -> frozenset[int]:
     """Of `count` places those that are cut off from the first, zigzag order, and not from the second, natural order, at the least bytes
     between places of the two sides."""
-    unit = max(1, -(-sum(sizes) // 2**29))
-    edges = {pair: max(1, size // unit) for pair, size in zip(pairs, sizes, strict=True)}
-    edges |= {(0, place): 2**31 - 1 for place in wanted}
-    rows, columns = zip(*edges, strict=True)
-    capacity = sparse.csr_matrix((np.fromiter(edges.values(), np.int32), (rows, columns)), (count, count))
-    both = sparse.csr_matrix(capacity + capacity.T)
-    left = both.astype(np.int64) - csgraph.maximum_flow(both, 0, 1).flow
-    found, work = {1}, [1]
-    behind = sparse.csr_matrix(left.T)
-    while work:
-        at = work.pop()
-        row = slice(behind.indptr[at], behind.indptr[at + 1])
-        for other in behind.indices[row][behind.data[row] > 0].tolist():
-            if other not in found:
-                found.add(other)
-                work.append(other)
-    return frozenset(found)
+    unit = max(1, -(-sum(sizes) // 2**30))
+    edges: dict[tuple[int, int], int] = {}
+    for (one, other), size in zip(pairs, sizes, strict=True):
+        edges[one, other] = edges[other, one] = max(1, size // unit)
+    return frozenset(behind_the_cut(edges | {(0, place): _MOST for place in wanted}, count))

@@ -5,7 +5,8 @@
     gather       k, v = all_gather(k), all_gather(v)                  whole keys on each rank, the messages first, then the work
     ring         n blocks, and n - 1 times a message beside one       a block of them at a time, the messages beside the work
 
-    zigzag       the ring in an order that gives every rank as much to do (rules/zigzag.py): two exchanges of halves, and half of the work
+    zigzag       the ring in an order that gives every rank as much to do (rules/zigzag.py): half of the work, and two exchanges of halves
+                 where tiles are padded; elsewhere values lie in that order already (orders.py)
 
 Where nothing is said, what the clock's figures make faster: short sequences are gathered, since n - 1 messages wait n - 1 times, long ones
 pass round. The two give the same up to the order of sums. Forward and backward of an attention are priced together, so they go alike.
@@ -136,12 +137,13 @@ class Rings:
         gather = gathered("all_gather", found.small) + found.work_s
         ring = block + found.steps * (beside(block, passed(found.small)) + joined)
         part = found.work_s / blocks / 2 + device.launch_s
-        zigzag = exchanged(found.asked, found.asked, found.small, found.small) + part
+        zigzag = part + (exchanged(found.asked, found.asked, found.small, found.small) if found.padded else 0.0)
         zigzag += found.steps * (beside(part, passed(found.small)) + joined)
         if self.grad:  # 2.5 times the work, keys again, and their gradients, which share a link with them
             gather += gathered("all_gather", found.small) + 2.5 * found.work_s + gathered("reduce_scatter", found.large)
             ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
-            zigzag += exchanged(*[found.asked] * 3, *[found.small] * 2) + 2.5 * part + passed(found.small)
+            zigzag += 2.5 * part + passed(found.small)
+            zigzag += exchanged(*[found.asked] * 3, *[found.small] * 2) if found.padded else 0.0
             zigzag += found.steps * (beside(2.5 * part, 2 * passed(found.small)) + joined)
         return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances and passing.zigzag else inf}
 
@@ -149,7 +151,8 @@ class Rings:
 @dataclass(frozen=True)
 class _Sizes:
     """Of one rank: bytes of the keys that travel, before layout makes them larger and after it, and of the queries; seconds of the work and
-    of joining two parts; how often a block is passed on; whether the order may be zigzag."""
+    of joining two parts; how often a block is passed on; whether the order may be zigzag; whether tiles are padded, which are exchanged at
+    each attention (`orders.py`)."""
 
     small: float
     large: float
@@ -158,6 +161,7 @@ class _Sizes:
     joined_s: float
     steps: int
     balances: bool
+    padded: bool
 
     @staticmethod
     def of(
@@ -177,7 +181,8 @@ class _Sizes:
         joined_s = 4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s
         balances = can_balance(length, whole, tile[2], causal, window, offset)
         asked_bytes = prod(queries) * made.dtype.itemsize
-        return _Sizes(large * _made_larger(value, factors), large, asked_bytes, work_s, joined_s, passing, balances)
+        small, padded = large * _made_larger(value, factors), tile[2] * ranks != whole
+        return _Sizes(small, large, asked_bytes, work_s, joined_s, passing, balances, padded)
 
 
 def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, sizes: Mapping[str, int], split: Tokens) -> tuple[int, ...]:

@@ -11,19 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import numpy as np
 from torch.fx import Node
 
 from meshc.ir.trail import answer, largest
-from meshc.later import Later
-
-if TYPE_CHECKING:
-    from scipy import sparse
-    from scipy.sparse import csgraph
-else:
-    sparse, csgraph = Later("scipy.sparse"), Later("scipy.sparse.csgraph")
+from meshc.passes.flow import behind_the_cut
 
 _MOST: Final = 2**31 - 1
 """No cut goes through here; the flow's numbers are 32-bit."""
@@ -96,23 +89,5 @@ def _cut(
 
 def _cut_places(edges: Sequence[tuple[int, int]], count: int, *capacities: int) -> frozenset[int]:
     """Where those of so many values come in that are cut, between the first place and the second."""
-    rows, columns = zip(*edges, strict=True)
-    shape = (2 * count + 2,) * 2
-    capacity = sparse.csr_matrix((np.fromiter(capacities, np.int32), (rows, columns)), shape)
-    flow = csgraph.maximum_flow(capacity, 0, 1).flow
-    late = _reaching(1, capacity - flow)
-    return frozenset(at for at in range(2, shape[0], 2) if at + 1 in late and at not in late)
-
-
-def _reaching(sink: int, left: sparse.csr_matrix) -> set[int]:
-    """Places from which more could flow to the sink."""
-    behind = sparse.csr_matrix(left.T)
-    found, work = {sink}, [sink]
-    while work:
-        at = work.pop()
-        row = slice(behind.indptr[at], behind.indptr[at + 1])
-        for other in behind.indices[row][behind.data[row] > 0].tolist():
-            if other not in found:
-                found.add(other)
-                work.append(other)
-    return found
+    late = behind_the_cut(dict(zip(edges, capacities, strict=True)), 2 * count + 2)
+    return frozenset(at for at in range(2, 2 * count + 2, 2) if at + 1 in late and at not in late)

@@ -34,14 +34,11 @@ CASES = [
 
 @pytest.mark.parametrize("kind, mesh, plan", CASES)
 def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> None:
-    """Loss, every gradient, and parameters after two steps. Of 39 positions three ranks have 13: halves of 7 and of 6."""
+    """Loss, every gradient, and parameters after two steps. Of 39 positions three ranks have 13, halves of 7 and of 6, in that order from
+    one end of the model to the other; other numbers of ranks have padded tiles, which are exchanged at each attention."""
     source = captured(kind)
     source.verify_training(mesh, plan, adamw, attention="zigzag")
     assert ("mirror" in kinds(source.latest)) == (kind != "gemma3"), "all of gemma3's masks here have a window"
-
-
-PASSES = (("forward", 4), ("backward", 5))
-"""How many tensors change their order."""
 
 
 @pytest.mark.broad
@@ -66,21 +63,13 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     assert "all_gather" not in kinds(program)
 
 
-def test_backward_finds_queries_keys_and_values_as_forward_has_left_them() -> None:
-    """Of tiles without padding: four exchanges forward, five backward, and none of numbers."""
-    program = trained(Attends(is_causal=True), "cp=2", {"x": torch.randn(2, 8, 16)}, "zigzag").compiled
-    halves = {phase: [use.bytes_per_rank * use.times for use in summary.collectives(program) if use.kind == "mirror" and use.phase == phase]
-              for phase in ("forward", "backward")}  # fmt: skip
-    assert {phase: sum(sizes) for phase, sizes in halves.items()} == {phase: times * 2 * 16 * 2 * 4 for phase, times in PASSES}
-
-
 def test_keys_that_heads_share_are_exchanged_and_travel_once_for_all_of_them() -> None:
-    program = step("llama", "cp=3", RING, attention="zigzag")
-    rows, heads, kv_heads, head, tile = 4, 4, 2, 8, 13
+    program = step("llama", "cp=4", RING, attention="zigzag")
+    rows, heads, kv_heads, head, tile = 4, 4, 2, 8, 10
     sizes = [use.bytes_per_rank for use in summary.collectives(program) if use.kind == "ring_shift"]
     assert set(sizes) == {rows * kv_heads * tile * head * 8}
     halves = {use.bytes_per_rank for use in summary.collectives(program) if use.kind == "mirror"}
-    assert halves == {rows * count * (tile // 2) * 8 for count in (heads * head, kv_heads * head)}
+    assert halves == {rows * count * (tile // 2) * 8 for count in (heads * head, kv_heads * head, heads)}
 
 
 def test_masks_that_leave_all_ranks_as_much_to_do_stay_in_order() -> None:
@@ -99,8 +88,8 @@ def blocks(program: PlainProgram) -> dict[str, float]:
 
 
 def test_the_clock_halves_the_work_of_long_sequences_and_takes_the_order_where_that_is_faster() -> None:
-    """Attention of 32,768 positions over 8 ranks: exchanges take little of what is won. Without a mask there is nothing to win, and of 64
-    positions work is less than messages."""
+    """Attention of 32,768 positions over 8 ranks: exchanges take little of what is won. Without a mask there is nothing to win, and of 60
+    positions, whose tiles are padded, work is less than messages."""
 
     class Wide(Attends):
         def __init__(self, **how: Any) -> None:
@@ -112,7 +101,7 @@ def test_the_clock_halves_the_work_of_long_sequences_and_takes_the_order_where_t
     with assumed(device("h100")):
         found = compiled(None, is_causal=True)
         assert kinds(found) >= {"ring_shift", "mirror"}
-        assert "mirror" not in kinds(compiled("ring", 64, is_causal=True)) and "mirror" not in kinds(compiled("ring"))
+        assert "mirror" not in kinds(compiled("ring", 60, is_causal=True)) and "mirror" not in kinds(compiled("ring"))
         balanced, plain = blocks(found), blocks(compiled("zigzag"))
     assert balanced["meshc.attention_zigzag"] == pytest.approx(plain["meshc.attention_block"] / 2, rel=0.1)
     assert balanced["meshc.attention_zigzag_backward"] == pytest.approx(plain["meshc.attention_block_backward"] / 2, rel=0.1)

@@ -1,0 +1,35 @@
+"""Flow: the side of the sink in a minimum cut (Ford and Fulkerson, 1956), by scipy's maximum flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshc.later import Later
+
+if TYPE_CHECKING:
+    from scipy import sparse
+    from scipy.sparse import csgraph
+else:
+    sparse, csgraph = Later("scipy.sparse"), Later("scipy.sparse.csgraph")
+
+
+def behind_the_cut(capacities: Mapping[tuple[int, int], int], count: int, source: int = 0, sink: int = 1) -> set[int]:
+    """Of `count` places those from which more could flow to the sink, once as much flows there from the source as can: of minimum cuts the
+    one that is closest to the sink lies before them. Capacities from a place to another are below 2**31, together too where they are no
+    such bound."""
+    rows, columns = zip(*capacities, strict=True)
+    capacity = sparse.csr_matrix((np.fromiter(capacities.values(), np.int32), (rows, columns)), (count, count))
+    left = capacity.astype(np.int64) - csgraph.maximum_flow(capacity, source, sink).flow
+    behind = sparse.csr_matrix(left.T)
+    found, work = {sink}, [sink]
+    while work:
+        at = work.pop()
+        row = slice(behind.indptr[at], behind.indptr[at + 1])
+        for other in behind.indices[row][behind.data[row] > 0].tolist():
+            if other not in found:
+                found.add(other)
+                work.append(other)
+    return found

@@ -1,0 +1,167 @@
+"""Values that lie in the order of the rings that read them mean what they mean on one device, and are put in order once."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshc
+from meshc.ir import calls, record, spmd
+from meshc.program.program import PlainProgram
+from tests.broad import broad
+from tests.captured import Captured
+from tests.meaning.test_rings import RING
+from tests.models import FACTORIES
+from tests.zoo.run import adamw
+
+SEQ = 36
+"""Divided by two, three and four ranks; of twelve ranks each has three positions: halves of two and of one."""
+
+
+@cache
+def captured(kind: str) -> Captured:
+    return Captured(FACTORIES[kind](seq=SEQ, batch=4), train=True, double=True)
+
+
+def exchanged(program: PlainProgram) -> list[torch.dtype | None]:
+    """What is exchanged between mirrored ranks, by its kind of number."""
+    nodes = [node for stage in program.stages.values() for node in calls(stage.graph)]
+    return [record(node).dtype for node in nodes if node.target is spmd.mirror]
+
+
+CASES: list[Any] = [
+    ("llama", "cp=2", RING, {}),
+    ("nanogpt", "cp=3", RING, {}),
+    broad("llama", "cp=4", RING, {}),
+    broad("llama", "cp=12", RING, {}),
+    broad("llama", "dp=2,cp=2", "dp: batch\ncp: seq", {}),
+    broad("llama", "cp=2,tp=2", "cp: seq\ntp: heads, ffn, vocab", {}),
+    broad("llama", "dp_shard=2,cp=2", "dp_shard: batch; store params, grads, state\ncp: seq", {}),
+    broad("nanogpt", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq", {}),
+    broad("llama", "cp=2", RING, {"remat": "layer"}),
+    broad("llama", "cp=2", RING, {"microbatches": 2}),
+    broad("llama", "pp=2,cp=2", RING, {"microbatches": 2}),
+    broad("nanogpt", "pp=2,cp=2", RING, {"microbatches": 2, "schedule": "zb_h1", "remat": "selective"}),
+]
+
+
+@pytest.mark.parametrize("kind, mesh, plan, how", CASES)
+def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str, how: dict[str, Any]) -> None:
+    """Loss, every gradient, and parameters after two steps. Of a decoder only ids, positions and labels are exchanged."""
+    source = captured(kind)
+    source.verify_training(mesh, plan, adamw, attention="zigzag", **how)
+    assert source.latest is not None and set(exchanged(source.latest)) == {torch.int64}
+
+
+class Layers(nn.Module):
+    """Two layers of attention, with what `between` does to [rows, positions, width] before the second; all positions are given."""
+
+    def __init__(self, between: nn.Module, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.between, self.heads = between, heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, qkv in enumerate(self.qkv):
+            q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in qkv(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = self.between(x) if index == 0 else x
+        return x
+
+
+class Neighbours(nn.Module):
+    """Reads each position's neighbour before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Prefix(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / 8
+
+
+class Mean(nn.Module):
+    """Reads all positions, in whatever order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Places(nn.Module):
+    """Reads where each position stands."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.arange(x.shape[1], device=x.device)[:, None].cos()
+
+
+class Turned(nn.Module):
+    """Looks at the same positions under another shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[2]).tanh().t().contiguous().t().reshape(x.shape)
+
+
+def trained(model: nn.Module, mesh: str, plan: str, length: int = 12) -> meshc.Program:
+    torch.manual_seed(0)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().sin().mean())
+    x = torch.randn(2, length, 16)
+    return meshc.compile(step, meshc.Mesh(mesh), args=(x,), plan=plan, options=meshc.Options(attention="zigzag"))
+
+
+BETWEEN: list[Any] = [
+    (nn.Identity(), "cp=2", 1),
+    (Mean(), "cp=2", 1),
+    (Turned(), "cp=2", 1),
+    (nn.LayerNorm(16), "cp=3", 1),
+    (Places(), "cp=2", 2),
+    (Neighbours(), "cp=2", None),
+    broad(Neighbours(), "cp=3", None),
+    (Prefix(), "cp=2", None),
+    broad(nn.Dropout(0.3), "cp=2", 4),
+    broad(nn.GRU(16, 16, batch_first=True), "cp=2", None),
+]
+
+
+@pytest.mark.parametrize("between, mesh, count", BETWEEN, ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None)
+def test_what_reads_positions_neighbours_or_a_prefix_has_them_in_their_own_order(between: nn.Module, mesh: str, count: int | None) -> None:
+    """What treats each position by itself costs no exchange: what the model is given is exchanged, once. What does not costs two in
+    forward and two in backward, around it; of dropout the mask is exchanged in place of two of these."""
+    if isinstance(between, nn.GRU):
+        between = First(between)
+    program = trained(Layers(between), mesh, RING)
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+    assert isinstance(program.compiled, PlainProgram)
+    assert len(exchanged(program.compiled)) == (5 if count is None else count)
+
+
+class First(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)[0]
+        return found
+
+
+def test_what_a_model_gives_is_in_its_own_order() -> None:
+    """Outputs and gradients of inputs, in module mode."""
+    torch.manual_seed(0)
+    model, x = Layers(nn.Identity()), torch.randn(2, 12, 16, requires_grad=True)
+    program = meshc.compile(model, meshc.Mesh("cp=3"), args=(x,), plan=RING, options=meshc.Options(attention="zigzag"))
+    report = meshc.verify(program, dtype=torch.float64)
+    assert report.worst < 1e-10 and len(report.rows) > 4
+
+
+@pytest.mark.parametrize("length, whole", [(12, True), (13, False)])
+def test_tiles_that_are_padded_are_exchanged_at_each_ring(length: int, whole: bool) -> None:
+    program = trained(Layers(nn.Identity()), "cp=4", RING, length)
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+    assert isinstance(program.compiled, PlainProgram)
+    assert (len(exchanged(program.compiled)) == 1) == whole
