@@ -48,7 +48,7 @@ FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 BUCKETS = 4
-"""There are about so many of a model. Those of a small one would be below `ALONE`: there are fewer, two at least, of `FIRST` bytes at least."""
+"""There are about so many of a model. Those of a small one would be below `ALONE`: there are fewer, but two, of `FIRST` bytes at least."""
 
 
 class _Alike(NamedTuple):
