@@ -35,10 +35,10 @@ ANY_ORDER: Final = frozenset({
     "aten.embedding", "aten.embedding_dense_backward", "aten.addmm", "aten._log_softmax", "aten._log_softmax_backward_data",
     "aten._softmax", "aten._softmax_backward_data", "aten.mean", "aten.sum", "aten.native_layer_norm", "aten.native_layer_norm_backward",
     "meshc.take", "meshc.take_backward", "meshc.one_hot", "aten.full", "aten.zeros", "aten.ones", "aten.full_like", "aten.zeros_like",
-    "aten.ones_like", "aten.new_zeros", "aten.new_full", "aten.new_ones",
+    "aten.ones_like", "aten.new_zeros", "aten.new_full", "aten.new_ones", "aten.scatter", "meshc.counts_of_rows",
 })  # fmt: skip
-"""Operators whose lowering looks at where a tile begins, but along other letters than those that pass: all that stand beside each other
-in an operand and in a result. Operators without a lowering of their own are called on tiles as they are, wherever these begin."""
+"""Operators with a lowering of their own that looks at where a tile begins along letters that are `major` alone (an embedding's vocabulary),
+or not at all. Those without one are called on tiles as they are, wherever these begin."""
 
 ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""
@@ -81,8 +81,11 @@ def in_any_order(instance: Instance, tokens: Collection[Token]) -> bool:
     """Whether an operator does the same to each position along these tokens, in whatever order they are."""
     if instance.kind == "unknown" or any(token in instance.tied or token in instance.whole for token in tokens):
         return False
+    if instance.kind == "layout" or instance.rule.lower is None:
+        return True
     name = op_name(instance.node)
-    return instance.kind == "layout" or instance.rule.lower is None or name in ANY_ORDER or name.rpartition(".")[0] in ANY_ORDER
+    known = name in ANY_ORDER or name.rpartition(".")[0] in ANY_ORDER
+    return known and not any(token[0] in instance.rule.major for token in tokens)
 
 
 class _Ordering:

@@ -100,6 +100,15 @@ class Places(nn.Module):
         return x * torch.arange(x.shape[1], device=x.device)[:, None].cos()
 
 
+class Picks(nn.Module):
+    """Reads other positions, by their numbers, and scores of all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = (7 * torch.arange(x.shape[1], device=x.device) + 3) % x.shape[1]
+        scores = F.log_softmax(x[..., 0], 1)
+        return x + x[:, others] + scores.gather(1, others.expand(x.shape[0], -1))[..., None]
+
+
 class Turned(nn.Module):
     """Looks at the same positions under another shape."""
 
@@ -123,6 +132,7 @@ BETWEEN: list[Any] = [
     (Neighbours(), "cp=2", None),
     broad(Neighbours(), "cp=3", None),
     (Prefix(), "cp=2", None),
+    (Picks(), "cp=2", None),
     broad(nn.Dropout(0.3), "cp=2", 4),
     broad(nn.GRU(16, 16, batch_first=True), "cp=2", None),
 ]
@@ -135,7 +145,7 @@ def test_what_reads_positions_neighbours_or_a_prefix_has_them_in_their_own_order
     if isinstance(between, nn.GRU):
         between = First(between)
     program = trained(Layers(between), mesh, RING)
-    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+    assert meshc.verify(program, dtype=torch.float64).ok
     assert isinstance(program.compiled, PlainProgram)
     assert len(exchanged(program.compiled)) == (5 if count is None else count)
 
