@@ -17,19 +17,24 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Final, TypedDict, cast
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 import torch
 
-from meshc.check import check_program
-from meshc.check.ruled import Rules
 from meshc.errors import ArtifactError, MeshcError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds
+from meshc.later import Later
 from meshc.program.program import BACKENDS, PlainProgram
 from meshc.text import described, libraries
+
+if TYPE_CHECKING:
+    from meshc.check import program as checker
+    from meshc.check.ruled import Rules
+else:
+    checker = Later("meshc.check.program")
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 3
@@ -109,7 +114,7 @@ def load(
     try:
         program = _program(folder, told, files)
         if not own:
-            check_program(program, str(folder / PROGRAM), rules)
+            checker.check_program(program, str(folder / PROGRAM), rules)
         return program
     except ArtifactError as error:
         if str(folder) in str(error):

@@ -63,6 +63,11 @@ def verifying() -> bool:
     return _is_on(VERIFY)
 
 
+def watching() -> bool:
+    """Whether anything is to be done after each pass: a log, a dump, a check."""
+    return bool(log_level()) or dump_folder() is not None or verifying()
+
+
 def log_level() -> str:
     """`info`, `debug`, or nothing."""
     level = os.environ.get(LOG, "").strip().lower()

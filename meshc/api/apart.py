@@ -10,7 +10,7 @@ ranks a node has is a figure of the device (`meshc/cost/devices.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,13 +21,18 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import across_and_inside
 from meshc.errors import PlanError
 from meshc.ir.mesh import DATA_ROLES, Axis, Mesh, role
-from meshc.passes.driver import compile as driver
+from meshc.later import Later
 from meshc.plan.by_node import expert_axes, parts_by_node, with_axes_apart
 from meshc.plan.entries import AxisEntry, Term
 from meshc.plan.plan import Plan
 from meshc.plan.products import parts_of, taken_apart
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.runtime.state.ownership import calls_allowed
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import compile as driver
+else:
+    driver = Later("meshc.passes.driver.compile")
 
 
 def with_parts(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,9 @@ from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.mesh import Mesh
+from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe
 from meshc.optimizer.step_hooks import refuse_pre_hooks
-from meshc.passes.driver.sizes import Sizes
 from meshc.passes.lower.exposed import EXPOSED
 from meshc.passes.phases.request import Request
 from meshc.plan.by_group import parts_between
@@ -40,6 +40,11 @@ from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_state import follow
 from meshc.runtime.state.ownership import bar_calls, calls_allowed
 from meshc.runtime.state.store import Store
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import sizes
+else:
+    sizes = Later("meshc.passes.driver.sizes")
 
 OTHER_SIZES = (
     "\n  why: every rank passes the whole batch, and has run the program of another size: what it sent is no part of theirs\n"
@@ -96,12 +101,16 @@ class Compilations:
         """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
         self._known: dict[Key, str] = {}
-        self._sizes = Sizes()
         self._several = False
         """Whether those kept are for inputs of several forms."""
         self._called: Stream | None = None
         """Which sizes calls have, once there are several, for the comparison with the other ranks."""
         self._last: Compilation | None = None
+
+    @cached_property
+    def _sizes(self) -> sizes.Sizes:
+        """What they share, where passes run here."""
+        return sizes.Sizes()
 
     def _describe(self) -> OptimizerSpec | None:
         """What the optimizers are, over the parameters that another program of the model may have put in the place of theirs."""
@@ -279,7 +288,7 @@ class Compilations:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
             with cached_calls.explained(kwargs):
-                made = shared.compiled(self.world.board, asked, request, told, self._sizes)
+                made = shared.compiled(self.world.board, asked, request, told, lambda: self._sizes)
         made = self._on_its_mesh(made)
         for note in made.program.notes:
             if any(words in note for words in WARNED):

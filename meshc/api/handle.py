@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from meshc.api import cached_calls, explaining, pretrained, rebalancing, saving
+from meshc.api import cached_calls, pretrained, rebalancing, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -23,16 +23,14 @@ from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir import trees
 from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
+from meshc.later import Later
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
-from meshc.passes.driver.compile import compile_program
-from meshc.passes.driver.dump import dumper
 from meshc.passes.phases.lowered import Lowered
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.report import explained, html, page, searched, summary
 from meshc.report.rebalanced import LEAST, Report
 from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
@@ -43,6 +41,17 @@ from meshc.runtime.state.counts import Counts
 from meshc.runtime.state.ownership import calls_allowed, run_calls
 from meshc.runtime.state.store import Store
 from meshc.text import show
+
+if TYPE_CHECKING:
+    from meshc.api import explaining
+    from meshc.passes.driver import compile as driver
+    from meshc.passes.driver import dump
+    from meshc.report import explained, html, page, searched, summary
+else:  # what looks into a program is imported when somebody looks
+    explaining, driver, dump = (Later(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile", "passes.driver.dump"))
+    explained, html, page, searched, summary = (
+        Later(f"meshc.report.{name}") for name in ("explained", "html", "page", "searched", "summary")
+    )
 
 
 class Program:
@@ -321,7 +330,7 @@ class Program:
     def dump(self, path: str | Path) -> None:
         """Write the program's text after every pass, numbered, into a folder."""
         with calls_allowed(self.asked.module):
-            compile_program(self.lowered.request, dumper(path))
+            driver.compile_program(self.lowered.request, dump.dumper(path))
 
     def save(self, path: str | Path, weights: bool = True) -> None:
         """Write the artifact: a folder of texts, JSON and (without a process group, or on rank 0) weights."""

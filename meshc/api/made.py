@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import load, save
@@ -14,8 +14,8 @@ from meshc.errors import StateError
 from meshc.frontend import output_tree_data
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir.mesh import Mesh
+from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.driver.compile import compile_program
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.pipelining.tried import Tried
@@ -23,6 +23,11 @@ from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
 from meshc.runtime.state.ownership import calls_allowed
 from meshc.text import described, libraries, show
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import compile as driver
+else:
+    driver = Later("meshc.passes.driver.compile")
 
 _LENGTH_BYTES: Final = 8
 
@@ -71,7 +76,7 @@ class Made:
         if self.lowered is not None:
             return self.lowered
         with calls_allowed(self.request.module), torch.set_grad_enabled(self.request.grad):
-            program, lowered = compile_program(self.request)
+            program, lowered = driver.compile_program(self.request)
         if show.hash_program(program) != show.hash_program(self.program):
             raise StateError(
                 "this rank has its program from rank 0, and compiling it here for a look inside gives another one\n"

@@ -13,17 +13,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from meshc import environment
-from meshc.passes.driver import pipeline
+from meshc.later import Later
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.single import Hook
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import pipeline
+else:
+    pipeline = Later("meshc.passes.driver.pipeline")
 
 AFTER_S: Final = 2.0
 """A compilation that is over before is no long one."""
 _TIMES_A_SECOND: Final = 4
-_NEXT: Final = {one: other for one, other in zip(pipeline.NAMES, pipeline.NAMES[1:], strict=False)}
+FIRST: Final = "capture"
+"""What it is at until a pass has ended; a program that is taken from disk needs no passes."""
 
 
 @contextlib.contextmanager
@@ -47,7 +53,7 @@ def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | 
 
 class _Line:
     def __init__(self, what: str) -> None:
-        self._what, self._at, self._before = what, pipeline.NAMES[0], ""
+        self._what, self._at, self._before = what, FIRST, ""
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._live: Any = None
@@ -57,7 +63,8 @@ class _Line:
 
     def at(self, done: str, seconds: float) -> None:
         """A pass has ended."""
-        self._at, self._before = _NEXT.get(done, done), f"({done} {seconds:.1f} s)"
+        behind = dict(zip(pipeline.NAMES, pipeline.NAMES[1:], strict=False))
+        self._at, self._before = behind.get(done, done), f"({done} {seconds:.1f} s)"
 
     def end(self) -> None:
         with self._lock:

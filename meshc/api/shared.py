@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
@@ -33,57 +33,69 @@ from meshc.frontend import reachable, stock
 from meshc.frontend.output_tree_data import NoData
 from meshc.frontend.spared import fewer_collections
 from meshc.ir import trees
+from meshc.later import Later
 from meshc.ops.registered import RULES
 from meshc.optimizer.optimizer import OptimizerSpec, members_of
-from meshc.passes.driver import hooks
-from meshc.passes.driver.compile import specialised
-from meshc.passes.driver.sizes import Sizes
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import handed
 from meshc.runtime.failure.failed_rank import FailureBoard, listening
-from meshc.runtime.simulator.passcheck import PassCheck
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import compile as driver
+    from meshc.passes.driver import hooks
+    from meshc.passes.driver.sizes import Sizes
+    from meshc.runtime.simulator import passcheck
+else:  # who takes a program, from rank 0 or from disk, needs no passes
+    driver, hooks = Later("meshc.passes.driver.compile"), Later("meshc.passes.driver.hooks")
+    passcheck = Later("meshc.runtime.simulator.passcheck")
 
 _FRAMES: Final = 9
 """From a warning here to the user's line."""
 _OF_ALL_MODULES: Final = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def compiled(board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Sizes) -> Made:
-    """What this rank runs. All ranks call it, in agreement on the request, which is `agreed` as text. `sizes`: the other compilations of
-    the program. Raises MeshcError: what rank 0 meets, those raise that would have taken its program."""
+def compiled(board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Callable[[], Sizes]) -> Made:
+    """What this rank runs. All ranks call it, in agreement on the request, which is `agreed` as text. `sizes` gives the other compilations
+    of the program. Raises MeshcError: what rank 0 meets, those raise that would have taken its program."""
     first = board is None or board.rank == 0
-    hook = hooks.hook(PassCheck()) if first else None
-    with progress.shown(asked.name, hook, wanted=first) as told:
+    hook = _watching() if first else None
+    with progress.shown(asked.name, hook, wanted=first) as told, fewer_collections():  # texts of programs are many objects too
         return _compiled(board, asked, request, agreed, sizes, told)
 
 
 def _compiled(
-    board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Sizes, hook: Hook | None
+    board: FailureBoard | None, asked: Asked, request: Request, agreed: Mapping[str, str], sizes: Callable[[], Sizes], hook: Hook | None
 ) -> Made:
     first = board is None or board.rank == 0
     folder = kept.folder(asked.options) if first else None
     if board is None and folder is None:
-        return Made.of(*sizes.compile(request, hook))
-    with fewer_collections():  # texts of programs are made of as many objects as programs
-        stock.learn_trees(request.module)
-        mine = reachable.reachable(request.module, _roots(asked, request))
-        if first:
-            entry = None if folder is None else kept.Entry(folder, mine, agreed, request)
-            new = partial(_new, sizes, request, mine, listening(board, hook), entry)
-            return new()[0] if board is None else _given(board, mine, new)
-        assert board is not None
-        found = _taken(board, request, mine)
-        return Made.of(*sizes.compile(request, listening(board, hooks.hook(PassCheck())))) if found is None else found
+        return Made.of(*sizes().compile(request, hook))
+    stock.learn_trees(request.module)
+    mine = reachable.reachable(request.module, _roots(asked, request))
+    if first:
+        entry = None if folder is None else kept.Entry(folder, mine, agreed, request)
+        new = partial(_new, sizes, request, mine, listening(board, hook), entry)
+        return new()[0] if board is None else _given(board, mine, new)
+    assert board is not None
+    found = _taken(board, request, mine)
+    return Made.of(*sizes().compile(request, listening(board, _watching()))) if found is None else found
 
 
-def _new(sizes: Sizes, request: Request, mine: reachable.Reachable, hook: Hook | None, entry: kept.Entry | None) -> tuple[Made, Ran]:
+def _watching() -> Hook | None:
+    """What is done after each pass, if the environment asks for anything."""
+    return hooks.hook(passcheck.PassCheck()) if environment.watching() else None
+
+
+def _new(
+    sizes: Callable[[], Sizes], request: Request, mine: reachable.Reachable, hook: Hook | None, entry: kept.Entry | None
+) -> tuple[Made, Ran]:
     """What an earlier start has kept, or what the passes make, kept for a next one."""
     taken = None if entry is None else entry.taken()
     if taken is not None:
         return taken
-    found = Made.of(*sizes.compile(request, hook))
+    found = Made.of(*sizes().compile(request, hook))
     assert found.lowered is not None
     code = (*found.lowered.model.code, *reachable.forwards(request.module))  # of layers that were proved equal some are not traced
     ran = Ran(mine.why or mine.beyond(code), reachable.environment(code))
@@ -180,7 +192,7 @@ def for_outputs(board: FailureBoard | None, found: Made, received: Collection[st
 
 def _specialised(found: Made, received: Collection[str]) -> PlainProgram:
     """One that was kept from an earlier start has one backward for all sets of outputs, or it would not have been kept."""
-    return found.program if found.lowered is None else specialised(found.program, found.lowered, received)
+    return found.program if found.lowered is None else driver.specialised(found.program, found.lowered, received)
 
 
 def _with_backward_given(board: FailureBoard, turn: int, program: PlainProgram) -> PlainProgram:

@@ -24,3 +24,14 @@ def innermost(stack: traceback.StackSummary) -> Source | None:
         if not is_torch(frame.filename) and not frame.filename.startswith(OURS) and frame.lineno is not None:
             return Source(frame.filename, frame.lineno, (frame.line or "").strip())
     return None
+
+
+def within_torchs_forward(stack: traceback.StackSummary) -> bool:
+    """Whether a stack ends in the forward of a module of torch's own, behind the user's last line. What such a module keeps in Python (the
+    flat list of an RNN's weights) is made of its parameters, and made again by the next call that needs it."""
+    for frame in reversed(stack):
+        if not is_torch(frame.filename):
+            return False
+        if frame.name == "forward":
+            return True
+    return False

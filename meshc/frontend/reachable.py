@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import operator
 import os
 import types
 from collections import Counter, defaultdict, deque
@@ -227,7 +228,7 @@ class _Walk:
     def _object(self, place: str, value: object) -> None:
         kind = type(value)
         root = kind.__module__.partition(".")[0]
-        if root in OPAQUE or kind is object or kind.__name__ in SAY_LITTLE:
+        if root in OPAQUE or found.is_apart(root) or kind is object or kind.__name__ in SAY_LITTLE:
             return self._put(place, f"a {name_of(kind)}")
         if not self._own(place, value, f"a {name_of(kind)}"):
             self._incomparable(place, value)
@@ -265,6 +266,8 @@ class _Walk:
         code = function.__code__
         name = f"{function.__module__}.{function.__qualname__}"
         self._put(place, f"function {name}")
+        if found.is_apart(function.__module__):
+            return
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # nothing stands there yet
                 self.follow(f"{name}, {variable} of its closure", cell.cell_contents)
@@ -338,6 +341,17 @@ class _Walk:
         for name in ("_init_fn", "_abstract_fn", "_backward_fn", "_setup_context_fn"):
             self.follow(f"operator {operator._qualname}, {name}", getattr(operator, name, None))
 
+    def _getter(self, place: str, getter: Any) -> None:
+        """One that Python's `operator` makes, `attrgetter("config.scale")`: what it was made of. It names attributes as code does."""
+        made_by, given = getter.__reduce__()[:2]
+        self._put(place, f"a {name_of(type(getter))}")
+        self.follow(f"{place}, made by", made_by)
+        self.follow(f"{place}, made of", given)
+        if not isinstance(getter, operator.itemgetter):
+            for text in (*given, *getattr(made_by, "args", ())):
+                for name in text.split(".") if isinstance(text, str) else ():
+                    self._named(name)
+
     def _by_name(self, place: str, value: object) -> None:
         self._put(place, name_of(value))
 
@@ -364,6 +378,7 @@ _WAYS: Final[tuple[tuple[Any, Callable[[_Walk, str, Any], None]], ...]] = (
     (types.MethodType, _holding("__self__", "__func__")),
     (functools.partial, _holding("func", "args", "keywords")),
     (_MADE_BY_CONTEXTMANAGER, _holding("func", "args", "kwds")),
+    ((operator.attrgetter, operator.itemgetter, operator.methodcaller), _Walk._getter),
     (staticmethod | classmethod, _holding("__func__")),
     (property, _holding("fget", "fset")),
     (functools.cached_property, _holding("func")),

@@ -31,6 +31,10 @@ OWN_MODULES: Final = ("random", "time", "uuid", "secrets", "socket", "platform",
 """Modules of Python's whose functions answer anew each time."""
 TYPING: Final = (typing._GenericAlias, typing._SpecialForm, typing.TypeVar)  # type: ignore[attr-defined]
 
+APART: Final = frozenset("huggingface_hub filelock httpx httpx2 httpcore httpcore2 requests urllib3 truststore psutil".split())
+"""Packages that fetch files and lock them, which stock code names and no forward runs: they are not looked into, and what a trace runs of
+them counts as not found."""
+
 _TORCH: Final = Path(torch.__file__).parent
 _FOLDERS: Final = tuple(
     f"{os.path.realpath(folder)}{os.sep}"
@@ -74,6 +78,8 @@ def is_generated(code: types.CodeType) -> bool:
 
 
 def is_stock_module(module: types.ModuleType) -> bool:
+    if is_apart(module.__name__):
+        return True
     file = getattr(module, "__file__", None)
     return module.__name__ in sys.builtin_module_names if file is None else _is_stock_file(file)
 
@@ -86,6 +92,11 @@ def is_stock_class(kind: type) -> bool:
 def is_foreign(value: object) -> bool:
     """Whether it is a function from elsewhere, which somebody has put into a class or module of torch's."""
     return isinstance(value, types.FunctionType) and not is_stock(value.__code__) and not value.__code__.co_filename.startswith("<")
+
+
+def is_apart(module: str | None) -> bool:
+    """Whether a module is of a package that is not looked into."""
+    return module is not None and module.partition(".")[0] in APART
 
 
 def short_file(code: types.CodeType) -> str:

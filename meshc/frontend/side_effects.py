@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from meshc.frontend.frames import innermost
+from meshc.frontend.frames import innermost, within_torchs_forward
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
 
@@ -167,7 +167,7 @@ def _changes(account: Any) -> list[Source]:
             continue
         for stack in account.mutation_user_stacks.get(variable, ()):
             place = innermost(stack)
-            if place is None or _is_stock(place.file):
+            if place is None or _is_stock(place.file) or within_torchs_forward(stack):
                 continue
             if any(name in place.code for name in changed) or not any(name in place.code for name in same):
                 found[place] = None

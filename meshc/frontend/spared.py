@@ -109,3 +109,10 @@ def fewer_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(young, *older)
+
+
+def collected() -> None:
+    """Behind a compilation that leaves much which others begin with, and much garbage (graphs lie in circles): it is looked through now,
+    and not in the next one's time. Who has told Python to look for none keeps that."""
+    if gc.isenabled():
+        gc.collect(1)

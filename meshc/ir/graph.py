@@ -147,8 +147,17 @@ def entering(graph: Graph, like: Node) -> Node:
     return node
 
 
+def called(graph: Graph, target: Function, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> Node:
+    """A call where the graph inserts: what torch's own `call_function` gives, without looking for sizes, as above."""
+    made = graph.call_function(target)
+    _put(made, "args", args)
+    if kwargs:
+        _put(made, "kwargs", kwargs)
+    return made
+
+
 def call(graph: Graph, record: Record | tuple[Record, ...], target: Function, *args: Argument, **kwargs: Argument) -> Node:
     """A call with its record, where the graph inserts."""
-    node = graph.call_function(target, args, kwargs)
+    node = called(graph, target, args, kwargs)
     set_record(node, record)
     return node

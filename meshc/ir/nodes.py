@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
 
 KEY = "meshc"
@@ -104,7 +105,7 @@ def set_record(node: Node, value: Record | tuple[Record, ...]) -> None:
 
 def update(node: Node, **changes: Any) -> None:
     """Replace fields of the record of a node that makes one value."""
-    node.meta[KEY] = replace(record(node), **changes)
+    node.meta[KEY] = like(record(node), **changes)
 
 
 def is_getitem(node: Node) -> bool:

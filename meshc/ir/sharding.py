@@ -9,9 +9,10 @@ gives the layout of the rest, which is what makes a gather over one axis exact. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 
+from meshc.ir.likeness import like
 from meshc.ir.sizes import braced
 
 
@@ -64,16 +65,16 @@ class Sharding:
 
     def whole(self) -> Sharding:
         """The same dims, split by nothing and pending over nothing."""
-        return Sharding(tuple(tuple(replace(part, axes=()) for part in parts) for parts in self.dims))
+        return Sharding(tuple(tuple(like(part, axes=()) for part in parts) for parts in self.dims))
 
     def without_pending(self) -> Sharding:
-        return replace(self, pending=())
+        return like(self, pending=())
 
     def with_axes(self, dim: int, position: int, axes: tuple[str, ...]) -> Sharding:
         """The same sharding with the axes of one part replaced."""
         dims = [list(parts) for parts in self.dims]
-        dims[dim][position] = replace(dims[dim][position], axes=axes)
-        return replace(self, dims=tuple(tuple(parts) for parts in dims))
+        dims[dim][position] = like(dims[dim][position], axes=axes)
+        return like(self, dims=tuple(tuple(parts) for parts in dims))
 
     def __str__(self) -> str:
         dims = ", ".join(" * ".join(map(str, parts)) or "1" for parts in self.dims)

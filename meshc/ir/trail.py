@@ -90,7 +90,10 @@ class Trail:
             found[place] = value
         try:
             for place, function, operands in self.made:
-                found[place] = function(*[found[operand] for operand in operands])
+                if len(operands) == 2:  # nearly all
+                    found[place] = function(found[operands[0]], found[operands[1]])
+                else:
+                    found[place] = function(*[found[operand] for operand in operands])
             for (function, operands), answer in self.asked.items():
                 if function(*[found[operand] for operand in operands]) != answer:
                     said = ", ".join(f"{self.values[operand]}, now {found[operand]}" for operand in operands[:2])

@@ -32,6 +32,7 @@ from meshc.ops import (
     used_rows,
 )
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
+from meshc.ops import parts as _parts  # noqa: F401 - registers the sum of parts
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
 from meshc.private import OpOverload
 

@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import cast
 
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, map_aggregate
+from torch.fx.node import Argument
 
 from meshc.errors import InputError
 from meshc.ir import KEY, Record
 from meshc.ir.bounds import shown
+from meshc.ir.graph import copied_node
+from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import at as number_at
 from meshc.ir.sizes import parse
@@ -136,10 +138,9 @@ def put_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
         return cast(Argument, number_at(argument, values))
 
     for node in open_graph.nodes:
-        args, kwargs = map_aggregate(node.args, number), map_aggregate(node.kwargs, number)
-        made = graph.create_node(node.op, node.target, args, kwargs, node.name)
-        made.name = node.name
-        made.meta = dict(node.meta)
+        made = copied_node(graph, node, copies.__getitem__, number)
+        if made.name != node.name:
+            made.name = node.name
         if KEY in node.meta:
             found = node.meta[KEY]
             made.meta[KEY] = tuple(_record(item, values) for item in found) if isinstance(found, tuple) else _record(found, values)
@@ -149,7 +150,7 @@ def put_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
 
 def _record(record: Record, values: Mapping[str, int]) -> Record:
     sharding = None if record.sharding is None else sharding_at(record.sharding, values)
-    return replace(record, shape=tuple(number_at(extent, values) for extent in record.shape), sharding=sharding)
+    return like(record, shape=tuple(number_at(extent, values) for extent in record.shape), sharding=sharding)
 
 
 def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:

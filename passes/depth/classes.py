@@ -26,6 +26,10 @@ HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 PARTS: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_call_impl", *HOOKS)
 
 
+Parts = tuple[tuple[str, Any], ...]
+"""What is compared of a layer, by what messages call it."""
+
+
 @dataclass(frozen=True)
 class Run:
     """Layers from `first` on, `layers` of them, that repeat with a period: all are equal to the one a period before, but for the first
@@ -58,7 +62,8 @@ class Layers:
     def __init__(self, path: str, modules: Sequence[nn.Module], log: Log, said: Said) -> None:
         self.path = path
         values = log.values()
-        self.faces = [_Face.of(path, number, module, log, values, said) for number, module in enumerate(modules)]
+        parts: dict[int, list[Parts]] = {}
+        self.faces = [_Face.of(path, number, module, log, values, said, parts) for number, module in enumerate(modules)]
 
     def runs(self, whole_ends: bool) -> list[Run]:
         """In order; each run is the one from its first layer that leaves out most, unless one from the next layer on leaves out more: then
@@ -122,18 +127,21 @@ def alike(one: Origin, other: Origin, apart: int) -> bool:
 class _Face:
     """What is compared of one layer.
 
-    parts     all but what lies outside it, with names for messages;  body: their hash
+    parts     all but what lies outside it, with names for messages, one object for equal layers of a list;  body: their hash
     origins   what it reads that is not its own, in order
     integers  of its attributes
     """
 
     body: int
-    parts: tuple[tuple[str, Any], ...]
+    parts: Parts
     origins: tuple[Origin, ...]
     integers: tuple[int, ...]
 
     @classmethod
-    def of(cls, path: str, number: int, module: nn.Module, log: Log, values: Sequence[int], said: Said) -> _Face:
+    def of(
+        cls, path: str, number: int, module: nn.Module, log: Log, values: Sequence[int], said: Said, known: dict[int, list[Parts]]
+    ) -> _Face:
+        """`known`: the parts of layers before, by their hashes, which are compared with each other again and again."""
         prefix = f"{path}.{number}"
         calls, origins = _calls(log.layers.get((path, number), []), prefix, (path, number), values)
         integers: list[int] = []
@@ -149,11 +157,17 @@ class _Face:
             ("parameters", tensors),
             ("what the plan and the optimizer say of them", said.of(prefix, module)),
         )
-        return cls(hash(parts), parts, origins, tuple(integers))
+        body = hash(parts)
+        found = next((one for one in known.get(body, ()) if one == parts), None)
+        if found is None:
+            known.setdefault(body, []).append(found := parts)
+        return cls(body, found, origins, tuple(integers))
 
     def same(self, other: _Face) -> bool:
         """But for what the two read of others, of which they read as much."""
-        return self.body == other.body and self.parts == other.parts and len(self.origins) == len(other.origins)
+        if self.body != other.body or len(self.origins) != len(other.origins):
+            return False
+        return self.parts is other.parts or self.parts == other.parts
 
 
 def _calls(

@@ -220,9 +220,9 @@ class _Recorder(TorchFunctionMode):
         def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
             if kind.__module__.startswith("torch._library."):
                 return apply(kind, *args, **kwargs)
-            tensors: list[Origin] = []
+            tensors: list[torch.Tensor] = []
             given = self._shown((args, kwargs), tensors)
-            self._rows().append(Row(("function", kind, given), tuple(tensors)))
+            self._rows().append(Row(("function", kind, given), tuple(map(self.origin, tensors))))
             return apply(kind, *args, **kwargs)
 
         return applied
@@ -234,48 +234,56 @@ class _Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in QUESTIONS:
             return function(*args, **kwargs)
-        tensors: list[Origin] = []
-        given = self._shown((args, kwargs), tensors)
-        result = self._made(function, name, args, kwargs, given)
+        tensors: list[torch.Tensor] = []
+        with torch._C.DisableTorchFunction():  # what is asked here is nobody else's
+            given = self._shown((args, kwargs), tensors)
+            what, origins = (_named(function), given, _state()), tuple(map(self.origin, tensors))  # before it writes into them
+            key = self._key(function, name, kwargs, what, tensors)
+            result = self._again(key)
+        if result is None:
+            result = function(*args, **kwargs)
+            self._know(key, result)
         made = [one for one in _leaves(result) if isinstance(one, torch.Tensor)]
         if name == "__get__" and not made:
             return result
         rows = self._rows()
-        rows.append(Row((_named(function), given, _state()), tuple(tensors)))
+        rows.append(Row(what, origins))
         written = [args[0]] if args and _writes(name) else [kwargs["out"]] if "out" in kwargs else []
         for place, one in enumerate((*made, *written)):
             if isinstance(one, torch.Tensor) and (id(one) not in self.origins or any(one is other for other in written)):
                 self.name(one, (*self._here(), len(rows) - 1, place))
         return result
 
-    def _made(self, function: Any, name: str, args: Any, kwargs: Any, given: Any) -> Any:
-        """What a call gives. Of one of torch's own that has been called so before, and has made one new tensor, another like that: without
-        values that is all there is to it, and equal layers ask the same."""
+    def _key(self, function: Any, name: str, kwargs: Any, what: tuple[Any, ...], of: Sequence[torch.Tensor]) -> object:
+        """By what a call is known whose result says nothing but what it is: one of torch's own, which makes something new of tensors
+        without values. Where it was called so before, and has made one tensor, another like that is all there is to it, and equal layers
+        ask the same. None of any other."""
         own = isinstance(function, BUILT_IN) or getattr(function, "__module__", "").startswith("torch.")
         if not own or _writes(name) or "out" in kwargs:
-            return function(*args, **kwargs)
-        of = [one for one in trees.leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            return None
         if not of or any(type(one) not in (torch.Tensor, nn.Parameter) or one.device.type != "meta" for one in of):
-            return function(*args, **kwargs)
-        key = _named(function), given, _state(), tuple((one.stride(), one.storage_offset()) for one in of)
+            return None
+        return what, tuple((one.stride(), one.storage_offset()) for one in of)
+
+    def _again(self, key: object) -> torch.Tensor | None:
         try:
             known = self.known.get(key)
         except TypeError:  # an argument that nothing can be looked up by
-            return function(*args, **kwargs)
-        if known is not None:
-            return known()
-        result = function(*args, **kwargs)
-        if type(result) is torch.Tensor and id(result) not in self.origins and result.device.type == "meta":
-            self.known[key] = partial(_another, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
-        return result
+            return None
+        return None if known is None else known()
+
+    def _know(self, key: object, result: object) -> None:
+        if key is not None and type(result) is torch.Tensor and id(result) not in self.origins and result.device.type == "meta":
+            with contextlib.suppress(TypeError):
+                self.known[key] = partial(_another, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
 
     def _rows(self) -> list[Any]:
         return self.log.outside if self.at is None else self.log.layers[self.at]
 
-    def _shown(self, value: Any, tensors: list[Origin]) -> Any:
-        """An argument as plain data, its tensors as their types."""
+    def _shown(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+        """An argument as plain data, its tensors as their types; they go to `tensors`."""
         if isinstance(value, torch.Tensor):
-            tensors.append(self.origin(value))
+            tensors.append(value)
             return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
         if isinstance(value, list | tuple):
             return tuple(self._shown(item, tensors) for item in value)

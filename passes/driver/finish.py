@@ -44,6 +44,6 @@ def _pipeline_asked(lowered: Lowered) -> Info:
 
 def _unlisted(lowered: Lowered) -> list[str]:
     """A note for each operator that a saved program may not name."""
-    targets = {node.target for stage in lowered.stages.values() for node in calls(stage.graph) if refusal(node.target) is not None}
+    targets = {node.target for stage in lowered.stages.values() for node in calls(stage.graph)}
     why = "is no operator that a saved program may name: this one runs here and cannot be saved"
-    return [f"{name} {why}" for name in sorted(map(spelling, targets))]
+    return [f"{name} {why}" for name in sorted(spelling(target) for target in targets if refusal(target) is not None)]

@@ -24,8 +24,10 @@ from typing import Any, Final
 from torch.fx import Graph, Node
 
 from meshc.errors import MeshcError
-from meshc.ir import KEY
+from meshc.frontend.spared import collected
+from meshc.ir import KEY, Record, Source
 from meshc.ir.graph import copied_node
+from meshc.ir.likeness import like
 from meshc.ir.trail import NotAlike, Trail, is_followed
 from meshc.passes.depth.grow import pairs_of
 from meshc.passes.depth.mentions import Mentions
@@ -71,6 +73,8 @@ class Following:
                     one = _Followed(partitioned, apart, _apart(near), rest)
                     found = one.at(partitioned, apart)
                     self.followed.append(one)
+                    del near
+                    collected()
                     return found
         return rest(partitioned)
 
@@ -127,20 +131,21 @@ class Apart:
 
 def _apart(lowered: Lowered) -> Apart:
     numbers: list[Any] = []
+    known: Known = {}
     stages = [
         (stage.name, stage.inputs, stage.outputs, [
-            (node.op, node.target, node.name, *(_skeleton(each, numbers) for each in (node.args, node.kwargs, node.meta[KEY])))
+            (node.op, node.target, node.name, *(_skeleton(each, numbers, known) for each in (node.args, node.kwargs, node.meta[KEY])))
             for node in stage.graph.nodes if node.op != "output"
         ], [node.name for node in stage.graph.find_nodes(op="output")[0].args[0]])
         for stage in lowered.stages.values()
     ]
-    ports = [_skeleton(port, numbers) for port in (*lowered.inputs, *lowered.outputs)]
+    ports = [_skeleton(port, numbers, known) for port in (*lowered.inputs, *lowered.outputs)]
     request = lowered.request
     settled = (dict(request.fixed), dict(request.owners), lowered.depth and (lowered.depth.stretches, lowered.depth.captured))
     return Apart((stages, ports, lowered.schedule, tuple(lowered.placed.names.of.values()), settled), numbers)
 
 
-def _skeleton(value: Any, numbers: list[Any]) -> object:
+def _skeleton(value: Any, numbers: list[Any], known: Known) -> object:
     """A value without its numbers, which are told in the order in which `_renumbered` meets them."""
     kind: Any = type(value)
     if kind is int or kind is float:
@@ -151,11 +156,24 @@ def _skeleton(value: Any, numbers: list[Any]) -> object:
     if kind is Node:
         return Node, value.name
     if isinstance(value, tuple | list):
-        return [kind, *(_skeleton(one, numbers) for one in value)]
+        return [kind, *(_skeleton(one, numbers, known) for one in value)]
     if isinstance(value, dict):
-        return {key: _skeleton(one, numbers) for key, one in value.items()}
+        return {key: _skeleton(one, numbers, known) for key, one in value.items()}
     names = _fields(kind)
-    return value if names is None else (kind, *(_skeleton(getattr(value, name), numbers) for name in names))
+    if names is None:
+        return value
+    if id(value) not in known:
+        own: list[Any] = []
+        with_sizes, others = names
+        row = [_skeleton(getattr(value, name), own, known) for name in with_sizes]
+        known[id(value)] = value, (kind, *row, *(getattr(value, name) for name in others)), own
+    _, found, own = known[id(value)]
+    numbers.extend(own)
+    return found
+
+
+Known = dict[int, tuple[object, object, list[Any]]]
+"""By a record's number as an object: the record, which lives as long, its skeleton, and its numbers. Most shardings are many values'."""
 
 
 def _renumbered(value: Any, number: Callable[[Any], Any], among: Callable[[Any], bool]) -> Any:
@@ -174,7 +192,7 @@ def _renumbered(value: Any, number: Callable[[Any], Any], among: Callable[[Any],
     names = _fields(kind)
     if names is None:
         return value
-    made = {name: _renumbered(getattr(value, name), number, among) for name in names}
+    made = {name: _renumbered(getattr(value, name), number, among) for name in names[0]}
     changed = {name: one for name, one in made.items() if one is not getattr(value, name)}
     return replace(value, **changed) if changed else value
 
@@ -183,10 +201,18 @@ def _is(one: object, other: object) -> bool:
     return one is other
 
 
+SIZES_IN: Final[dict[object, tuple[str, ...]]] = {Record: ("shape", "sharding")}
+"""Where a class has sizes, if not in all of its fields."""
+
+
 @cache
-def _fields(kind: Hashable) -> tuple[str, ...] | None:
-    """Of a class of records; None of others, which hold no numbers."""
-    return tuple(each.name for each in fields(kind)) if isinstance(kind, type) and is_dataclass(kind) else None
+def _fields(kind: Hashable) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Of a class of records the fields that may hold sizes, and the others; None of what holds no sizes."""
+    if kind is Source or not isinstance(kind, type) or not is_dataclass(kind):
+        return None
+    names = [each.name for each in fields(kind)]
+    sizes = SIZES_IN.get(kind, tuple(names))
+    return sizes, tuple(name for name in names if name not in sizes)
 
 
 def _is_plain(value: object) -> bool:
@@ -262,7 +288,7 @@ class _Put:
 
     def record(self, held: Any) -> Any:
         """A record, or a port."""
-        return replace(held, shape=self._other(held.shape), sharding=self._other(held.sharding))
+        return like(held, shape=self._other(held.shape), sharding=self._other(held.sharding))
 
     def _other(self, value: Any) -> Any:
         if id(value) not in self._known:  # what is put into is there as long as this is

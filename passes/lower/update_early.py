@@ -75,6 +75,7 @@ class Places:
         self.behind = list(self.nodes)
         """What has come to stand last behind each node, by its position."""
         self._ready: dict[Node, int] = {}
+        self._moving: dict[Node, bool] = {}
 
     def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
         """Members that are updated together, in the graph's order, each part where the last of it may be. `limit`: bytes of gradients from
@@ -114,12 +115,20 @@ class Places:
         self.behind = [by if node is member else node for node in self.behind]
         self.index[by] = self.index[member]
 
-    def _own(self, node: Node) -> Iterator[Node]:
-        """A node with what moves with it."""
-        yield node
-        for operand in node.all_input_nodes:
-            if _moves(operand):
-                yield from self._own(operand)
+    def _own(self, node: Node) -> dict[Node, None]:
+        """A node with what moves with it: of a clipped one all that the norm is made of, a chain as long as there are parameters."""
+        found, work = {node: None}, [node]
+        while work:
+            for operand in work.pop().all_input_nodes:
+                if operand not in found and self._moves(operand):
+                    found[operand] = None
+                    work.append(operand)
+        return found
+
+    def _moves(self, node: Node) -> bool:
+        if node not in self._moving:
+            self._moving[node] = _moves(node)
+        return self._moving[node]
 
     def _when(self, node: Node) -> int:
         """Where a value is there, were it made as soon as it can be."""
@@ -128,7 +137,7 @@ class Places:
                 found = self.first
             elif node.target in REDUCTIONS:
                 found = self._arrived(node)
-            elif _moves(node):
+            elif self._moves(node):
                 found = max(map(self._when, node.all_input_nodes), default=self.first)
             else:
                 found = max([self.index[node], *(self._when(operand) for operand in node.all_input_nodes if is_view(node))])

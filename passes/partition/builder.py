@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch.fx import Graph, Node
 
 from meshc.ir import Record, Source, exactly, is_getitem, operands, record, set_record, spmd
 from meshc.ir.functions import Function, Keywords, Target
+from meshc.ir.graph import called
+from meshc.ir.likeness import like
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
@@ -59,7 +60,7 @@ class Builder:
     def emit(self, target: Target, *args: Any, sharding: Sharding | None = None, reason: str | None = None, **kwargs: Any) -> Node:
         """A call; its record has the shape and dtype that the call gives on meta tensors."""
         assert callable(target), target
-        node = self.graph.call_function(target, args, kwargs)
+        node = called(self.graph, target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
         sharding = None if sharding is None else natural(sharding)
@@ -80,10 +81,9 @@ class Builder:
         return node
 
     def _record(self, result: object, shape: tuple[int, ...], changes: dict[str, Any]) -> Record:
-        base = replace(self.context, sharding=None)
         if isinstance(result, torch.Tensor):
-            return replace(base, shape=shape, dtype=result.dtype, **changes)
-        return replace(base, shape=(), dtype=None, **changes)
+            return like(self.context, **{"sharding": None, "shape": shape, "dtype": result.dtype, **changes})
+        return like(self.context, **{"sharding": None, "shape": (), "dtype": None, **changes})
 
     def item(self, node: Node, index: int) -> Node:
         """One result of a node with several."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Factors, Token, Value
 from meshc.passes.phases.names import Names
-from meshc.passes.rules.rule import Turns
+
+if TYPE_CHECKING:
+    from meshc.passes.rules.rule import Turns
 
 
 @dataclass

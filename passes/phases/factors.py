@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Rule
+if TYPE_CHECKING:  # who holds a request needs no rules
+    from meshc.passes.rules.rule import Rule
 
 Token = tuple[str, int]
 Value = tuple[Node, int]

@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import filelock
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import meshc
 from meshc.frontend import reachable_code
@@ -95,6 +98,7 @@ def registered(model: Model, kind: str) -> None:
         (lambda m: setattr(m, "act", tripled), "model.act: this rank has function tests.frontend.test_reachable.tripled"),
         (lambda m: setattr(m, "act", Model(bound=3.0).act), "bound of its closure: this rank has 3.0, rank 0 has 2.0"),
         (lambda m: setattr(m, "act", functools.partial(torch.clamp, max=1)), "model.act: this rank has a functools.partial"),
+        (lambda m: setattr(m, "act", operator.attrgetter("real")), "model.act: this rank has a operator.attrgetter"),
         (lambda m: setattr(m, "forward", tripled), "model.forward: this rank has function tests.frontend.test_reachable.tripled"),
         (lambda m: setattr(m, "unread", "mine"), "model.unread: this rank has 'mine', rank 0 has nothing there"),
     ],
@@ -171,10 +175,55 @@ def test_a_function_in_a_context_is_known_by_what_the_context_is_made_of() -> No
     assert scaled.__code__ in mine.code
 
 
+@pytest.mark.parametrize(
+    "one, other, said",
+    [
+        (operator.attrgetter("real"), operator.attrgetter("imag"), "this rank has ('real',), rank 0 has ('imag',)"),
+        (operator.itemgetter(0, 1), operator.itemgetter(0, 2), "this rank has (0, 1), rank 0 has (0, 2)"),
+        (operator.methodcaller("cut", 1), operator.methodcaller("cut", 2), "this rank has ('cut', 1), rank 0 has ('cut', 2)"),
+        (operator.methodcaller("clamp", max=1), operator.methodcaller("clamp", max=2), "this rank has 1, rank 0 has 2"),
+    ],
+)
+def test_what_operator_makes_is_known_by_what_it_was_made_of(one: Any, other: Any, said: str) -> None:
+    mine, same, theirs = (reachable(nn.Module(), {"a": copy.copy(getter)}) for getter in (one, one, other))
+    assert mine.why == "" and difference(mine.places, same.places) == ""
+    assert said in difference(mine.places, theirs.places)
+
+
+def test_an_attribute_that_a_getter_names_is_read_as_if_code_named_it(monkeypatch: Any) -> None:
+    roots = {"a": operator.attrgetter("linear.save"), "b": operator.methodcaller("save"), "c": operator.itemgetter("save")}
+    for root, read in zip(roots, (True, True, False), strict=True):
+        before = reachable(Base(), {root: roots[root]}).places
+        with monkeypatch.context() as patched:
+            patched.setattr(Base, "save", lambda self: None)
+            assert (difference(reachable(Base(), {root: roots[root]}).places, before) != "") == read, root
+
+
 def test_what_cannot_be_compared_says_so() -> None:
     model = Model()
     model.rows = (row for row in range(3))
     assert reachable(model, {}).why.startswith("model.rows holds a generator")
+
+
+def fetches(x: Tensor) -> Tensor:
+    with filelock.FileLock("weights.lock"):
+        return x
+
+
+def test_packages_that_fetch_files_are_not_looked_into() -> None:
+    """What they hold is each process's own. Code of theirs that a trace has run is not known."""
+    found = reachable(nn.Module(), {"a": fetches, "b": filelock, "c": filelock.FileLock("weights.lock")})
+    assert found.why == "" and found.beyond([fetches.__code__]) == ""
+    assert "not found" in found.beyond([filelock.BaseFileLock.acquire.__code__])
+
+
+def test_a_stock_model_whose_code_names_the_hub_can_be_compared() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    linear = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")} | {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
+    config = Qwen3_5TextConfig(**sizes, **heads, **linear, layer_types=["linear_attention", "full_attention"])
+    one, same = (reachable(Qwen3_5ForCausalLM(config), {}) for _ in range(2))
+    assert one.why == "" and difference(one.places, same.places) == ""
 
 
 def test_a_stock_model_is_known_whole() -> None:

@@ -91,6 +91,28 @@ class Quiet(Base):
         return rows["scaled"]
 
 
+class Recurrent(Base):
+    """A stock RNN keeps its weights in a list, which it makes anew of those that a trace has put in."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.rnn(self.linear(x)[:, None])
+        return out
+
+
+class Counted(nn.GRU):
+    """Is torch's but for one line."""
+
+    calls = 0
+
+    def forward(self, *args: Any) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return super().forward(*args)
+
+
 def told(model: nn.Module) -> list[str]:
     """The warnings of a compilation about what is left out."""
     with warnings.catch_warnings(record=True) as caught:
@@ -131,6 +153,17 @@ def test_assertions_of_what_tensors_hold_are_told_by_line() -> None:
 
 def test_nothing_is_told_of_what_a_program_keeps() -> None:
     assert told(Quiet()) == []
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_nothing_is_told_of_what_torchs_own_modules_keep_for_themselves(kind: type[nn.RNNBase]) -> None:
+    assert told(Recurrent(kind)) == []
+
+
+def test_a_line_of_the_users_in_a_module_of_torchs_is_told_alone() -> None:
+    (message,) = told(Recurrent(Counted))
+    assert re.search(r"\n  test_side_effects\.py:\d+: self\.calls \+= 1\n", message), message
+    assert message.count(".py:") == 1
 
 
 class Says(Base):
