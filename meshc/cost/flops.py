@@ -1,8 +1,8 @@
-"""How many multiplications and additions an operator is, by its shapes: matrix products, convolutions, attention. Others count as none.
-The seconds that they take are in `operators.py`.
+"""How many multiplications and additions an operator is, by its shapes: matrix products, factorizations, convolutions, attention. Others
+count as none. The seconds that they take are in `operators.py`.
 
 Shapes are those of the records at hand: of the whole before `partition`, of one rank's tiles after it. The counts are those of
-`torch.utils.flop_counter`, whose tests are the source, for the operators that a program may have.
+`torch.utils.flop_counter`, whose tests are the source, for the operators that a program may have; of factorizations it has none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Shapes = Sequence[tuple[int, ...]]
 
 def flops(node: Node) -> float:
     """Multiplications and additions of one call; 0 for operators that are not counted."""
-    counted = COUNTS.get(ir.op_name(node))
+    name = ir.op_name(node)
+    counted = COUNTS.get(name) or FACTORIZATIONS.get(name)
     if counted is None:
         return 0.0
     producers = [ir.value_of(operand) for operand in ir.operands(node)]
@@ -109,3 +110,27 @@ COUNTS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
     "meshc.delta_rule_backward_turn": lambda node, shapes: _delta_rule(shapes[2:], 12, 8) / _parts(node),
     "meshc.delta_rule_ends": lambda node, shapes: _delta_rule(shapes[2:], 5, 7),
 }
+
+FACTORIZATIONS: Final[Mapping[str, Callable[[Node, Shapes], float]]] = {
+    "aten._linalg_eigh": lambda node, shapes: _of_square(shapes, 9.0),
+    "aten.linalg_qr": lambda node, shapes: 2 * _of_sides(shapes, 2.0, -2 / 3),
+    "aten._linalg_svd": lambda node, shapes: _of_sides(shapes, 6.0, 20.0),
+    "aten.linalg_inv_ex": lambda node, shapes: _of_square(shapes, 2.0),
+    "aten.linalg_cholesky_ex": lambda node, shapes: _of_square(shapes, 1 / 3),
+    "aten.linalg_lu_factor_ex": lambda node, shapes: _of_square(shapes, 2 / 3),
+    "aten._linalg_solve_ex": lambda node, shapes: _of_square(shapes, 2 / 3) + 2.0 * prod(shapes[0]) * shapes[1][-1],
+    "aten.linalg_solve_triangular": lambda node, shapes: prod(shapes[0]) * shapes[1][-1],
+}
+"""Of whole matrices (Golub, Van Loan: Matrix Computations, tables of chapters 3, 5 and 8): with vectors where an operator has them."""
+
+
+def _of_square(shapes: Shapes, times: float) -> float:
+    """So often the cube of a side, of each matrix."""
+    return times * prod(shapes[0]) * shapes[0][-1]
+
+
+def _of_sides(shapes: Shapes, long: float, short: float) -> float:
+    """long * m n^2 + short * n^3 of m by n, n the short side, of each matrix."""
+    *rows, one, other = shapes[0]
+    m, n = max(one, other), min(one, other)
+    return prod(rows) * (long * m * n**2 + short * n**3)

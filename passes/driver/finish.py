@@ -23,7 +23,7 @@ def finish(lowered: Lowered) -> PlainProgram:
         info={
             "output_paths": model.output_tree.paths(), "random_calls": model.random_calls,
             "inputs": request.inputs, "outputs": request.outputs,
-            "work": [row.plain() for row in work.account(placed)],
+            "work": [row.plain() for row in work.with_divided(work.account(placed), lowered.divided)],
             **({"batch_mix": request.batch_mix} if lowered.parts is not None else {}),
             **_pipeline_asked(lowered),
         },

@@ -44,6 +44,7 @@ from meshc.passes.trace.fold_scans import fold_scans
 from meshc.passes.trace.inline_checkpoints import inline_checkpoints
 from meshc.passes.trace.lower_autocast import lower_autocast
 from meshc.passes.trace.raise_ops import raise_ops
+from meshc.passes.updates.divide import divide_updates
 
 CAPTURE: Final[Pass[Outset, Traced]] = Pass("capture", capture)
 
@@ -108,6 +109,7 @@ STAGES: Final[Pass[Lowered, Lowered]] = Pass(
 CUT: Final[Pass[Lowered, Lowered]] = Pass("cut", cut_backward, "likewise: what lies where decides what is saved")
 
 LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
+    Pass("divide_updates", divide_updates, "once it is settled which rank updates what; before collectives, of which it makes others"),
     Pass("collectives", schedule_collectives, "once it is settled which stage a collective is in"),
     Pass("fuse_updates", fuse_updates),
     Pass("fetch", fetch_ahead, "once updates are one for many; before regions, which end where a copy starts"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from meshc.frontend.capture import TorchGraph
@@ -26,6 +26,7 @@ class Lowered(Outset):
     tried     what was searched for the stages of a pipeline, and why the others were dropped; nothing, if there was no choice
     weighed   plans that a search has compared for the axes that were left open; nothing, if none were
     backward  as `cut` left it, for `specialise`; None where no output could do without its gradient
+    divided   the part of the arithmetic on whole matrices in updates that is divided over ranks, by axes
     """
 
     placed: Placed
@@ -38,6 +39,7 @@ class Lowered(Outset):
     pipeline: Pipeline | None = None
     tried: tuple[Tried, ...] = ()
     weighed: tuple[Weighed, ...] = ()
+    divided: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
     def updating(self, optimizer: OptimizerSpec | None) -> Self:
         return replace(super().updating(optimizer), placed=self.placed.updating(optimizer))

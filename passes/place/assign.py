@@ -119,7 +119,7 @@ def _replicated(placed: Placed) -> list[str]:
 
 
 def _whole_updates(placed: Placed, decides: Propagator) -> list[str]:
-    """Updates that need whole matrices, and what that takes: every rank does the same."""
+    """Updates that need whole matrices, and what that takes; who does it is said where they are divided."""
     work: dict[str, float] = {}
     for node in decides.whole_updates:
         name = placed.joint.updates[node]
@@ -130,8 +130,8 @@ def _whole_updates(placed: Placed, decides: Propagator) -> list[str]:
         return []
     many = sum(counts.values())
     return [
-        f"the optimizer updates {next(iter(counts))}{f' and {many - 1} more' if many > 1 else ''} by products of whole matrices: these are "
-        f"gathered, and every rank computes all of them, {total / 1e9:,.3g} GFLOP a step"
+        f"the optimizer updates {next(iter(counts))}{f' and {many - 1} more' if many > 1 else ''} by products of whole matrices, "
+        f"{total / 1e9:,.3g} GFLOP a step"
     ]
 
 

@@ -12,10 +12,11 @@ what it sums over them (Adafactor's rows and columns) is reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch.fx import Node
 
+from meshc.ir import is_getitem, value_of
 from meshc.ir.sharding import Sharding
 from meshc.passes.phases.factors import Instance, Token
 
@@ -25,13 +26,19 @@ def computed_whole(updates: Iterable[Node], instances: Mapping[Node, Instance]) 
     order = [node for node in updates if node in instances]
     mixed: set[Node] = set()
     for node in order:
-        if _mixes(instances[node]) or any(source in mixed for source in node.all_input_nodes):
+        if _mixes(instances[node]) or any(value_of(source)[0] in mixed for source in node.all_input_nodes):
             mixed.add(node)
     leading: set[Node] = set()
     for node in reversed(order):
-        if _is_product(instances[node]) or any(user in leading for user in node.users):
+        if _is_product(instances[node]) or any(user in leading for user in _readers(node)):
             leading.add(node)
     return mixed & leading
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """The operators that read what one makes; of several results, any."""
+    for user in node.users:
+        yield from user.users if is_getitem(user) else (user,)
 
 
 def _mixes(instance: Instance) -> bool:

@@ -9,7 +9,8 @@ For the summary: read off what `propagate` chose, on the global view. Operators 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from meshc import ir
 from meshc.cost.flops import flops
@@ -40,6 +41,20 @@ def account(placed: Placed) -> list[Work]:
         record = ir.records(node)[0]
         found[(collapsed(record.source.module), ir.op_name(node), record.phase, states)] += count * times * standing.get(node, 1)
     return [Work(*key[:3], count, dict(zip(axes, key[3], strict=True))) for key, count in found.items()]
+
+
+def with_divided(rows: Sequence[Work], divided: Mapping[tuple[str, ...], float]) -> list[Work]:
+    """The same where ranks along these axes divide so much of what updates do whole."""
+    found = []
+    for row in rows:
+        whole = row.phase == "update" and SPLIT not in row.by_axis.values()
+        parts = divided if whole else {}
+        left = 1.0 - sum(parts.values())
+        if left > 1e-9:
+            found.append(replace(row, flops=row.flops * left))
+        for axes, part in parts.items():
+            found.append(replace(row, flops=row.flops * part, by_axis={**row.by_axis, **dict.fromkeys(axes, SPLIT)}))
+    return found
 
 
 def has_split(instance: Instance, chosen: Mapping[Token, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:

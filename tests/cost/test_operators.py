@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,17 @@ def test_a_delta_rule_multiplies_within_chunks_of_64_and_with_states() -> None:
 
     assert takes(128) == 2 * takes(64) == 2 * 4 * 128 * (5 * 64 * (16 + 8) + 2 * 3 * 16 * 8)
     assert takes(32) == 2 * 4 * 32 * (5 * 32 * (16 + 8) + 2 * 3 * 16 * 8)
+
+
+def test_factorizations_grow_with_the_cube_of_a_side() -> None:
+    def takes(target: Any, made: list[tuple[int, ...]], *shape: int) -> float:
+        b = Building()
+        return flops(b.call(target, b.given(*shape), made=made))
+
+    aten = torch.ops.aten
+    assert takes(aten._linalg_eigh.default, [(2, 8), (2, 8, 8)], 2, 8, 8) == 2 * 9 * 8**3
+    assert takes(aten.linalg_qr.default, [(8, 4), (4, 4)], 8, 4) == pytest.approx(4 * 8 * 4**2 - 4 * 4**3 / 3)
+    assert takes(aten.linalg_inv_ex.default, [(8, 8), ()], 8, 8) == 2 * 8**3
 
 
 def test_an_update_reads_four_and_writes_three_of_each_parameter() -> None:

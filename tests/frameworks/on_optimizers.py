@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import transformers.optimization
 from torch import nn
 
 import meshc
+from meshc.cost import devices
 from tests.frameworks.rows import Check, Rows, refuses
 from tests.optimizer.others import AdamW8bit, Lamb, ScheduleFree, Shampoo, SignInKernel, Soap, sign_state, sign_update
 from tests.processes import optimizers, train_step
@@ -55,11 +57,32 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8, bias=False), nn.GELU(), nn.Linear(8, 4, bias=False)).double()
 
 
+def equal() -> nn.Module:
+    """Four matrices of two shapes, of which each of two ranks can take one."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 8, bias=False), nn.GELU(), nn.Linear(8, 6, bias=False)) for _ in range(2)]
+    return nn.Sequential(*layers).double()
+
+
 def trains(mesh: Any, build: Build, within: float = 1e-9, options: Any = None) -> None:
     """Losses and parameters are those of the optimizer's own steps, up to `within`."""
-    ours = model()
+    trained(mesh, model, 4, build, within, options)
+
+
+def divides(mesh: Any, build: Build, within: float) -> None:
+    """Likewise of equal matrices, each updated by one rank; messages take little, so that small ones are divided too."""
+    with devices.assumed(replace(devices.device("cpu"), collective_s=1e-6, inside_node=devices.Link(1e-6, 1e10))):
+        program = trained(mesh, equal, 6, build, within)
+    assert any("computations are divided over the ranks of tp" in note for note in program.compiled.notes), program.compiled.notes
+
+
+def trained(
+    mesh: Any, make: Callable[[], nn.Module], width: int, build: Build, within: float, options: Any = None
+) -> meshc.Program:
+    """The program of a model that gives so many values, compared."""
+    ours = make()
     twin = copy.deepcopy(ours)
-    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, width, dtype=torch.float64)
     step = meshc.TrainStep(ours, optimizer=build(ours.parameters()), loss=F.mse_loss)
     program = meshc.compile(step, mesh, args=(x,), kwargs={"target": y}, plan=SPLIT, options=options or meshc.Options())
     optimizer = build(twin.parameters())
@@ -69,12 +92,13 @@ def trains(mesh: Any, build: Build, within: float = 1e-9, options: Any = None) -
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(program(x, target=y), loss.detach(), rtol=within, atol=within)
-    start = dict(model().named_parameters())
+    start = dict(make().named_parameters())
     state = program.state_dict(full=True)  # all ranks call it, rank 0 has it
     for name, value in state.get("model", {}).items():
         wanted = twin.get_parameter(name).detach()
         torch.testing.assert_close(value, wanted, rtol=within, atol=within)
         assert not torch.allclose(value, start[name].detach(), rtol=1e-3, atol=0)
+    return program
 
 
 ROWS.row("several, in lists and wrappers, with schedules", mesh="dp=2")(optimizers.trained)
@@ -86,18 +110,18 @@ def _row(what: str, name: str, check: Check, **more: Any) -> None:
     ROWS.row(what, **more)(check)
 
 
-for _what, _name, _build in (
-    ("Adafactor of torch", "adafactor", lambda params: torch.optim.Adafactor(params, lr=1e-2)),
-    ("Adafactor of transformers", "their_adafactor", lambda params: transformers.optimization.Adafactor(params, lr=None)),
-    ("Muon of torch (whole matrices, on every rank)", "muon", lambda params: torch.optim.Muon(params, lr=1e-2)),
-    ("Shampoo (likewise)", "shampoo", Shampoo),
-    ("SOAP (likewise)", "soap", Soap),
-    ("Lion", "lion", Lion),
-    ("LAMB", "lamb", Lamb),
-    ("AdamW without a schedule (schedule-free)", "without_schedule", schedule_free),
-    ("AdamW in 8 bits, written in torch", "adamw_8bit", AdamW8bit),
+for _what, _name, _build, _tried in (
+    ("Adafactor of torch", "adafactor", lambda params: torch.optim.Adafactor(params, lr=1e-2), trains),
+    ("Adafactor of transformers", "their_adafactor", lambda params: transformers.optimization.Adafactor(params, lr=None), trains),
+    ("Muon of torch (whole matrices, each on one rank)", "muon", lambda params: torch.optim.Muon(params, lr=1e-2), divides),
+    ("Shampoo (likewise)", "shampoo", Shampoo, divides),
+    ("SOAP (likewise)", "soap", Soap, divides),
+    ("Lion", "lion", Lion, trains),
+    ("LAMB", "lamb", Lamb, trains),
+    ("AdamW without a schedule (schedule-free)", "without_schedule", schedule_free, trains),
+    ("AdamW in 8 bits, written in torch", "adamw_8bit", AdamW8bit, trains),
 ):
-    _row(_what, _name, lambda mesh, build=_build: trains(mesh, build, 1e-7 if build in (Shampoo, Soap) else 1e-9))
+    _row(_what, _name, lambda mesh, build=_build, tried=_tried: tried(mesh, build, 1e-7 if build in (Shampoo, Soap) else 1e-9))
 
 
 @ROWS.row("AdamW with its state in 8 bits, as far as 8 bits go", line='Options(optimizer_state="8bit")')

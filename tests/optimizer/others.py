@@ -126,6 +126,29 @@ class Soap(torch.optim.Optimizer):
                 p.add_(basis @ (turned / (state["v"].sqrt() + 1e-8)), alpha=-group["lr"])
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """Muon (Jordan et al., 2024) in the parameter's own precision, so that several steps can be compared."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, steps: int = 5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "steps": steps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - group["momentum"])
+                x = p.grad.lerp(average, group["momentum"])
+                wide = x.size(0) <= x.size(1)
+                x = x if wide else x.T
+                x = x / x.norm().clamp(min=1e-7)
+                for _ in range(group["steps"]):
+                    gram = x @ x.T
+                    x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+                p.mul_(1 - 0.1 * group["lr"])
+                p.add_(x if wide else x.T, alpha=-group["lr"])
+
+
 class AdamW8bit(torch.optim.Optimizer):
     """Moments in 8 bits with a scale a block (Dettmers et al., 2021), blocks of the flattened parameter as bitsandbytes has them."""
 

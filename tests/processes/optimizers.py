@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
+from meshc.cost.memory import worst
 from meshc.runtime.failure.failed_rank import world_board
 from meshc.runtime.saved.loaded import Loaded
 from tests.models import mlp
+from tests.optimizer.others import Orthogonal
+from tests.processes.live_bytes import LiveBytes
 from tests.processes.reference import close, furthest
 from tests.processes.session import device_mesh, run_checks
 from tests.wrappers import WRAPPERS, Listed
@@ -154,5 +157,30 @@ def saved(mesh: Any) -> None:
     assert loaded.learning_rates() == [0.02, 0.01]
 
 
+def divided(mesh: Any) -> None:
+    """Matrices of equal layers, each updated by one rank, stored in tiles and whole: what is trained, and what a step holds."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(4)))
+    x, y = torch.randn(2, 192), torch.randn(2, 192)
+    twin = copy.deepcopy(layers)
+    theirs = Orthogonal(twin.parameters())
+    for _ in range(STEPS):
+        F.mse_loss(twin(x), y).backward()
+        theirs.step()
+        twin.zero_grad()
+    for plan in (None, "fsdp"):
+        model = copy.deepcopy(layers)
+        step = meshc.TrainStep(model, optimizer=Orthogonal(model.parameters()), loss=F.mse_loss)
+        program = meshc.compile(step, mesh, args=(x,), kwargs={"target": y}, plan=plan)
+        assert any("4 of 4 computations are divided over the ranks of dp" in note for note in program.compiled.notes)
+        for _ in range(STEPS):
+            with LiveBytes() as live:
+                program(x, target=y)
+        bucket = sum(p.nbytes for p in twin.parameters()) if plan is None else 0  # of gradients: it was there before the step
+        ratio = (live.peak + bucket) / worst(program.compiled).peak.total
+        assert 0.99 < ratio < 1.01, (plan, ratio)
+        assert furthest(_whole(model), _whole(twin))[0] < 1e-4, plan
+
+
 def run(mesh: str, *names: str) -> None:
-    run_checks((trained, resumed, saved), mesh, names)
+    run_checks((trained, resumed, saved, divided), mesh, names)

@@ -87,7 +87,7 @@ def test_loops() -> None:
 
 
 def test_several_optimizers() -> None:
-    names = ("trained", "resumed", "saved")
+    names = ("trained", "resumed", "saved", "divided")
     assert run("optimizers", 2, "dp=2", *names).split() == [*names]
 
 

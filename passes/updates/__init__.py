@@ -1,0 +1,1 @@
+"""Updates of whole matrices, divided over ranks."""

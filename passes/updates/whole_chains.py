@@ -1,0 +1,262 @@
+"""Whole chains: what an update computes of whole matrices, which every rank does alike until somebody divides it.
+
+    a = all_gather(m, ["tp"], 0)                     enters: a, gathered of the tile m
+    n = norm(a);  x = a / n                          \
+    g = mm(x, t(x));  y = addmm(x, g, x)             /  the chain of one parameter
+    z = shard(y, 0, 2, coordinate)                   leaves: y, of which a rank keeps the tile z
+
+A chain is what lies between products (and factorizations) that no axis splits, with what is made for it or of it alone as far as no more
+goes in and out that way. It reads no place of a rank, so it is the same on all ranks of a mesh, and one of them can run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.cost.flops import flops
+from meshc.ir import exactly, has_record, is_getitem, is_integer, is_tensor, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir.sharding import Sharding
+
+aten = torch.ops.aten
+
+PIECES: Final = (aten.slice.Tensor, aten.reshape.default)
+"""What a change of sharding makes beside what it sends, where tiles are padded or lie within a dim."""
+
+
+@dataclass(frozen=True)
+class Entering:
+    """What a chain reads of outside. `source`: of what it was gathered, the value itself where nothing was; `way`: what gathers it."""
+
+    value: Node
+    source: Node
+    way: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What others read of a chain. `kept`: what stands for it there, a tile or the value itself; `way`: what cuts the tile."""
+
+    value: Node
+    kept: Node
+    way: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`key` is the same of chains that do the same with values of the same shapes that lie alike."""
+
+    nodes: tuple[Node, ...]
+    entering: tuple[Entering, ...]
+    leaving: tuple[Leaving, ...]
+    key: object
+
+    @property
+    def flops(self) -> float:
+        return sum(map(flops, self.nodes))
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Those that split what it is made of, or what is kept of it."""
+        ends = [*(one.source for one in self.entering), *(one.kept for one in self.leaving)]
+        return frozenset(axis for end in ends for axis in lies(end).split_axes())
+
+    @property
+    def spared(self) -> list[Node]:
+        """What a rank does not do that leaves the chain to another: its nodes, and what gathers for them alone."""
+        found = list(self.nodes)
+        for one in self.entering:
+            if {user for node in one.way for user in node.users} <= {*self.nodes, *one.way}:
+                found += one.way
+        return found
+
+
+def chains(graph: Graph) -> list[Chain]:
+    """Of a stage, in its order."""
+    order = [node for node in graph.nodes if node.op != "output"]
+    alike = _alike(order)
+    number = _numbered(order, _between(order, alike))
+    _with_its_own(order, alike, number)
+    members: dict[int, list[Node]] = {}
+    for node in order:
+        if node in number:
+            members.setdefault(number[node], []).append(node)
+    found = [_chain(nodes) for nodes in members.values()]
+    return [chain for chain in found if chain is not None]
+
+
+def lies(node: Node) -> Sharding:
+    """The sharding of a value that says one."""
+    found = record(node).sharding
+    assert found is not None, node
+    return found
+
+
+def is_whole(node: Node) -> bool:
+    """Whether a value's type says that every rank has all of it."""
+    if not has_record(node) or is_integer(node):
+        return False
+    return all(one.sharding is not None and not one.sharding.axes() for one in records(node))
+
+
+# ------------------------------------------------------------------------------------------------------------------- what is alike
+
+
+def _alike(order: Iterable[Node]) -> set[Node]:
+    """Operators of the update that do the same on all ranks."""
+    found: set[Node] = set()
+    for node in order:
+        made = records(node) if node.op == "call_function" else ()
+        if made and made[0].phase == "update" and not spmd.is_function(node.target):
+            plain = all(one.dtype is not None for one in made) and not runs_on_host(node)
+            if plain and all(one in found or is_whole(one) for one in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _between(order: Sequence[Node], alike: Collection[Node]) -> set[Node]:
+    """Products, and what lies between two of them."""
+    products = {node for node in order if node in alike and flops(node)}
+    behind: set[Node] = set()
+    for node in order:
+        if node in alike and (node in products or any(one in behind for one in node.all_input_nodes)):
+            behind.add(node)
+    ahead: set[Node] = set()
+    for node in reversed(order):
+        if node in alike and (node in products or any(user in ahead for user in node.users)):
+            ahead.add(node)
+    return behind & ahead
+
+
+def _numbered(order: Sequence[Node], core: Collection[Node]) -> dict[Node, int]:
+    """A number for each node, the same for those that read one another."""
+    group: dict[Node, list[Node]] = {}
+    for node in order:
+        if node in core or (is_getitem(node) and node.args[0] in core):
+            group[node] = [node]
+            for one in node.all_input_nodes:
+                if one in group and group[one] is not group[node]:
+                    mine = group[node]
+                    group[one] += mine
+                    group |= dict.fromkeys(mine, group[one])
+    numbers = {id(members): index for index, members in enumerate(group.values())}
+    return {node: numbers[id(members)] for node, members in group.items()}
+
+
+def _with_its_own(order: Sequence[Node], alike: Collection[Node], number: dict[Node, int]) -> None:
+    """Adds what is made for one chain alone, and of one alone, where no more goes in or out that way."""
+    core = set(number)
+    _lead(order, alike, number)
+    for node in order:
+        if node in number and node not in core and not any(one in number or _way(one) for one in node.all_input_nodes):
+            spared = [one for one in node.all_input_nodes if sum(user in number for user in one.users) == 1]
+            if 0 < _bytes([node]) <= _bytes(spared):
+                del number[node]
+    for node in order:
+        if node in alike and node not in number and not is_getitem(node) and is_whole(node):
+            mine = [one for one in node.all_input_nodes if one in number]
+            single = all(prod(record(one).shape) == 1 for one in node.all_input_nodes if one not in number)
+            spared = [one for one in mine if all(user is node or user in number for user in one.users)]
+            if len({number[one] for one in mine}) == 1 and single and is_tensor(node) and _bytes([node]) <= _bytes(spared):
+                number[node] = number[mine[0]]
+    _lead(order, {node for node in alike if is_tensor(node) and prod(record(node).shape) == 1}, number)
+
+
+def _lead(order: Sequence[Node], among: Collection[Node], number: dict[Node, int]) -> None:
+    """Adds those that are read by one chain alone."""
+    for node in reversed(order):
+        if node in among and node not in number and node.users:
+            readers = {number.get(user) for user in node.users}
+            if len(readers) == 1 and (mine := readers.pop()) is not None:
+                number[node] = mine
+
+
+def _bytes(nodes: Iterable[Node]) -> int:
+    return sum(local_bytes(one) for node in nodes for one in records(node))
+
+
+# ----------------------------------------------------------------------------------------------------------------- what is a chain
+
+
+def _chain(nodes: Sequence[Node]) -> Chain | None:
+    """None where something leaves in a way that cannot be made again."""
+    own = set(nodes)
+    entering = [_entering(one) for one in dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own)]
+    leaving: list[Leaving] = []
+    for node in nodes:
+        readers = [user for user in node.users if user not in own]
+        if readers and not (is_tensor(node) and is_whole(node)):
+            return None
+        tiles = [_leaving(node, reader) for reader in readers]
+        leaving += [one for one in tiles if one is not None]
+        if None in tiles:
+            leaving.append(Leaving(node, node))
+    if not entering or not leaving:
+        return None
+    return Chain(tuple(nodes), tuple(entering), tuple(leaving), _key(nodes, entering, leaving))
+
+
+def _entering(value: Node) -> Entering:
+    way = _way(value)
+    return Entering(value, way[-1].all_input_nodes[0], way) if way else Entering(value, value)
+
+
+def _way(value: Node) -> tuple[Node, ...]:
+    """From a whole value back to what gathers the tile of which it is made; nothing if none was."""
+    found: list[Node] = []
+    gathered = 0
+    at = value
+    while (at.target in PIECES or at.target is spmd.all_gather) and not record(at).of:
+        if at.target is spmd.all_gather and spmd.joins_stages(at):
+            break
+        found.append(at)
+        at = at.all_input_nodes[0]
+        tile = record(at).sharding
+        if found[-1].target is spmd.all_gather and tile is not None and not tile.pending:
+            gathered = len(found)
+    return tuple(found[:gathered]) if is_whole(value) else ()
+
+
+def _leaving(value: Node, reader: Node) -> Leaving | None:
+    """A tile that is cut of a value and read in its stead; None where a reader takes it whole."""
+    way: list[Node] = []
+    kept: Leaving | None = None
+    at = reader
+    while (at.target in PIECES or at.target is spmd.shard) and not record(at).of:
+        way.append(at)
+        if record(at).sharding is not None and any(one.target is spmd.shard for one in way):
+            kept = Leaving(value, at, tuple(way))
+        if len(at.users) != 1:
+            break
+        (at,) = at.users
+    return kept
+
+
+def _key(nodes: Sequence[Node], entering: Sequence[Entering], leaving: Sequence[Leaving]) -> object:
+    names: dict[Node, tuple[str, int]] = {node: ("made", index) for index, node in enumerate(nodes)}
+    names |= {one.value: ("given", index) for index, one in enumerate(entering)}
+    given = tuple((record(one.value).shape, record(one.value).dtype, cuts(one.source)) for one in entering)
+    made = [tuple((one.shape, one.dtype) for one in records(node)) for node in nodes]
+    calls = tuple((node.target, _said((node.args, node.kwargs), names), shapes) for node, shapes in zip(nodes, made, strict=True))
+    return given, calls, tuple((names[one.value], cuts(one.kept)) for one in leaving)
+
+
+def _said(argument: object, names: Mapping[Node, tuple[str, int]]) -> object:
+    """An argument as what can be compared between chains."""
+    if isinstance(argument, Node):
+        return names[argument]
+    if isinstance(argument, list | tuple):
+        return tuple(_said(one, names) for one in argument)
+    if isinstance(argument, dict):
+        return tuple((name, _said(argument[name], names)) for name in sorted(argument))
+    return exactly(argument)
+
+
+def cuts(node: Node) -> object:
+    """How a value lies, whatever its factors are called."""
+    return tuple(tuple((part.size, part.axes) for part in dim) for dim in lies(node).dims)
