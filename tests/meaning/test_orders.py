@@ -132,7 +132,7 @@ BETWEEN: list[Any] = [
     (Neighbours(), "cp=2", None),
     broad(Neighbours(), "cp=3", None),
     (Prefix(), "cp=2", None),
-    (Picks(), "cp=2", None),
+    (Picks(), "cp=2", 8),
     broad(nn.Dropout(0.3), "cp=2", 4),
     broad(nn.GRU(16, 16, batch_first=True), "cp=2", None),
 ]
