@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 MAKEFILE: Final = (ROOT / "Makefile").read_text()
 TARGETS: Final = frozenset(re.findall(r"^([a-z][\w-]*):", MAKEFILE, re.MULTILINE))
 SETTINGS: Final = frozenset(re.findall(r"^(?:export )?([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
-OF_READERS: Final = frozenset({"train.py", "mlp.py"})
+OF_READERS: Final = ("train.py", "mlp.py")
 """Scripts that a page has its reader write, or stands for a reader's own."""
 PROGRAMS: Final = ("make", "python", "python3", ".venv/bin/python", "torchrun", "meshc", "cd")
 BLOCK: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -71,7 +71,7 @@ def _make(words: list[str]) -> list[str]:
 
 
 def _torchrun(words: list[str], partly: bool, folder: Path) -> list[str]:
-    given, said = _parsed(get_args_parser(), words)
+    given, said = _parsed(get_args_parser(), [*words, OF_READERS[0]] if partly else words)
     if given is None:
         return [f"torchrun: {said}"]
     if given.module:

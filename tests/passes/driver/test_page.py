@@ -28,10 +28,10 @@ def test_every_line_that_is_shown_is_written(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "mlp.py").write_text(script.replace('"dp=2,tp=2"), ', f'"dp=2,tp=2"), backend="{backend}", '))
         runpy.run_path(str(tmp_path / "mlp.py"))
     written = {line.strip() for path in (tmp_path / "out").rglob("*.*") for line in path.read_text().splitlines()}
-    assert len(shown()) > 25
+    assert len(shown()) > 20
     assert [line for line in shown() if not any(re.fullmatch(pattern(line), there) for there in written)] == []
 
 
 def pattern(line: str) -> str:
-    """`...` at a place of a line stands for anything."""
-    return ".*".join(map(re.escape, line.split("...")))
+    """`...` at a place of a line stands for anything; where a line comes from may be left out."""
+    return ".*".join(map(re.escape, line.split("..."))) + r"(  # .*)?"
