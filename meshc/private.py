@@ -105,8 +105,9 @@ NAMES: Final[Mapping[str, str]] = {
 REACHED: Final = (
     "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",
     "torch:_C.DisableTorchFunctionSubclass", "torch:_C.DispatchKey", "torch:_C.TensorBase",
-    "torch:_C._dispatch_has_kernel_for_dispatch_key", "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled",
-    "torch:_C._jit_get_all_schemas", "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
+    "torch:_C._dispatch_get_registrations_for_dispatch_key", "torch:_C._dispatch_has_kernel_for_dispatch_key",
+    "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
+    "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
     "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",
     "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
