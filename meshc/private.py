@@ -10,8 +10,9 @@ model is traced stands in the table too. A name that a release has moved raises 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from meshc.errors import CompileError
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec
 
-SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.13", "transformers": "5.0 on"}
+SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.15", "transformers": "5.0 on"}
 
 NAMES: Final[Mapping[str, str]] = {
     "dynamo": "torch._dynamo",
@@ -173,3 +174,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"meshc.private has no {name}")
     globals()[name] = value = found(NAMES[name])
     return value
+
+
+def text_with_places(frame: Any, text: str, values: Sequence[Any]) -> Any:
+    """What Dynamo keeps of `text.format(*values)` where a value is not there yet. From 2.15 on it is told the frame that it is in."""
+    create = found(NAMES["StringFormatVariable"]).create
+    told = (frame,) if "tx" in inspect.signature(create).parameters else ()
+    return create(*told, text, list(values), {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -10,10 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Final
-
-import torch
 
 from meshc.frontend.reachable_values import digest as digest_of
 from meshc.frontend.reachable_values import is_plain
@@ -31,12 +29,12 @@ OWN_MODULES: Final = ("random", "time", "uuid", "secrets", "socket", "platform",
 """Modules of Python's whose functions answer anew each time."""
 TYPING: Final = (typing._GenericAlias, typing._SpecialForm, typing.TypeVar)  # type: ignore[attr-defined]
 
-_TORCH: Final = Path(torch.__file__).parent
+_UNDER_TORCH: Final = [spec for name in ("torch", "numpy", "sympy", "triton") if (spec := importlib.util.find_spec(name))]
 _FOLDERS: Final = tuple(
     f"{os.path.realpath(folder)}{os.sep}"
-    for folder in (_TORCH, *(_TORCH.parent / name for name in ("numpy", "sympy", "triton")), FOLDER, *FOLDER.glob("*/"))
+    for folder in (*(place for spec in _UNDER_TORCH for place in spec.submodule_search_locations or ()), FOLDER, *FOLDER.glob("*/"))
 )
-"""Of torch and what it stands on, and of meshc, whose rooms may be links."""
+"""Of torch and what it stands on, wherever each is installed, and of meshc, whose rooms may be links."""
 _PYTHON: Final = f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}"
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _OF_DATACLASSES: Final = frozenset(f"__{name}__" for name in "init repr eq lt le gt ge hash setattr delattr".split())
