@@ -124,7 +124,8 @@ def test_a_dead_command_is_found(line: str, found: list[str]) -> None:
 
 
 def test_commands_are_found_where_they_stand() -> None:
-    page = "Run `meshc\nshow x`:\n\n    make demo     # says\n    make fuzz SEED=0    python -m tests.fuzz\n    makes none\n\n```sh\ncd docs\n```\n"
+    indented = "    make demo     # says\n    make fuzz SEED=0    python -m tests.fuzz\n    makes none\n"
+    page = f"Run `meshc\nshow x`:\n\n{indented}\n```sh\ncd docs\n```\n"
     assert list(lines(page)) == ["cd docs", "make demo", "make fuzz SEED=0", "python -m tests.fuzz"]
     assert list(spans(page)) == ["meshc show x"]
 

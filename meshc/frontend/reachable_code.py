@@ -29,11 +29,9 @@ OWN_MODULES: Final = ("random", "time", "uuid", "secrets", "socket", "platform",
 """Modules of Python's whose functions answer anew each time."""
 TYPING: Final = (typing._GenericAlias, typing._SpecialForm, typing.TypeVar)  # type: ignore[attr-defined]
 
-_UNDER_TORCH: Final = [spec for name in ("torch", "numpy", "sympy", "triton") if (spec := importlib.util.find_spec(name))]
-_FOLDERS: Final = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in (*(place for spec in _UNDER_TORCH for place in spec.submodule_search_locations or ()), FOLDER, *FOLDER.glob("*/"))
-)
+_SPECS: Final = [spec for name in ("torch", "numpy", "sympy", "triton") if (spec := importlib.util.find_spec(name)) is not None]
+_INSTALLED: Final = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
+_FOLDERS: Final = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (*_INSTALLED, *map(str, (FOLDER, *FOLDER.glob("*/")))))
 """Of torch and what it stands on, wherever each is installed, and of meshc, whose rooms may be links."""
 _PYTHON: Final = f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}"
 _PACKAGES: Final = ("site-packages", "dist-packages")

@@ -45,8 +45,8 @@ import meshc
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
 torch.manual_seed(0)
-config = MixtralConfig(vocab_size=65, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-                       num_local_experts=4, num_experts_per_tok=2)
+config = MixtralConfig(vocab_size=65, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                       num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
 step = meshc.TrainStep(model := MixtralForCausalLM(config), optimizer=torch.optim.AdamW(model.parameters()))
 ids = torch.randint(65, (4, 12))
 inputs = {"input_ids": ids, "labels": ids}
@@ -122,7 +122,9 @@ class Scene:
 
 SCENES: Final = (
     Scene("../README.md", (0,), ranks=4),
-    Scene("../README.md", (1,), ranks=4, before=LLAMA + TWO_AXES, after="assert 'dp: batch' in str(program.asked.plan) and program(**inputs) > 0"),
+    Scene("../README.md", (1,), ranks=4, before=LLAMA + TWO_AXES, after="""
+assert 'dp: batch' in str(program.asked.plan) and program(**inputs) > 0
+"""),
     Scene("add-a-rule.md", (1, 2, 3, 4), before="""
 import torch
 import meshc
@@ -164,8 +166,10 @@ assert RULES[convolution](node, tensors).windows == {"y0": ("x0", Window(stride=
     Scene("add-a-rule.md", (8,), before=STATISTICS, after="assert splits(_logsumexp) == [5, 5, 5]"),
     Scene("add-a-rule.md", (10,), before=STATISTICS, after="assert splits(statistics._finished(_logsumexp, 1, 2)) == [11, 19, 16]"),
     Scene("architecture.md", (0,), after="assert program.plan"),
-    Scene("cost-model.md", (0,), before=STEP + 'mesh = meshc.Mesh("dp=2,tp=2")\nprogram = meshc.compile(step, mesh, args=args, kwargs=kwargs)\n',
-          after="assert takes.total > 0 and memory.by_rank(program.compiled)"),
+    Scene("cost-model.md", (0,), before=STEP + """
+mesh = meshc.Mesh("dp=2,tp=2")
+program = meshc.compile(step, mesh, args=args, kwargs=kwargs)
+""", after="assert takes.total > 0 and memory.by_rank(program.compiled)"),
     Scene("data.md", (0,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
     Scene("data.md", (1,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
     Scene("does-not-compile.md", (0,), often=True),
@@ -187,7 +191,8 @@ step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parame
     Scene("from-megatron.md", (0,), ranks=2),
     Scene("fuzzing.md", (0,), after="""
 from hypothesis import Phase, find
-test_random.hypothesis.inner_test(find(tests.fuzz.cases(most=3), lambda case: True, settings=settings(max_examples=1, phases=[Phase.generate])))
+first = settings(max_examples=1, phases=[Phase.generate])
+test_random.hypothesis.inner_test(find(tests.fuzz.cases(most=3), lambda case: True, settings=first))
 """),
     Scene("generation.md", (0,), ranks=2),
     Scene("generation.md", (1,), ranks=2, before=LLAMA + GROUP + """
