@@ -27,7 +27,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet "$(TORCH)"
-	$(RUN) -m pip install --quiet -e ".[test,lint]"
+	$(RUN) -m pip install --quiet -e ".[test,lint,docs]"
 	touch $@
 
 demo: $(STAMP)
@@ -101,9 +101,8 @@ pipelines: $(STAMP)
 reference: $(STAMP)
 	$(RUN) -m tests.reference
 
-# The pages as a site, in out/site.
+# The pages as a site, in out/site. A link that leads nowhere fails.
 site: $(STAMP)
-	$(RUN) -m pip install --quiet -e ".[docs]"
 	$(RUN) -m mkdocs build --strict
 
 # What is installed from a wheel, in an environment of its own and away from these sources, trains the demo.

@@ -10,8 +10,9 @@ model is traced stands in the table too. A name that a release has moved raises 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from meshc.errors import CompileError
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec
 
-SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.13", "transformers": "5.0 on"}
+SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.15", "transformers": "5.0 on"}
 
 NAMES: Final[Mapping[str, str]] = {
     "dynamo": "torch._dynamo",
@@ -105,8 +106,9 @@ NAMES: Final[Mapping[str, str]] = {
 REACHED: Final = (
     "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",
     "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass", "torch:_C.DispatchKey", "torch:_C.TensorBase",
-    "torch:_C._dispatch_has_kernel_for_dispatch_key", "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled",
-    "torch:_C._jit_get_all_schemas", "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
+    "torch:_C._dispatch_get_registrations_for_dispatch_key", "torch:_C._dispatch_has_kernel_for_dispatch_key",
+    "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
+    "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
     "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",
     "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
@@ -172,3 +174,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"meshc.private has no {name}")
     globals()[name] = value = found(NAMES[name])
     return value
+
+
+def text_with_places(frame: Any, text: str, values: Sequence[Any]) -> Any:
+    """What Dynamo keeps of `text.format(*values)` where a value is not there yet. From 2.15 on it is told the frame that it is in."""
+    create = found(NAMES["StringFormatVariable"]).create
+    told = (frame,) if "tx" in inspect.signature(create).parameters else ()
+    return create(*told, text, list(values), {})

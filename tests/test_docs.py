@@ -1,26 +1,28 @@
-"""Pages are alive: every file that they name is there, every command can be given, every block of Python is Python.
+"""Pages are alive: every file, command, option, call and block that they name is there.
 
-What a block does is tested where its subject is (`tests/pipelining/test_page.py`, for one); here it must compile and import what exists.
+Their Python runs in `tests/processes/test_pages.py`; here it must compile and import what exists.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-from meshc.__main__ import _parser
+import meshc
 from tests import reference
 from tests.coverage_page import left_alone
+from tests.shell_lines import BLOCK, faults, lines, spans
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -30,13 +32,7 @@ FOLDERS = {folder.name for top in ("meshc", "passes", "runtime", "tests", "docs"
            for folder in [ROOT / top, *(ROOT / top).rglob("*/")]}  # fmt: skip
 MADE_UP = {"tests/passes/lower/test_transposes.py", "passes/lower/transposes.py", "meshc/devices.toml"}
 """What docs/add-a-pass.md lets its reader write, and a file among a user's settings."""
-PROGRAM = re.compile(r': "\w+\[|\breturn \{|^schedule = \[')
-"""Part of a program's text."""
-
 SPAN = re.compile(r"`([^`\n]+)`")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-COMMANDS = {name for action in _parser()._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices}
 
 
 def named_files(page: str) -> Iterator[str]:
@@ -46,11 +42,13 @@ def named_files(page: str) -> Iterator[str]:
             yield span
 
 
-def commands(page: str) -> Iterator[tuple[str, str]]:
-    """(make, target) or (-m, module), wherever they stand."""
-    yield from (("make", target) for target in re.findall(r"`make ([a-z][\w-]*)", page.replace("\n", " ")))
-    yield from (("-m", module.rstrip(".")) for module in re.findall(r"python[\d.]* -m ([A-Za-z_][\w.]*)", page))
-    yield from (("meshc", name) for name in re.findall(r"(?:-m meshc|`meshc) ([a-z]+)\b", page))
+def calls(page: str) -> Iterator[tuple[str, str]]:
+    """(`Options`, field), (`program`, attribute), (`meshc`, name), as they stand between backquotes and in blocks of Python."""
+    text = "\n".join([*SPAN.findall(BLOCK.sub("", page)), *(block for kind, block in BLOCK.findall(page) if kind == "python")])
+    for given in re.findall(r"(?<!Dict)Options\(((?:[^()]|\([^()]*\))*)\)", text):
+        yield from (("Options", field) for field in re.findall(r"(?:^|, |\n)\s*(\w+)=", given))
+    yield from (("program", name) for name in re.findall(r"\bprogram\.(\w+)\(", text))
+    yield from (("meshc", name) for name in re.findall(r"\bmeshc\.(\w+)\(", text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -62,21 +60,26 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_that_a_page_gives_can_be_given(page: Path) -> None:
-    for kind, name in set(commands(page.read_text())):
-        if kind == "make":
-            assert name in TARGETS, f"make {name}"
-        elif kind == "meshc":
-            assert name in COMMANDS, f"meshc {name}"
-        else:
-            assert importlib.util.find_spec(name) is not None, f"python -m {name}"
+    text = page.read_text()
+    wrong = {line: faults(line) for line in lines(text)} | {span: faults(span, partly=True) for span in spans(text)}
+    assert {line: found for line, found in wrong.items() if found} == {}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_and_call_that_a_page_names_is_there(page: Path) -> None:
+    there = {
+        "Options": {field.name for field in dataclasses.fields(meshc.Options)},
+        "program": set(dir(meshc.Program)),
+        "meshc": {name for _, name in calls(page.read_text()) if hasattr(meshc, name) or hasattr(torch.ops.meshc, name)},
+    }
+    assert [(of, name) for of, name in calls(page.read_text()) if name not in there[of]] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_block_of_python_compiles_and_imports_what_is_there(page: Path) -> None:
     for kind, block in BLOCK.findall(page.read_text()):
-        if kind != "python" or PROGRAM.search(block) and "import" not in block:
+        if kind != "python":
             continue
-        block = textwrap.dedent(block)
         try:
             tree = ast.parse(block)
         except SyntaxError:
@@ -93,9 +96,38 @@ def _absent(module: str) -> bool:
 
 
 def test_a_dead_name_is_found() -> None:
-    page = "See `meshc/nothing.py` and `docs/plans.md`, run `make nothing`, `python -m tests.nothing`, `meshc nothing`."
+    page = "See `meshc/nothing.py` and `docs/plans.md`, run `make nothing`, set `Options(seed=0, nothing=1)`, ask `program.nothing()`."
     assert list(named_files(page)) == ["meshc/nothing.py", "docs/plans.md"]
-    assert set(commands(page)) == {("make", "nothing"), ("-m", "tests.nothing"), ("meshc", "nothing")}
+    assert list(spans(page)) == ["make nothing"]
+    assert list(calls(page)) == [("Options", "seed"), ("Options", "nothing"), ("program", "nothing")]
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("make nothing", ["make knows no nothing"]),
+        ("make fuzz CASE=3", ["make knows no CASE=3"]),
+        ("python -m tests.nothing", ["there is no module tests.nothing"]),
+        ("python -m tests.fuzz --nothing", ["__main__.py knows no --nothing"]),
+        ("python bench/nothing.py", ["there is no file bench/nothing.py"]),
+        ("MESHC_NOTHING=1 python mlp.py", ["MESHC_NOTHING is read by nobody"]),
+        ("meshc show saved.meshc --nothing", ["meshc: meshc: error: unrecognized arguments: --nothing"]),
+        ("torchrun --nproc-per-node 4 -m meshc nothing", ["meshc: meshc: error: argument COMMAND: invalid choice: 'nothing'"]),
+        ("torchrun --nprocs 4 train.py", ["torchrun: "]),
+        ("MESHC_DUMP=out torchrun --nproc-per-node 2 examples/train_llama.py  # said", []),
+        ("python -m pytest tests/nothing.py", ["there is no tests/nothing.py"]),
+    ],
+)
+def test_a_dead_command_is_found(line: str, found: list[str]) -> None:
+    made = faults(line)
+    assert len(made) == len(found) and all(one.startswith(said) for one, said in zip(made, found, strict=True)), made
+
+
+def test_commands_are_found_where_they_stand() -> None:
+    indented = "    make demo     # says\n    make fuzz SEED=0    python -m tests.fuzz\n    makes none\n"
+    page = f"Run `meshc\nshow x`:\n\n{indented}\n```sh\ncd docs\n```\n"
+    assert list(lines(page)) == ["cd docs", "make demo", "make fuzz SEED=0", "python -m tests.fuzz"]
+    assert list(spans(page)) == ["meshc show x"]
 
 
 RUNS = [([], 0, False), (["--only", "a"], 0, True), ([], 3, True), (["--limit-seconds", "3"], 0, False)]
@@ -146,4 +178,4 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
 
 def test_the_site_has_every_page() -> None:
     told = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(told) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(told) == sorted(["readme.md", *(path.name for path in (ROOT / "docs").glob("*.md"))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -10,10 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Final
-
-import torch
 
 from meshc.frontend.reachable_values import digest as digest_of
 from meshc.frontend.reachable_values import is_plain
@@ -35,12 +33,10 @@ APART: Final = frozenset("huggingface_hub filelock httpx httpx2 httpcore httpcor
 """Packages that fetch files and lock them, which stock code names and no forward runs: they are not looked into, and what a trace runs of
 them counts as not found."""
 
-_TORCH: Final = Path(torch.__file__).parent
-_FOLDERS: Final = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in (_TORCH, *(_TORCH.parent / name for name in ("numpy", "sympy", "triton")), FOLDER, *FOLDER.glob("*/"))
-)
-"""Of torch and what it stands on, and of meshc, whose rooms may be links."""
+_SPECS: Final = [spec for name in ("torch", "numpy", "sympy", "triton") if (spec := importlib.util.find_spec(name)) is not None]
+_INSTALLED: Final = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
+_FOLDERS: Final = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (*_INSTALLED, *map(str, (FOLDER, *FOLDER.glob("*/")))))
+"""Of torch and what it stands on, wherever each is installed, and of meshc, whose rooms may be links."""
 _PYTHON: Final = f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}"
 _PACKAGES: Final = ("site-packages", "dist-packages")
 _OF_DATACLASSES: Final = frozenset(f"__{name}__" for name in "init repr eq lt le gt ge hash setattr delattr".split())

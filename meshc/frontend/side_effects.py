@@ -125,7 +125,7 @@ def observed() -> Iterator[Seen]:
         return _nothing()
 
     def calculated(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        found = _text_of_tensors(self.fn, args) if self.fn in TEXTS and not kwargs else None
+        found = _text_of_tensors(tx, self.fn, args) if self.fn in TEXTS and not kwargs else None
         return builtin(self, tx, list(args), kwargs) if found is None else found
 
     with (
@@ -233,22 +233,22 @@ def _formatted(args: Sequence[Any]) -> str:
         return PLACE.sub("%s", text) % values
 
 
-def _text_of_tensors(function: Function, args: Sequence[Any]) -> Any:
+def _text_of_tensors(tx: Any, function: Function, args: Sequence[Any]) -> Any:
     """`str(x)`, `"%s" % x`, `"..." + str(x)` as Dynamo keeps `"{}".format(x)`: a text with places for tensors. None for anything else."""
-    from meshc.private import StringFormatVariable, variables
+    from meshc.private import StringFormatVariable, text_with_places, variables
 
     if function is operator.add:
         texts = any(isinstance(one, StringFormatVariable) for one in args)
-        return StringFormatVariable.create("{}{}", list(args), {}) if texts else None
+        return text_with_places(tx, "{}{}", args) if texts else None
     args = [one.realize() for one in args]
     if function in (str, repr):
-        return StringFormatVariable.create("{}", args, {}) if len(args) == 1 and isinstance(args[0], variables.TensorVariable) else None
+        return text_with_places(tx, "{}", args) if len(args) == 1 and isinstance(args[0], variables.TensorVariable) else None
     text, given = args
     values = given.items if isinstance(given, variables.BaseListVariable) else [given]
     if not text.is_python_constant() or not isinstance(text.as_python_constant(), str) or given.is_python_constant():
         return None
     pattern = text.as_python_constant().replace("{", "{{").replace("}", "}}")
-    return StringFormatVariable.create(PLACE.sub("{}", pattern).replace("%%", "%"), list(values), {})
+    return text_with_places(tx, PLACE.sub("{}", pattern).replace("%%", "%"), values)
 
 
 def _value(variable: Any) -> Any:

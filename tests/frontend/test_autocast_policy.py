@@ -47,7 +47,7 @@ def argument(kind: str, tensor: Callable[[], Tensor]) -> Any:
         return [torch.ones(2, dtype=torch.int64)]
     if kind.startswith("Optional"):
         return None
-    scalars = {"int": 1, "number": 1, "SymInt": 1, "float": 1.0, "bool": False, "str": "same"}
+    scalars = {"int": 1, "number": 1, "SymInt": 1, "float": 1.0, "bool": False, "str": "dimname::same"}  # a name of a dim must be qualified
     return scalars[kind] if kind in scalars else [scalars[kind.removeprefix("List[").removesuffix("]")]]
 
 

@@ -1,34 +1,54 @@
-"""Runs the blocks of a page's Python, one after the other, as its reader would: on ranks that have nothing set up."""
+"""Runs the Python of the pages as its reader would, block after block: on ranks that have nothing set up, in a folder of their own."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch.distributed as dist
 
 import meshc
+from tests.processes.scenes import SCENES
 
 DOCS = Path(meshc.__file__).resolve().parents[1] / "docs"
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: str) -> list[str]:
-    """Each with as many empty lines before it as the page has, so that an error names the page's line."""
+@dataclass(frozen=True)
+class Block:
+    """kind: the word behind the fence. before: how many lines of the page stand before the block's first."""
+
+    kind: str
+    text: str
+    before: int
+
+
+def blocks(page: str, *kinds: str) -> list[Block]:
+    """All of a page in order, or those of some kinds. `page` is seen from docs/."""
     text = (DOCS / page).read_text()
-    return ["\n" * text[: found.start(1)].count("\n") + found[1] for found in BLOCK.finditer(text)]
+    found = [Block(found[1], found[2], text[: found.start(2)].count("\n")) for found in BLOCK.finditer(text)]
+    return [block for block in found if not kinds or block.kind in kinds]
 
 
-def run(*pages: str) -> None:
-    """page:N runs the first N blocks of a page."""
-    for page, count in (given.split(":") for given in pages):
-        module = ModuleType("page_" + re.sub(r"\W", "_", page))
+def run(*names: str) -> None:
+    """Scenes by their names, one after the other."""
+    scenes = {scene.name: scene for scene in SCENES}
+    for scene in (scenes[name] for name in names):
+        module = ModuleType("page_" + re.sub(r"\W", "_", scene.name))
         sys.modules[module.__name__] = module  # which a trace of a class of it looks for
-        for block in blocks(page)[: int(count)]:
-            exec(compile(block, str(DOCS / page), "exec"), vars(module))
-        print(f"ran {page} {count}")
+        python = blocks(scene.page, "python")
+        parts = [scene.before, *("\n" * python[number].before + python[number].text for number in scene.blocks), scene.after]
+        with tempfile.TemporaryDirectory() as folder:  # what a page writes
+            os.chdir(folder)
+            for part in parts:
+                exec(compile(part, str(DOCS / scene.page), "exec"), vars(module))
+            os.chdir(DOCS)
+        print(f"ran {scene.name}")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
