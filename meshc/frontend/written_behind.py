@@ -25,8 +25,8 @@ BY_STRIDES: Final[tuple[object, ...]] = ("reshape", "flatten", "contiguous", tor
 
 
 def is_written_behind(value: Node) -> bool:
-    """Whether its memory is written to, or would be if it lay otherwise. Of a call of a kind that nobody knows, which gives back what it was
-    given, that is assumed."""
+    """Whether its memory is written to, or would be if it lay otherwise. Of a call of a kind that nobody knows, which gives back what it
+    was given, that is assumed."""
     seen, waiting = {value}, [value]
     while waiting:
         one = waiting.pop()
