@@ -21,3 +21,17 @@ class Asserts(nn.Module):
         assert (x > -1000).all(), "x is too small"
         result: Tensor = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
         return result
+
+
+class AssertsNumbers(nn.Module):
+    """Of numbers that a tensor holds, which decide nothing, as XLM and ProphetNet do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.all(x > -1000).item(), "too small"
+        assert x.abs().argmax().item() < 1000
+        result: Tensor = self.linear(x)
+        return result

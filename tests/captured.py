@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,26 +89,32 @@ class Captured:
         report = verification.Report(verification.TOLERANCE[torch.float64 if self.double else torch.float32])
         cut = dict(clip_grad_norm=clip, microbatches=microbatches, **changes)
         self.restore()
-        verification.compare_gradients(self.program(mesh, plan, **cut), self.reference, report)
-        optimizer = make(self.reference.module.parameters())
-        spec = describe(optimizer)
+        verification.compared(report, self.reference, partial(verification.compare_gradients, self.program(mesh, plan, **cut)))
+        spec = describe(make(self.reference.module.parameters()))
         program = self.program(mesh, plan, optimizer=spec, **cut)
-        self.compare_steps(program, optimizer, spec, report, clip=clip, steps=steps)
+
+        def update(reference: verification.Reference, report: verification.Report) -> None:
+            optimizer = make(reference.module.parameters())
+            self.compare_steps(program, optimizer, spec, report, clip=clip, steps=steps, reference=reference)
+
+        verification.compared(report, self.reference, update)
         return _checked(report)
 
     def compare_steps(
         self, program: PlainProgram, optimizer: torch.optim.Optimizer, spec: OptimizerSpec, report: verification.Report, *,
-        clip: float | None, steps: int,
+        clip: float | None, steps: int, reference: verification.Reference | None = None,
     ) -> None:  # fmt: skip
-        """Losses, and in float64 parameters, of some steps from the model's present state and a new optimizer's."""
-        parameters = dict(self.reference.module.named_parameters())
+        """Losses, and in float64 parameters, of some steps from the model's present state and a new optimizer's. reference: the model, if
+        it is to round otherwise."""
+        reference = reference or self.reference
+        parameters = dict(reference.module.named_parameters())
         slots = {f"{name}/{slot.name}": slot for name, p in parameters.items() for slot in spec.slots_of(p)}
 
         def state(port: Port) -> torch.Tensor:
             return slots[port.name].initial(parameters[port.of].detach())
 
         verification.compare_steps(
-            program, self.reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=self.double
+            program, reference, optimizer, state, lambda: numbers(optimizer), clip, report, steps=steps, parameters=self.double
         )
 
     def verify_inference(self, mesh: str, plan: str) -> verification.Report:

@@ -27,7 +27,7 @@ from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
 from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
-from meshc.frontend.stock_caches import LENGTH, NAMES
+from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES
 from meshc.ir import trees
 from meshc.runtime.run.session import digest_of
 
@@ -57,6 +57,7 @@ class FilledCall:
     kept          how many tokens have logits
     cache, name   the user's cache, and the argument it came as; None for a call without
     past          how many tokens it held
+    first         the token that comes first in buffers of windows
     """
 
     args: tuple[object, ...]
@@ -67,10 +68,11 @@ class FilledCall:
     cache: Any = None
     name: str = NAMES[0]
     past: int = 0
+    first: int = 0
 
     def noted(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """What ranks compare of it, by name."""
-        plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH)]
+        plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH, BEGIN)]
         return ("a digest of what is passed", "the number of tokens before it"), (digest_of(plain), self.past)
 
     def closed(self, output: Any) -> Any:
@@ -78,7 +80,7 @@ class FilledCall:
         output that nobody knows how to cut."""
         if self.cache is not None:
             have = self.sizes.have
-            held_caches.put(self.cache, output[self.name], have["r"], self.past + have["t"], have.get("s", 0))
+            held_caches.put(self.cache, output[self.name], have["r"], self.past + have["t"], have.get("s", 0), self.first)
         for name in [name for name in output if name != self.name]:
             output[name] = trees.mapped(self.sizes.cut(self.table, name, self.kept), output[name])
         if self.cache is not None:
@@ -97,7 +99,9 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
     held_caches.refuse_others(cache)
     _refuse_calls(asked, named)
     have = _sizes(named, table)
-    past = held_caches.length_of(cache)
+    past, first = held_caches.length_of(cache), None
+    if held_caches.has_windows(cache):
+        _refuse_pairs(asked, named, past, past > held_caches.seen(cache))
     if past and held_caches.rows_in(cache) != have["r"]:
         raise InputError(f"the cache holds {held_caches.rows_in(cache)} rows, and {have['r']} were passed")
     states = held_caches.has_states(cache)
@@ -114,8 +118,8 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
                 f'a cache that holds tokens lies on ranks, and meshc.Mesh("{asked.mesh}") has none\n'
                 "  what to do: pass an empty cache, DynamicCache(), or compile with a DeviceMesh under torchrun"
             )
-        buffers = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
-        filled["k"] = held_caches.capacity_in(buffers) or capacity_of(past + 1, 0, -1)
+        buffers, first = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
+        filled["k"] = held_caches.capacity_in(buffers) or capacity_of(past + filled["t"], 0, -1)
     sizes = Sizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
     if table is BOTH and named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
@@ -124,7 +128,9 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
     if isinstance(kept, int) and kept and have["t"] > 1:
         call[KEPT] = torch.arange(max(have["t"] - kept, 0), have["t"])
     call |= {name: buffers, LENGTH: torch.tensor(past) if past else None}
-    return FilledCall(rest, call, table, sizes, kept if isinstance(kept, int) and kept else have["t"], cache, name, past)
+    if first is not None:
+        call[BEGIN] = torch.tensor(first)
+    return FilledCall(rest, call, table, sizes, kept if isinstance(kept, int) and kept else have["t"], cache, name, past, first or 0)
 
 
 @contextmanager
@@ -221,6 +227,21 @@ def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
     if said:
         whys, cures = zip(*said, strict=True)
         raise InputError(f"this call has a cache, and cannot: {'; '.join(whys)}\n  what to do: {'; '.join(cures)}")
+
+
+def _refuse_pairs(asked: Asked, named: Mapping[str, object], past: int, beyond: bool) -> None:
+    """What is said of pairs of tokens, where layers have windows whose buffers do not hold all. Raises InputError."""
+    if past and any(isinstance(leaf, Tensor) and leaf.dim() == 4 for leaf in trees.leaves([named.get(mask) for mask in ALONE.masks])):
+        raise InputError(
+            "a mask of pairs of tokens was passed behind a cache of layers with windows, which do not hold all tokens\n"
+            "  what to do: pass a mask of tokens, [rows, tokens], or none"
+        )
+    shows = named.get("output_attentions", getattr(_text_config(asked), "output_attentions", False))
+    if beyond and shows:
+        raise InputError(
+            "output_attentions was asked for behind a cache of layers with windows, which no longer hold all tokens\n"
+            "  what to do: leave it out; or call the model on the whole text, without a cache"
+        )
 
 
 def _attentions(asked: Asked) -> set[str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshc.errors import InputError
 from meshc.frontend.padded_sizes import capacity_of
-from meshc.frontend.stock_caches import ATTENTION, STATES
+from meshc.frontend.stock_caches import ATTENTION, STATES, WINDOW
 
 TAKEN: Final = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
 """Classes of transformers' layers of caches that hold keys and values and nothing else, or nothing."""
@@ -87,31 +87,37 @@ def rows_in(cache: Any) -> int:
     return int(layer.keys.shape[0]) if _attends(layer) else rows_of_states({name: _plain_states(layer, name) for name in STATES})
 
 
-def buffers_of(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, source: int) -> list[Any]:
+def buffers_of(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, source: int) -> tuple[list[Any], int | None]:
     """Keys and values of each layer in buffers of this many rows and with room for these tokens; of an encoder's, for `source`. Of a
-    recurrent layer its states."""
+    recurrent layer its states. Beside them the token that comes first in buffers of windows; None if there are none."""
     own, *cross = parts_of(cache)
-    found = _fitted(own, mesh, rows, tokens)
-    return [found, _fitted(cross[0], mesh, rows, source, source)] if cross else found
+    found, first = _fitted(own, mesh, rows, tokens)
+    return ([found, _fitted(cross[0], mesh, rows, source, source)[0]] if cross else found), first
 
 
 def capacity_in(buffers: Sequence[Any]) -> int | None:
-    """How many tokens the buffers have room for; None where all that there is are states."""
+    """How many tokens the buffers have room for; None where all that there is are states, or windows."""
     is_pair = buffers and isinstance(buffers[0], list) and buffers[0] and isinstance(buffers[0][0], list)  # with an encoder's
     layers = buffers[0] if is_pair else buffers
     pairs = (layer.get(ATTENTION) if isinstance(layer, dict) else layer for layer in layers)
     return next((int(pair[0].shape[2]) for pair in pairs if pair), None)
 
 
-def _fitted(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> list[Any]:
+def _fitted(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> tuple[list[Any], int | None]:
+    from meshc.runtime.run.window_layers import begin
+
     most = max(most, _longest(cache))
     layers = [layer if _is_ours(layer) else _adopted(layer, mesh, most) for layer in cache.layers]
-    have = next((layer.buffers[0].shape[2] for layer in layers if _attends(layer)), 0)
-    return [_as_input(layer, rows, capacity_of(tokens, have, most)) for layer in layers]
+    have = next((layer.buffers[0].shape[2] for layer in layers if _attends(layer) and not _is_window(layer)), 0)
+    windows = [layer for layer in layers if _is_window(layer)]
+    first, room = begin(windows, tokens) if windows else (None, 0)
+    capacity = capacity_of(tokens, have, most)
+    found = [{WINDOW: [*one.begun(rows, room, first)]} if _is_window(one) else _as_input(one, rows, capacity) for one in layers]
+    return found, first
 
 
 def _as_input(layer: Any, rows: int, capacity: int) -> list[Any] | dict[str, Any]:
-    """As `padded_caches.call` takes what a layer holds."""
+    """As `padded_caches.call` takes what a layer holds that has no window."""
     if not _is_ours(layer):
         return []
     pair = [*layer.fitted(rows, capacity)] if _attends(layer) else []
@@ -130,6 +136,28 @@ def _named(layer: Any) -> int:
     return layer.max_cache_len if type(layer).__name__ in ("StaticLayer", "LinearAttentionAndStaticFullAttentionLayer") else -1
 
 
+def _is_window(layer: object) -> bool:
+    return _is_ours(layer) and hasattr(layer, "window")
+
+
+def has_windows(cache: Any) -> bool:
+    return any(_window_of(layer) is not None for layer in parts_of(cache)[0].layers)
+
+
+def seen(cache: Any) -> int:
+    """How many tokens before it a token sees in every layer of the cache."""
+    windows = [window for layer in parts_of(cache)[0].layers if (window := _window_of(layer)) is not None]
+    return min(windows) - 1 if windows else 1 << 62
+
+
+def _window_of(layer: Any) -> int | None:
+    """How many tokens the attention of a layer sees; None: all that it was made for."""
+    kind = type(layer).__name__
+    if kind == "StaticSlidingWindowLayer":  # which is as long as the window, or as its user has named
+        return None if layer.is_croppable else int(layer.max_cache_len)
+    return int(layer.sliding_window) if kind == "DynamicSlidingWindowLayer" else getattr(layer, "window", None)
+
+
 def _is_ours(layer: object) -> bool:
     return type(layer).__module__.startswith("meshc.")
 
@@ -140,15 +168,19 @@ def _attends(layer: object) -> bool:
 
 
 def _adopted(layer: Any, mesh: DeviceMesh, most: int) -> Any:
-    """What a layer of transformers holds, whole on every rank, as one on the mesh. What has left a window is not there, and not read."""
+    """What a layer of transformers holds, whole on every rank, as one on the mesh."""
     from meshc.runtime.run.cache_layers import CacheLayer
     from meshc.runtime.run.state_layers import MixedLayer, StateLayer
+    from meshc.runtime.run.window_layers import WindowLayer
 
     tables = {name: {number: _everywhere(state, mesh) for number, state in _plain_states(layer, name).items()} for name in STATES}
     tables = {name: table for name, table in tables.items() if table}
     if not _attends(layer):
         return StateLayer(tables, rows_of_states(tables), 1) if tables else layer
-    length = int(layer.get_seq_length())
+    length, window = int(layer.get_seq_length()), _window_of(layer)
+    if window is not None:
+        last = [_everywhere(tensor[:, :, :length], mesh) for tensor in (layer.keys, layer.values)]
+        return WindowLayer(last, len(layer.keys), length, window, length - last[0].shape[2], _since(layer, length))
     found = [_placed(tensor, length) for tensor in (layer.keys, layer.values)]
     parts = [each if isinstance(each, DTensor) else _everywhere(each, mesh) for each in found]
     how: dict[str, Any] = dict(
@@ -175,30 +207,45 @@ def _everywhere(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def put(cache: Any, left: Any, rows: int, length: int, source: int) -> None:
-    """What a call has left becomes what a cache holds: a layer for each of its own, which are made where there are none yet."""
+def _since(layer: Any, length: int) -> int | None:
+    """Of a window's: how many tokens there were when some were taken back last; None where none will be."""
+    return getattr(layer, "since", length if getattr(layer, "record_past", False) else None)
+
+
+def put(cache: Any, left: Any, rows: int, length: int, source: int, first: int) -> None:
+    """What a call has left becomes what a cache holds: a layer for each of its own, which are made where there are none yet. first: the
+    token that comes first in buffers of windows."""
     for part, found, filled in zip(parts_of(cache), parts_of(left), (length, source), strict=False):
-        _put(part, found.layers, rows, filled)
+        _put(part, found.layers, rows, filled, first)
     for number in range(len(parts_of(cache)[-1].layers)) if hasattr(cache, "is_updated") else ():
         cache.is_updated[number] = True
 
 
-def _put(cache: Any, left: Sequence[Any], rows: int, length: int) -> None:
+def _put(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) -> None:
+    from meshc.runtime.run.window_layers import forget
+
     most = _longest(cache)
     before = [*cache.layers, *(None for _ in range(len(left) - len(cache.layers)))]
-    cache.layers[:] = [_left(layer, old, rows, length, most) for layer, old in zip(left, before, strict=True)]
+    cache.layers[:] = [_left(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
+    begun = [layer for layer, old in zip(cache.layers, before, strict=True) if _is_window(layer) and not _is_ours(old)]
+    if begun:
+        forget(begun)
 
 
-def _left(layer: Any, old: Any, rows: int, length: int, most: int) -> Any:
+def _left(layer: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
     """What a layer of the traced cache holds behind a call; one that holds nothing is as it was."""
     from meshc.frontend.padded_caches import held_by
     from meshc.runtime.run.cache_layers import CacheLayer
     from meshc.runtime.run.state_layers import MixedLayer, StateLayer
+    from meshc.runtime.run.window_layers import WindowLayer
 
     held = held_by(layer)
     if not held:
         return old
-    slides = bool(getattr(old, "is_sliding", False))
+    slides, window = bool(getattr(old, "is_sliding", False)), _window_of(old)
+    if window is not None:
+        pair = held if isinstance(held, list) else held[WINDOW]
+        return WindowLayer(pair, rows, length, window, first, _since(old, 0))
     if isinstance(held, list):
         return CacheLayer(held, rows, length, slides, most)
     pair = held.pop(ATTENTION, None)

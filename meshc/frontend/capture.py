@@ -25,7 +25,7 @@ from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.output_tree import OutputTree
-from meshc.frontend.side_effects import observed, unchecked
+from meshc.frontend.side_effects import leave_out_checks, observed, unchecked
 from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unasked, unguarded, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
@@ -234,12 +234,13 @@ def torch_graph(
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
+    notes = [*seen.notes(), *unchecked(graph, source_of)]
+    leave_out_checks(graph)
     untraceable.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)
     if double:
         widen(graph)
-    notes = [*seen.notes(), *unchecked(graph, source_of)]
     traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
     return _opened(traced, opened) if opened else traced
 
@@ -376,6 +377,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
             )
         except RuntimeError as error:
             untraceable.refuse_no_gradient(error, traced.module, source_of)
+            untraceable.refuse_changed(error, traced.module, source_of)
             raise
     module = joint.graph_module
     settle_checks(module.graph)

@@ -70,6 +70,8 @@ class Sizes:
     def longer(self, table: Table, name: str, value: object) -> object:
         """An input, filled up; what is no tensor of rows is itself."""
         if name in table.masks:
+            if isinstance(value, dict):  # by kind of layer, which transformers has in a set: each process in an order of its own
+                value = dict(sorted(value.items()))
             return trees.mapped(lambda mask: self._mask(table.masks[name], mask), value)
         letters = table.inputs.get(name)
         return value if letters is None else trees.mapped(lambda leaf: self._repeated(letters, leaf), value)

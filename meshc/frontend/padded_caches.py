@@ -7,8 +7,12 @@ filled. New tokens are written behind them, and attention reads the whole buffer
 token has been written to. So one program serves every length up to the capacity. A cache that holds nothing yet is no input: what the first
 call writes is its buffer.
 
-transformers asks a cache's layers for what it needs to know; these answer as its own static ones do, with a length that is a tensor. A
-window needs nothing else: its mask hides what lies before it.
+transformers asks a cache's layers for what it needs to know; these answer as its own static ones do, with a length that is a tensor.
+
+Of a layer whose attention sees a window the buffers hold the last tokens alone, of which the first has a number, which is a tensor too:
+tokens are written behind each other there as well, and the model's own mask hides those that have left the window.
+
+    call(model, ..., cache=[{"window": [k0, v0]}, [k1, v1]], cache_length=n, cache_first=m)
 
 A recurrent layer (Mamba, a gated delta rule, a short convolution) keeps states, which are as large after any number of tokens: it has no
 room and no length, and each call makes them anew. Of a model that has some, an empty cache is {}.
@@ -29,18 +33,25 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
-from meshc.frontend.stock_caches import ATTENTION, LENGTH, NAMES, STATES
+from meshc.frontend.stock_caches import ATTENTION, BEGIN, LENGTH, NAMES, STATES, WINDOW
 
 
 class PaddedLayer(CacheLayerMixin):
-    """Keys and values of one layer of the model, in buffers with room."""
+    """Keys and values of one layer of the model, in buffers with room. `first`: of a window's, which token stands at their first place."""
 
-    is_compileable, is_sliding = True, False
+    is_compileable = True
 
-    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None, length: Tensor | int = 0) -> None:
+    def __init__(
+        self, keys: Tensor | None = None, values: Tensor | None = None, length: Tensor | int = 0, first: Tensor | int | None = None
+    ) -> None:
         super().__init__()
-        self.keys, self.values, self.length = keys, values, length
+        self.keys, self.values, self.length, self.first = keys, values, length, first
         self.is_initialized = keys is not None
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether it has not all tokens."""
+        return self.first is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to make: the first tokens are the buffer."""
@@ -50,14 +61,15 @@ class PaddedLayer(CacheLayerMixin):
         if self.keys is None or self.values is None:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
         else:
-            places = torch.arange(key_states.shape[-2], device=key_states.device) + self.length
+            begin = self.length if self.first is None else self.length - self.first
+            places = torch.arange(key_states.shape[-2], device=key_states.device) + begin
             self.keys = self.keys.index_copy(2, places, key_states)
             self.values = self.values.index_copy(2, places, value_states)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """How many keys attention sees, and the position of the first."""
-        return (query_length if self.keys is None else self.keys.shape[-2]), 0
+        return (query_length if self.keys is None else self.keys.shape[-2]), (0 if self.first is None else self.first)
 
     def get_seq_length(self) -> Any:
         """The position of the first new token."""
@@ -136,17 +148,17 @@ class PaddedCache(Cache):
 
 def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
     """What is traced: the model with a cache of these buffers. Its output holds the cache with what the call has written."""
-    length = kwargs.pop(LENGTH)
+    length, first = kwargs.pop(LENGTH), kwargs.pop(BEGIN, None)
     name = NAMES[0] if NAMES[0] in kwargs else NAMES[1]
     buffers = kwargs.pop(name)
     config: Any = module.config
     if config.is_encoder_decoder:
         own, cross = (None, None) if length is None else buffers
-        cache: Cache = EncoderDecoderCache(_cache(own, length), _cross(cross))
+        cache: Cache = EncoderDecoderCache(_cache(own, length, first), _cross(cross))
     elif length is None and isinstance(buffers, dict):
         cache = PaddedCache(_by_kind(config.get_text_config(decoder=True)))
     else:
-        cache = _cache(None if length is None else buffers, length)
+        cache = _cache(None if length is None else buffers, length, first)
     return module(*args, **{name: cache}, **kwargs)
 
 
@@ -162,8 +174,8 @@ def _by_kind(config: Any) -> list[Any]:
     return [MADE[kind](**each) if kind in MADE else PaddedLayer() for kind, each in zip(kinds, given, strict=True)]
 
 
-def _cache(layers: Sequence[Any] | None, length: Tensor | int) -> PaddedCache:
-    return PaddedCache(None if layers is None else [_layer(_to_write_to(held), length) for held in layers])
+def _cache(layers: Sequence[Any] | None, length: Tensor | int, first: Tensor | int) -> PaddedCache:
+    return PaddedCache(None if layers is None else [_layer(_to_write_to(held), length, first) for held in layers])
 
 
 def _to_write_to(held: Any) -> Any:
@@ -174,9 +186,12 @@ def _to_write_to(held: Any) -> Any:
     return {**held, **copies}
 
 
-def _layer(held: Any, length: Tensor | int = 0) -> Any:
-    """Of [keys, values]; of tables of states, keys and values perhaps beside them; of nothing."""
+def _layer(held: Any, length: Tensor | int = 0, first: Tensor | int = 0) -> Any:
+    """Of [keys, values], of a window's; of tables of states, keys and values perhaps beside them; of nothing."""
     if isinstance(held, Mapping):
+        if WINDOW in held:
+            keys, values = held[WINDOW]
+            return PaddedLayer(keys, values, length, first)
         states = {name: held[name] for name in STATES if name in held}
         count = max([1, *[len(table) for table in states.values()]])
         return MixedLayer(count, states, held[ATTENTION], length) if ATTENTION in held else StateLayer(count, states)
@@ -189,7 +204,7 @@ def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
 
 
 def flatten(cache: PaddedCache) -> tuple[list[object], None]:
-    """As trees: for each layer [keys, values], or a dict with tables of states."""
+    """As trees: for each layer [keys, values], or a dict with those of a window or with tables of states."""
     return [held_by(layer) for layer in cache.layers], None
 
 
@@ -197,7 +212,7 @@ def held_by(layer: Any) -> list[Any] | dict[str, Any]:
     """What a layer of this cache holds, as `call` takes it."""
     pair = [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
     if not isinstance(layer, StateLayer):
-        return pair
+        return {WINDOW: pair} if pair and layer.is_sliding else pair
     return {**layer.held(), ATTENTION: pair} if pair else layer.held()
 
 

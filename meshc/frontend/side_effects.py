@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 
 from meshc.frontend.frames import innermost, within_torchs_forward
+from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
 
@@ -94,6 +95,26 @@ def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node],
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
     return [_listed(f"the model's code asserts what tensors hold, {LEFT_OUT} checks it", places, advice)] if places else []
+
+
+def leave_out_checks(module: torch.fx.GraphModule) -> None:
+    """Takes out what is asserted of numbers that tensors hold, and the numbers, where nothing else wants them: they decide nothing.
+
+        item = (ids >= 0).all().item();  one = sym_ite(item, 1, 0);  _assert_scalar(one >= 1, ...)
+    """
+    for body in [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]:
+        for node in [node for node in body.graph.nodes if _name(node.target).partition(".")[0] == ASSERTS[-1]]:
+            _forget(node)
+        body.recompile()
+
+
+def _forget(node: torch.fx.Node) -> None:
+    """Erases a call that nobody reads and that changes nothing, and of what it read that which is read no more."""
+    if node.op in ("call_function", "call_method") and not node.users and changed_by(node) is None:
+        before = dict.fromkeys(node.all_input_nodes)
+        node.graph.erase_node(node)
+        for one in before:
+            _forget(one)
 
 
 def _name(target: Target) -> str:

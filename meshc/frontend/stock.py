@@ -34,7 +34,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
     try:
         for child in stock:
             _install_hooks(child)
-        with stock_caches.known(stock), _own_masks():
+        with stock_caches.known(stock), stock_caches.masks(), _own_masks():
             yield
     finally:
         for child, known, installed in before:

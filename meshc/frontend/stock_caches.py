@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 from unittest import mock
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 ASKED: Final = "get_layer_types_and_kwargs"
 """Of `transformers.cache_utils`; releases that do not have it ask nothing."""
+PADDED: Final = ("prepare_padding_mask", "maybe_pad_block_sequence_ids")
+"""Of `transformers.masking_utils`; a release that lacks one takes no window's buffers."""
 LENGTH: Final = "cache_length"
 """The argument that says how many tokens a cache's buffers hold, where a call hands them in: a 0-dim int64; None: there are none yet."""
 NAMES: Final = ("cache", "past_key_values")
@@ -26,6 +29,10 @@ STATES: Final = ("conv_states", "recurrent_states")
 """What a recurrent layer keeps between tokens, each a table of tensors by number."""
 ATTENTION: Final = "attention"
 """Beside them keys and values, of a layer that attends too."""
+WINDOW: Final = "window"
+"""Keys and values of the last tokens alone, of a layer whose attention sees no others."""
+BEGIN: Final = "cache_first"
+"""The argument that says which token stands at the first place of such buffers: a 0-dim int64. A call without them has none."""
 Kinds = tuple[list[str], list[dict[str, Any]]]
 """The kind of each layer's cache, and what its class is given."""
 
@@ -64,6 +71,32 @@ def fewer(counts: Mapping[int, int]) -> Iterator[None]:
         return (kinds[:count], given[:count]) if len(set(kinds)) == 1 and not any(given) else (kinds, given)
 
     with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
+        yield
+
+
+@contextlib.contextmanager
+def masks() -> Iterator[None]:
+    """Inside, masks can be made for keys of which the first is token number `BEGIN`, a tensor: transformers asks such a number how much a
+    mask of padding lacks, which no trace can answer. As many places more as there are keys are always enough."""
+    own: Any = sys.modules.get("transformers.masking_utils")
+    if own is None or not all(hasattr(own, name) for name in PADDED):
+        yield
+        return
+    padding, blocks = (getattr(own, name) for name in PADDED)
+
+    def padded(attention_mask: Tensor | None, kv_length: int, kv_offset: Any) -> Tensor | None:
+        if attention_mask is None or not isinstance(kv_offset, Tensor):
+            found: Tensor | None = padding(attention_mask, kv_length, kv_offset)
+            return found
+        return F.pad(attention_mask, (0, kv_length))
+
+    def in_blocks(block_sequence_ids: Tensor, attention_mask: Tensor | None, kv_length: int, kv_offset: Any) -> Tensor:
+        if not isinstance(kv_offset, Tensor):
+            found: Tensor = blocks(block_sequence_ids, attention_mask, kv_length, kv_offset)
+            return found
+        return F.pad(block_sequence_ids, (0, kv_length), value=-1)
+
+    with mock.patch.object(own, PADDED[0], padded), mock.patch.object(own, PADDED[1], in_blocks):
         yield
 
 

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import OURS, is_torch
+from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source, trees
 from meshc.private import HigherOrderOperator
 
@@ -137,6 +138,27 @@ def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Calla
     ) from error
 
 
+def refuse_changed(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
+    """Raises CaptureError if backward reads a value that the model has changed in place since; it names the lines that change such ones."""
+    found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]", str(error))
+    if found is None:
+        return
+    shape = tuple(int(size) for size in found[1].split(",") if size.strip())
+    bodies = [child for child in graph.modules() if isinstance(child, GraphModule)]
+    pairs = [(node, changed_by(node)) for body in bodies for node in body.graph.nodes]
+    lines = dict.fromkeys(f"\n  {_place(source_of(node))}" for node, operand in pairs if operand is not None and _shape(operand) == shape)
+    raise CaptureError(
+        f"the model changes a tensor of shape {list(shape)} in place that backward reads{''.join(lines)}\n"
+        "  why: torch's autograd refuses that, in a call of the model itself too\n"
+        "  what to do: make a new tensor there (x = x + y for x += y), or change a copy (x.clone()); in training also use_cache=False"
+    ) from error
+
+
+def _shape(node: Node) -> tuple[int, ...] | None:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
 @contextmanager
 def said_once() -> Iterator[None]:
     """Around a trace: what torch writes to the log beside an error that it raises is left out."""
@@ -223,9 +245,12 @@ def _content(node: Node, source: Source) -> str:
     name = _name(node)
     does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
     call = "indexing with a mask" if name == "getitem" else f"{name}()"
+    return f"{_place(source)}: {call} {does}; what to do: {advice}"
+
+
+def _place(source: Source) -> str:
     place = f"{source.file}:{source.line}" if source.file else str(source)
-    code = f" `{source.code}`" if source.code else ""
-    return f"{place}{code}: {call} {does}; what to do: {advice}"
+    return f"{place} `{source.code}`" if source.code else place
 
 
 def _name(node: Node) -> str:

@@ -27,7 +27,9 @@ from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.number_random_calls import number_random_calls
+from meshc.passes.trace.own_results import own_result
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
+from meshc.passes.trace.raise_masked_writes import raise_masked_writes
 from meshc.passes.trace.raise_sinks import raise_sinks
 from meshc.passes.trace.raise_written_out import raise_written_out
 from meshc.private import OpOverload
@@ -59,6 +61,7 @@ def raise_ops(traced: Traced) -> Traced:
     module, notes = model.module, list[str]()
     raise_sinks(module)
     raise_written_out(module)
+    raise_masked_writes(module)
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
@@ -67,7 +70,10 @@ def raise_ops(traced: Traced) -> Traced:
             continue
         if node.target in SPARSE:
             notes += _dense(node)
-        node.target = _composite(node.target)
+        composite = _composite(node.target)
+        if composite is not node.target:
+            node.target = composite
+            own_result(node)
     module.recompile()
     return replace(traced, model=replace(model, notes=(*model.notes, *notes)))
 

@@ -35,6 +35,7 @@ from meshc.passes.trace.chains import (
     only,
     reader,
 )
+from meshc.passes.trace.own_results import own_result
 
 functional = torch.nn.functional
 
@@ -54,6 +55,7 @@ def raise_sinks(module: GraphModule) -> None:
         made.meta.update(out.meta)
         out.replace_all_uses_with(made)
         forget(out)
+        own_result(made)
 
 
 def _matched(softmax: Node) -> tuple[Node, tuple[Any, ...]]:

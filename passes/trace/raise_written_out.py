@@ -38,6 +38,7 @@ from meshc.passes.trace.chains import (
     reader,
 )
 from meshc.passes.trace.fold_masks import NEVER
+from meshc.passes.trace.own_results import own_result
 
 functional = torch.nn.functional
 DROPOUT: Final = RAISED[functional.dropout]
@@ -67,6 +68,7 @@ def raise_written_out(module: GraphModule) -> None:
         made.meta.update(out.meta)
         out.replace_all_uses_with(made)
         forget(out)
+        own_result(made)
 
 
 def _example(x: Node) -> torch.Tensor:

@@ -37,11 +37,11 @@ class CacheLayer(RowLayer, DynamicLayer):
 
     @property
     def keys(self) -> Tensor:
-        return _narrowed(self.buffers[0], self.rows, self.length)
+        return self._filled(self.buffers[0])
 
     @property
     def values(self) -> Tensor:
-        return _narrowed(self.buffers[1], self.rows, self.length)
+        return self._filled(self.buffers[1])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """It holds something already."""
@@ -74,14 +74,20 @@ class CacheLayer(RowLayer, DynamicLayer):
         self.buffers = tuple(taken(buffer, rows) for buffer in self.buffers)
         self.rows = len(rows)
 
+    def _filled(self, buffer: DTensor) -> Any:
+        return buffer[: self.rows, :, : self.length]
+
     def fitted(self, rows: int, capacity: int) -> tuple[DTensor, ...]:
         """Its buffers, with this many rows and places; what they have no need of is anything."""
+        return self._resized(rows, capacity)
+
+    def _resized(self, rows: int, capacity: int, begin: int = 0) -> tuple[DTensor, ...]:
         fit = self.buffers
         if fit[0].shape[ROWS] != rows:
             every = torch.arange(rows).clamp(max=self.rows - 1)
             fit = tuple(taken(buffer, every) for buffer in fit)
-        if fit[0].shape[TOKENS] != capacity:
-            fit = tuple(resized(buffer, capacity) for buffer in fit)
+        if begin or fit[0].shape[TOKENS] != capacity:
+            fit = tuple(resized(buffer, capacity, begin) for buffer in fit)
         return fit
 
 
@@ -90,10 +96,10 @@ def taken(buffer: DTensor, rows: Tensor) -> DTensor:
     return _along(buffer, ROWS, len(rows), lambda local: local.index_select(ROWS, rows.to(local.device)))
 
 
-def resized(buffer: DTensor, capacity: int) -> DTensor:
-    """A buffer with room for more tokens, or for fewer."""
-    have = buffer.shape[TOKENS]
-    return _along(buffer, TOKENS, capacity, lambda local: F.pad(local, (0, 0, 0, capacity - have)))
+def resized(buffer: DTensor, capacity: int, begin: int = 0) -> DTensor:
+    """A buffer with room for more tokens, or for fewer, which begins at this place of the other; at a negative one: as many before it."""
+    more = capacity - buffer.shape[TOKENS] + begin
+    return _along(buffer, TOKENS, capacity, lambda local: F.pad(local, (0, 0, -begin, more)))
 
 
 def _along(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor]) -> DTensor:
@@ -106,7 +112,3 @@ def _along(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(local.contiguous(), mesh, whole, run_check=False, shape=shape, stride=stride)
     return made.redistribute(placements=placements) if any(splits) else made
-
-
-def _narrowed(buffer: DTensor, rows: int, length: int) -> Any:
-    return buffer[:rows, :, :length]

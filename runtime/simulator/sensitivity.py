@@ -22,8 +22,8 @@ RUNS: Final = 3
 TIMES: Final = 4
 """A program may differ by so many times what the model's own results move."""
 MOST: Final = 50
-"""But outputs and gradients by no more than so many times the usual bound: beyond that a fault could hide. Losses after an update have no
-such limit, since what they follow from is judged by itself."""
+"""But outputs and gradients, and what the first step makes of them, by no more than so many times the usual bound: beyond that a fault
+could hide. Parameters that an update leaves, and what follows from them, have no such limit: what they follow from is judged by itself."""
 
 EXACT: Final = frozenset(
     "_to_copy _unsafe_view abs amax amin cat ceil clone constant_pad_nd copy_ detach embedding fill_ flip floor gather index index_select "

@@ -51,6 +51,43 @@ def test_buffers_with_room_give_what_a_growing_cache_gives(make: Any) -> None:
         assert torch.equal(mine.keys[:, :, 6:], keys[:, :, 6:])
 
 
+def behind_a_window(model: Any, ids: torch.Tensor, first: int, capacity: int) -> dict[str, Any]:
+    """The last token of `ids` as a call with buffers of which the first holds token `first`; what has left the window holds anything."""
+    before = ids.shape[1] - 1
+    theirs = DynamicCache(config=model.config)
+    model(ids[:, :before], cache=theirs)
+    layers = []
+    for layer in theirs.layers:
+        buffers = [torch.randn(len(ids), 2, capacity, 8, dtype=layer.keys.dtype) for _ in range(2)]
+        begin = before - layer.keys.shape[2] - first
+        for buffer, each in zip(buffers, (layer.keys, layer.values), strict=True):
+            buffer[:, :, begin : before - first] = each
+        layers.append({"window": buffers})
+    mask = torch.ones(len(ids), 32, dtype=torch.int64)
+    return {
+        "input_ids": ids[:, before:], "attention_mask": mask, "cache": layers, "cache_length": torch.tensor(before),
+        "cache_first": torch.tensor(first), "use_cache": True,
+    }  # fmt: skip
+
+
+def test_buffers_of_a_window_hold_the_last_tokens_alone() -> None:
+    """Nine tokens and one more, of which each sees three before it: on one device as with the model's own cache, and on ranks."""
+    model, ids = mistral().double(), torch.randint(48, (4, 10))
+    theirs = DynamicCache(config=model.config)
+    model(ids[:, :9], cache=theirs)
+    wanted = model(ids[:, 9:], cache=theirs).logits
+    for first, capacity in ((0, 16), (4, 8), (6, 4)):
+        call = behind_a_window(model, ids, first, capacity)
+        found: Any = padded_caches.call(model, **call)
+        assert torch.allclose(found.logits, wanted, atol=1e-12)
+        assert [list(padded_caches.held_by(layer)) for layer in found.cache.layers] == [["window"]] * 2
+    call = behind_a_window(model, ids, 4, 8)
+    program = meshc.compile(model, meshc.Mesh("dp=2,tp=2"), kwargs=call)
+    assert meshc.verify(program, call).worst < 1e-12
+    written = [line for line in str(program).splitlines() if "aten.index_copy(" in line]
+    assert len(written) == 4 and all("; over its operand" in line for line in written)
+
+
 def test_an_empty_cache_is_what_the_first_call_writes() -> None:
     model, ids = llama(), torch.randint(48, (4, 6))
     found: Any = padded_caches.call(model, input_ids=ids, cache=[], cache_length=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
+from meshc.frontend.padded_sizes import capacity_of, room_of, rows_of, tokens_of
 
 
 @pytest.mark.parametrize("tokens, most, filled", [(1, 100, 1), (2, 100, 16), (17, 100, 32), (64, 100, 64), (65, 100, 100), (120, 100, 120)])
@@ -21,6 +21,11 @@ def test_buffers_double_or_are_as_long_as_their_user_says() -> None:
     assert [capacity_of(tokens, 64, -1) for tokens in (12, 64, 65, 300)] == [64, 64, 128, 512]
     assert capacity_of(12, 16, -1) == 64
     assert [capacity_of(tokens, 16, 60) for tokens in (17, 60, 61)] == [60, 60, 64]
+
+
+def test_buffers_of_a_window_have_room_for_it_and_an_eighth_or_for_what_a_call_needs() -> None:
+    assert [room_of(window, window) for window in (4, 60, 1000, 4096)] == [64, 128, 1152, 4608]
+    assert room_of(1000, 999 + 512) == 1536
 
 
 def test_a_thousand_tokens_are_ten_programs_at_most() -> None:

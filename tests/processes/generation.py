@@ -19,6 +19,8 @@ from transformers import (
     DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -50,6 +52,12 @@ def llama() -> nn.Module:
 
 def mistral() -> nn.Module:
     return MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=8))
+
+
+def gemma() -> nn.Module:
+    """A layer with a window, one without."""
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, layer_types=kinds))
 
 
 def t5() -> nn.Module:
@@ -162,6 +170,56 @@ def windows_and_static(mesh: Any) -> None:
     _, model, twin = compiled(mistral, mesh)
     same(model, twin, input_ids=prompts(), max_new_tokens=20)
     same(model, twin, **padded(), cache_implementation="static")
+
+
+def rooms(cache: Any) -> list[int]:
+    return [layer.buffers[0].shape[2] for layer in cache.layers]
+
+
+def windows(mesh: Any) -> None:
+    """Buffers of a window stay as long as they are, behind prompts of any length and through the moves of what they hold."""
+    program, model, twin = compiled(mistral, mesh)
+    cache = DynamicCache(config=twin.config)
+    same(model, twin, input_ids=prompts(), max_new_tokens=130)
+    assert count(program) == 2  # the prompt, and buffers of 64 for any number of tokens behind it
+    same(model, twin, input_ids=prompts(2, 100), max_new_tokens=5)
+    same(model, twin, **padded(), num_beams=3, max_new_tokens=60)
+    same(model, twin, input_ids=prompts(1), prompt_lookup_num_tokens=3, max_new_tokens=70)
+    same(model, twin, input_ids=prompts(2, 100), prefill_chunk_size=16, max_new_tokens=5)
+    program.generate(prompts(2, 100), max_new_tokens=5, cache=cache)
+    assert rooms(cache) == [64, 64] and [layer.keys.shape[2] for layer in cache.layers] == [7, 7]
+    _, model, twin = compiled(gemma, mesh)
+    cache = DynamicCache(config=twin.config)
+    same(model, twin, **padded(), max_new_tokens=60)
+    same(model, twin, input_ids=prompts(2, 100), max_new_tokens=30, num_beams=2)
+    same(model, twin, input_ids=prompts(2, 70), max_new_tokens=5, cache_implementation="static")
+    model.generate(prompts(2, 100), max_new_tokens=5, cache=cache)
+    assert rooms(cache) == [64, 128]
+
+
+def windows_held(mesh: Any) -> None:
+    """A cache that the user holds, also one that a plain model has filled: its rows, its turns, what is taken back and what cannot be."""
+    program, _, twin = compiled(gemma, mesh)
+    mine, theirs, filled = (DynamicCache(config=twin.config) for _ in range(3))
+    ids = prompts(3, 30)
+    program(input_ids=ids, cache=mine)
+    for cache in (theirs, filled):
+        twin(input_ids=ids, cache=cache)
+    with pytest.raises(meshc.StateError, match="only those that its window of 8 shows"):
+        mine.crop(-3)
+    for cache in (mine, theirs, filled):
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.activate_past_recording()
+    for tokens, back in ((6, 4), (70, 65), (1, 0)):
+        wanted = twin(input_ids=prompts(2, tokens), cache=theirs).logits
+        for cache in (mine, filled):
+            assert torch.allclose(program(input_ids=prompts(2, tokens), cache=cache).logits, wanted, atol=1e-12)
+        for cache in (mine, theirs, filled):
+            cache.crop(-back)
+    for layer, other in zip(mine.layers, theirs.layers, strict=True):
+        assert torch.allclose(layer.keys.full_tensor(), other.keys, atol=1e-12)
+    with refused("leave it out; or call the model on the whole text"):
+        program(input_ids=ids[:2, :1], cache=mine, output_attentions=True)
 
 
 def states(mesh: Any) -> None:
@@ -325,9 +383,8 @@ def seeds(mesh: Any) -> None:
 
 
 CHECKS = (
-    short, copies, greedy, encoders, states, states_held, sampled, beams_and_chunks, windows_and_static, turns, rows, looked_at, pipelines,
-    refusals, lengths,
-    seeds,
+    short, copies, greedy, encoders, states, states_held, sampled, beams_and_chunks, windows_and_static, windows, windows_held, turns, rows,
+    looked_at, pipelines, refusals, lengths, seeds,
 )  # fmt: skip
 
 

@@ -1,0 +1,26 @@
+"""A call's readers get a copy of its result, where one of them changes it in place.
+
+    out = weighed(q, k, v);  out += x               becomes              out = weighed(q, k, v);  copy = out.clone();  copy += x
+
+The operator may read its result again in backward, where the call that it stands for did not (a product needs its operands alone), and
+torch's autograd refuses what has changed since.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from meshc.frontend.written_behind import is_written_behind
+
+
+def own_result(call: Node) -> None:
+    """Of a call that an operator of meshc's stands for."""
+    if not is_written_behind(call):
+        return
+    example = call.meta.get("example_value")
+    plain = isinstance(example, torch.Tensor) and example.is_contiguous()  # a view of the one is to be a view of the other
+    with call.graph.inserting_after(call):
+        copy = call.graph.call_method("clone", (call,), {"memory_format": torch.contiguous_format} if plain else {})
+    copy.meta.update(call.meta)
+    call.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)

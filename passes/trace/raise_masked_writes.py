@@ -1,0 +1,51 @@
+"""Raise a write to the places that a mask chooses, all of them the same: what is there, or that, at each place.
+
+    x[mask] = row              becomes              chosen = where(mask.reshape([4, 12, 1]), row, x);  x.copy_(chosen)
+
+The gradient of `row` sums over the chosen places, of which nobody knows the number beforehand; that of a choice sums over all. Part of
+`raise_ops`. Left as it is where each place gets another row.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Final
+
+import torch
+from torch.fx import GraphModule, Node
+
+WRITES: Final[tuple[object, ...]] = (operator.setitem, "__setitem__")
+
+
+def raise_masked_writes(module: GraphModule) -> None:
+    """Replace the calls in place."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target not in WRITES or len(node.args) != 3:
+            continue
+        x, mask, row = node.args
+        if not isinstance(x, Node) or not isinstance(mask, Node) or not isinstance(row, Node) or not _is_one_row(x, mask, row):
+            continue
+        places, written = _value(mask), _value(x)
+        assert places is not None and written is not None
+        with graph.inserting_before(node):
+            at = graph.call_method("reshape", (mask, [*places.shape, *[1] * (written.dim() - places.dim())]))
+            chosen = graph.call_function(torch.where, (at, row, x))
+            copied = graph.call_method("copy_", (x, chosen))
+        for made in (at, chosen, copied):
+            made.meta.update({key: value for key, value in node.meta.items() if key != "example_value"})
+        graph.erase_node(node)
+
+
+def _is_one_row(x: Node, mask: Node, row: Node) -> bool:
+    """Whether all places of x where the mask is true get the same of the row, whatever their number."""
+    written, places, value = _value(x), _value(mask), _value(row)
+    if written is None or places is None or value is None or places.dtype != torch.bool or value.dtype != written.dtype:
+        return False
+    below = written.dim() - places.dim()
+    return all(size == 1 for size in value.shape[: max(value.dim() - below, 0)])
+
+
+def _value(node: Node) -> torch.Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None

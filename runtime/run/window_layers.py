@@ -1,0 +1,94 @@
+"""Caches of layers whose attention sees a window, as their users hold them between calls of a program: buffers of the last tokens alone.
+
+    buffers [rows, heads, capacity, head]      token number `first` at the first place, the last at place `length - 1 - first`
+
+New tokens are written behind the others, as in any buffer. Where there is no room for more, what is still needed moves to the front,
+between two calls: that is rare, since there is room for more than the window (`padded_sizes.room_of`). This file imports transformers, and
+is imported where a cache of it is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from meshc.errors import StateError
+from meshc.frontend.padded_sizes import capacity_of, room_of
+from meshc.runtime.run.cache_layers import ROWS, TOKENS, CacheLayer
+
+
+class WindowLayer(CacheLayer):
+    """Keys and values of one layer. `keys` and `values` are those that the next token may see, as they lie on the mesh.
+
+    window  how many tokens one sees, with itself
+    since   how many tokens there were when some were taken back last; None: none will be
+    """
+
+    def __init__(
+        self, buffers: Sequence[DTensor], rows: int, length: int, window: int, first: int = 0, since: int | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(buffers, rows, length, is_sliding=True)
+        self.window, self.first, self.since = window, first, since
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens will be taken back, as generating with an assistant does: what is new stays until `crop` says how many."""
+        return self.since is not None
+
+    def activate_past_recording(self) -> None:
+        if self.since is None:
+            self.since = self.length
+
+    @property
+    def needed(self) -> int:
+        """The first token that is still of use."""
+        return max((self.length if self.since is None else self.since) - self.window + 1, 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        before = min(self.length, self.window - 1)
+        return before + query_length, self.length - before
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens. Raises StateError where those that would be seen then are gone."""
+        if self.length >= self.window and (self.since is None or self.length + tokens_to_remove < self.since):
+            raise StateError(
+                f"this cache has {self.length} tokens, and a layer of it only those that its window of {self.window} shows: others "
+                "cannot come back\n  what to do: call cache.activate_past_recording() before the tokens that may be taken back are passed"
+            )
+        super().crop(tokens_to_remove)
+        if self.since is not None:
+            self.since = self.length
+
+    def reset(self) -> None:
+        super().reset()
+        self.first = 0
+
+    def _filled(self, buffer: DTensor) -> Any:
+        return buffer[: self.rows, :, self.needed - self.first : self.length - self.first]
+
+    def begun(self, rows: int, capacity: int, first: int) -> tuple[DTensor, ...]:
+        """Its buffers, with this many rows and places, and this token at the first place."""
+        return self._resized(rows, capacity, first - self.first)
+
+    def begin_at(self, first: int, capacity: int) -> None:
+        """It has no more room than that from here on, and no token before this one."""
+        self.buffers, self.first = self.begun(self.buffers[0].shape[ROWS], capacity, first), first
+
+
+def begin(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
+    """Which token comes first in the buffers of all these layers, and how many places they have, for a call that makes them `tokens`."""
+    first, needed = (min(getattr(layer, name) for layer in windows) for name in ("first", "needed"))
+    most = room_of(max(layer.window for layer in windows), tokens - needed)
+    room = min(capacity_of(tokens - first, windows[0].buffers[0].shape[TOKENS], -1), most)
+    return (first, room) if tokens - first <= room else (needed, most)
+
+
+def forget(windows: Sequence[WindowLayer]) -> None:
+    """Behind a prompt: what no token will see goes, if it is much."""
+    needed = min(layer.needed for layer in windows)
+    for layer in windows:
+        most = room_of(max(each.window for each in windows), layer.length - needed)
+        if layer.buffers[0].shape[TOKENS] > most:
+            layer.begin_at(needed, most)
