@@ -36,6 +36,11 @@ class Spread:
     slots: tuple[int, ...]
     copies: tuple[int, ...] = ()
 
+    def spare(self, groups: int) -> int:
+        """How many places of a group have copies, at most."""
+        room = len(self.copies) // groups
+        return max((sum(slot >= 0 for slot in self.copies[group * room :][:room]) for group in range(groups)), default=0)
+
     def groups_of(self, groups: int) -> list[list[int]]:
         """By expert the groups that have it: its own, then those with copies."""
         each, spare = -(-len(self.slots) // groups), len(self.copies) // groups

@@ -96,7 +96,7 @@ class _InGroups:
         if self.copies is None:
             return matrices
         groups, spare = self.copies.shape
-        own = by_group(matrices, self.each - spare)
+        own = by_group(matrices, groups, self.each - spare)
         return in_line(torch.cat([own, copies_of(matrices, self.copies)], 1), groups * self.each)
 
 

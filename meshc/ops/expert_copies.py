@@ -3,7 +3,7 @@
     choices_to_places(choice [t, k], copies [q, n], rows [t], each) -> [t, k]     a slot's own place, or one of its copies'
     copies_of(x [slots, ..], copies [q, n]) -> [q, n, ..]                         the rows that copies are of; -1, of none: zeros
     added_copies(grad [q, n, ..], copies [q, n], count) -> [count, ..]            the other way: what copies of a row come to
-    by_group(x [slots, ..], each) -> [q, each, ..]                                rows of each group; zeros behind the last
+    by_group(x [slots, ..], q, each) -> [q, each, ..]                             rows of each group; zeros behind the last
     in_line(x [q, each, ..], count) -> [count, ..]                                the other way: the first `count` of them
 
 Group i of q has slots from i * each on, and behind them n places for copies: each + n in all. `copies` says of each the slot that it is a
@@ -92,22 +92,22 @@ def _fit_copies(name: str, x: Tensor, copies: Tensor, least: int) -> None:
 
 
 @torch.library.custom_op("meshc::by_group", mutates_args=())
-def by_group(x: Tensor, each: int) -> Tensor:
-    groups = _groups(x, each)
+def by_group(x: Tensor, groups: int, each: int) -> Tensor:
+    _fit_group(x, groups, each)
     made = x.new_zeros(groups * each, *x.shape[1:])
     made[: x.shape[0]] = x
     return made.view(groups, each, *x.shape[1:])
 
 
 @by_group.register_fake
-def _(x: Tensor, each: int) -> Tensor:
-    return x.new_empty(_groups(x, each), each, *x.shape[1:])
+def _(x: Tensor, groups: int, each: int) -> Tensor:
+    _fit_group(x, groups, each)
+    return x.new_empty(groups, each, *x.shape[1:])
 
 
-def _groups(x: Tensor, each: int) -> int:
-    if x.dim() < 1 or each < 1:
-        raise misfit("by_group", f"rows [slots, ..] are in groups of {each}, 1 or more", x=x)
-    return -(-x.shape[0] // each)
+def _fit_group(x: Tensor, groups: int, each: int) -> None:
+    if x.dim() < 1 or each < 1 or groups < 0 or x.shape[0] > groups * each:
+        raise misfit("by_group", f"rows [slots, ..] are in {groups} groups of {each}, 1 or more, which have room for all", x=x)
 
 
 @torch.library.custom_op("meshc::in_line", mutates_args=())
@@ -123,8 +123,8 @@ def _(x: Tensor, count: int) -> Tensor:
 
 
 def _fit_line(x: Tensor, count: int) -> None:
-    if x.dim() < 2 or not x.shape[0] * x.shape[1] - x.shape[1] < count <= x.shape[0] * x.shape[1]:
-        raise misfit("in_line", f"groups [q, each, ..] of which the last alone is not full have {count} rows", x=x)
+    if x.dim() < 2 or x.shape[1] < 1 or not 0 <= count <= x.shape[0] * x.shape[1]:
+        raise misfit("in_line", f"groups [q, each, ..] have {count} rows or more", x=x)
 
 
 def _copies_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -152,15 +152,15 @@ def _group_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _group_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return in_line(grad, ctx.count), None
+    return in_line(grad, ctx.count), None, None
 
 
 def _line_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.each = inputs[0].shape[1]
+    ctx.groups, ctx.each = inputs[0].shape[:2]
 
 
 def _line_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return by_group(grad, ctx.each), None
+    return by_group(grad, ctx.groups, ctx.each), None
 
 
 copies_of.register_autograd(_copies_backward, setup_context=_copies_setup)

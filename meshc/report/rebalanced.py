@@ -76,10 +76,11 @@ def planned(
     path: str, loads: Sequence[float], now: Spread, groups: int, least: float, spare: int, sent: Callable[[Sequence[int]], int]
 ) -> Rebalanced:
     """Where the experts of a layer are to lie, `now` where they do: they move, or get copies in `spare` places of each group, if what the
-    busiest group has falls by more than `least` of it. sent: what the rank that gets most is sent if they lie so."""
+    busiest group has falls by more than `least` of it, or if more places have copies now. sent: what the rank that gets most is sent if
+    they lie so."""
     wanted = expert_balance.balanced(loads, now, groups, spare)
     before, best = (expert_balance.imbalance(loads, spread, groups) for spread in (now, wanted))
-    if before - best <= least * before:
+    if before - best <= least * before and now.spare(groups) <= spare:
         return Rebalanced(path, now, groups, before, best, before)
     each = expert_balance.sizes_of(len(now.slots), groups)[0]
     moved = sum(one // each != other // each for one, other in zip(now.slots, wanted.slots, strict=True))

@@ -109,7 +109,7 @@ def _inside(local: Local, copies: Node) -> Node:
 
 
 def _by_group(node: Node, tensors: list[Node]) -> Rule:
-    return _in_windows("e ... -> q s! ...", node, tensors, _lower_by_group, integer(node.args[1]))
+    return _in_windows("e ... -> q s! ...", node, tensors, _lower_by_group, integer(node.args[2]))
 
 
 def _lower_by_group(local: Local) -> Node:
@@ -125,7 +125,7 @@ def _in_line(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_in_line(local: Local) -> Node:
-    x, count = local.operands[0], integer(local.node.args[1])
+    x, count = local.neutralise(local.operands[0], "q", 0.0), integer(local.node.args[1])
     groups, each, *behind = local.shape(x)
     made = local.emit(aten.reshape.default, x, [groups * each, *behind])
     if local.axes("q"):

@@ -143,7 +143,7 @@ def _own() -> Iterator[Call]:
     yield _of(ops.choices_to_places, chosen, copies, torch.arange(4), 2)
     yield _of(ops.copies_of, _x(3, 4), copies)
     yield _of(ops.added_copies, _x(2, 1, 4), copies, 3)
-    yield _of(ops.by_group, _x(3, 4), 2)
+    yield _of(ops.by_group, _x(3, 4), 2, 2)
     yield _of(ops.in_line, _x(2, 2, 4), 3)
     yield _of(ops.in_order, _x(3, 4), torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0]))
     yield _of(ops.group_choices, chosen, 2, 2, 2, 0)

@@ -42,6 +42,7 @@ def test_what_has_most_to_do_is_divided() -> None:
     found = balanced(loads, lie(0, 1, 2, 3, copies=(-1, -1)), 2, 1)
     assert found == lie(0, 3, 2, 1, copies=(3, 0)) and imbalance(loads, found, 2) == 1.0
     assert imbalance(loads, lie(0, 1, 2, 3, copies=(-1, 0)), 2) == pytest.approx(6.5 / 6)
+    assert found.spare(2) == 1 and lie(0, 1).spare(2) == 0
     assert balanced(loads, found, 2, 1) == found, "where nothing has changed nothing changes"
     assert balanced(loads, found, 2, 0).copies == (-1, -1), "places that may not be used are empty"
     assert balanced([1, 1, 1, 1], lie(0, 1, 2, 3, copies=(-1, -1)), 2, 1).copies == (-1, -1), "nor are those that would not help used"

@@ -22,9 +22,9 @@ for _copies in (torch.tensor([[5, 6], [-1, 2], [2, 0]]), torch.tensor([[3], [-1]
     sample(ours.choices_to_places.default, _choice, _copies, torch.tensor([3, 1, 0, 6, 2, 5, 4]), 3)
     sample(ours.copies_of.default, f(7, 5), _copies)
     sample(ours.added_copies.default, f(*_copies.shape, 5, 2), _copies, 7)
-for _each in (1, 3, 4, 7):
-    sample(ours.by_group.default, f(7, 5, 2), _each)
-    sample(ours.in_line.default, f(-(-7 // _each), _each, 5), 7)
+for _groups, _each in ((7, 1), (3, 3), (2, 4), (1, 7), (4, 3)):
+    sample(ours.by_group.default, f(7, 5, 2), _groups, _each)
+    sample(ours.in_line.default, f(_groups, _each, 5), 7)
 for _groups, _each in ((3, 3), (7, 1), (2, 4)):
     _most = min(3, _each)
     sample(ours.group_choices.default, _choice, _groups, _each, _most, 0)
