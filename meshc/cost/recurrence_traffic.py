@@ -11,7 +11,7 @@ numbers of a rank of n, of a state of S numbers in all of its rows, channels and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -31,7 +31,7 @@ from meshc.program.program import PlainProgram
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-TURNS: Final = {
+TURNS: Final[Mapping[object, str]] = {
     meshc.rnn_turn.default: "rnn", meshc.rnn_turn_backward.default: "rnn",
     meshc.recurrence_turn.default: "recurrence", meshc.recurrence_backward_turn.default: "recurrence",
     meshc.delta_rule_turn.default: "delta rule", meshc.delta_rule_state_turn.default: "delta rule",
@@ -39,7 +39,7 @@ TURNS: Final = {
 }  # fmt: skip
 HANDED_ONCE: Final = (meshc.recurrence_backward_turn.default, meshc.delta_rule_backward_turn.default)
 """They also read the state that each rank begins with, which is handed on by itself."""
-ENDS: Final = {
+ENDS: Final[Mapping[object, str]] = {
     meshc.recurrence_end.default: "recurrence", meshc.delta_rule_end.default: "delta rule", meshc.delta_rule_ends.default: "delta rule",
 }  # fmt: skip
 """What a stretch comes to, of which ranks gather all."""
