@@ -113,11 +113,8 @@ def _by_group(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_by_group(local: Local) -> Node:
-    x, _, each, *behind = local.window(local.operands[0], 0, "q"), *local.out_shape(0)
-    missing = local.local_size("q") * each - local.shape(x)[0]
-    if missing:
-        x = local.emit(aten.constant_pad_nd.default, x, [0, 0] * len(behind) + [0, missing])
-    return local.emit(aten.reshape.default, x, [local.local_size("q"), each, *behind])
+    each = integer(local.node.args[2])
+    return local.emit(meshc.by_group.default, local.window(local.operands[0], 0, "q"), local.local_size("q"), each)
 
 
 def _in_line(node: Node, tensors: list[Node]) -> Rule:
@@ -125,12 +122,11 @@ def _in_line(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_in_line(local: Local) -> Node:
-    x, count = local.neutralise(local.operands[0], "q", 0.0), integer(local.node.args[1])
-    groups, each, *behind = local.shape(x)
-    made = local.emit(aten.reshape.default, x, [groups * each, *behind])
-    if local.axes("q"):
-        return local.sum_of_windows(made, 0, "q")
-    return made if groups * each == count else local.emit(aten.slice.Tensor, made, 0, 0, count)
+    x = local.neutralise(local.operands[0], "q", 0.0)
+    if not local.axes("q"):
+        return local.call(x)
+    groups, each, *_ = local.shape(x)
+    return local.sum_of_windows(local.emit(meshc.in_line.default, x, groups * each), 0, "q")
 
 
 def _in_windows(text: str, node: Node, tensors: list[Node], lower: Callable[[Local], Node], each: int) -> Rule:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import meshc
+from meshc.check import check_program
 from meshc.frontend.expert_slots import COPIES, SLOTS
 from meshc.ops.expert_copies import added_copies, choices_to_places, copies_of
 from meshc.optimizer.optimizer import describe
+from meshc.passes import rules
 from meshc.report import summary
 from tests.broad import broad
 from tests.meaning.test_moved_experts import adamw, back, begun, compiled, double, moved, one_step, trained
@@ -69,6 +71,7 @@ def test_steps_without_and_with_copies_equal_one_device(
     found = skewed(double(family))
     twin = copy.deepcopy(found.model)
     program = compiled(found, mesh, microbatches, expert_copies=copies, **options)
+    check_program(program.compiled, "the program", rules)  # as it is when it is loaded
     values = begun(program, found)
     paths = [key.removeprefix("buffer:").removesuffix(f".{SLOTS}") for key in values if key.endswith(SLOTS)]
     chosen: dict[str, Tensor] = {}
