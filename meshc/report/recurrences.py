@@ -1,10 +1,9 @@
 """Recurrences whose sequence ranks split, as a table: how they take their steps, and what they send for it, by the program and by formula.
 
     steps along a split sequence, bytes of a rank forward and backward (a layer, in one call)
-      layers          count    steps of      along    ranks    taken              forward    by formula    backward    by formula
-      --------------  -------  ------------  -------  -------  -----------------  ---------  ------------  ----------  ------------
-      layers.*.mixer  2        a recurrence  cp       4        in 11 turns of 8   2.6 kB     2.6 kB        4.6 kB      4.6 kB
-      lstm            1        an rnn        cp       2        at once, joined    1.0 kB     1.0 kB
+      layers    count    steps of    along    ranks    taken               forward    by formula    backward    by formula
+      --------  -------  ----------  -------  -------  ------------------  ---------  ------------  ----------  ------------
+      layer     1        rnn         cp       2        in 2 turns, 1 part  512 B      512 B         512 B       512 B
 
 A turn is one part of the rows on each rank that has one. `docs/long-context.md` has the formulas.
 """
