@@ -17,7 +17,7 @@ from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError, StateError
 from meshc.frontend import admission, calling, dynamic, exported
 from meshc.frontend.expert_bias import refuse_without_bias
-from meshc.frontend.expert_slots import give_slots, slots_of
+from meshc.frontend.expert_slots import give_slots, slots_of, spare_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
 from meshc.frontend.listed_experts import looped
 from meshc.frontend.stock_caches import LENGTH
@@ -124,11 +124,14 @@ class Asked:
     def _make_movable(self) -> None:
         """The model's experts say where they lie, unless they do already. Raises PlanError, StateError."""
         if Store.of(self.module) is None:
-            give_slots(self.module, looped(self.module))
-        elif not any(slots_of(module) is not None for module in self.module.modules()):
+            give_slots(self.module, looped(self.module), prod(axis.size for axis in self.mesh.axes), self.options.expert_copies)
+            return
+        movable = [module for module in self.module.modules() if slots_of(module) is not None]
+        if not movable or spare_of(movable[0]) != self.options.expert_copies:
+            has = f"with places for {spare_of(movable[0])} copies on each rank" if movable else "whose experts stay where they are"
             raise StateError(
-                'Options(expert_placement="movable"): the model has a program already whose experts stay where they are\n'
-                "  what to do: give all programs of the model the option; the first to be compiled decides"
+                f'Options(expert_placement="movable", expert_copies={self.options.expert_copies}): the model has a program already {has}\n'
+                "  what to do: give all programs of the model the same; the first to be compiled decides"
             )
 
     def adding(self) -> Asked:

@@ -347,12 +347,14 @@ class Program:
         with self.world.together("save_pretrained"):
             pretrained.save_pretrained(self, path, **kwargs)
 
-    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = LEAST) -> Report:
-        """Move experts between ranks, by what they have to do, so that ranks have as much. Between two steps; all ranks call it.
+    def rebalance(self, loads: rebalancing.Loads | None = None, *, least: float = LEAST, copies: int | None = None) -> Report:
+        """Move experts between ranks, by what they have to do, so that ranks have as much; with `Options(expert_copies=)` those with most
+        to do lie on several ranks. Between two steps; all ranks call it.
 
         loads  by the path of a layer's experts how much each has to do (tokens, over one step or many), the same on every rank: a tensor
                [experts], a list, or what `metrics["experts"]` holds; None: what the last step has measured
         least  a layer's experts move if what the busiest rank has falls by more than this share
+        copies how many places of each rank may have copies of others' experts; None: all that there are, 0: none from now on
 
         Each rank keeps as many experts of a layer as it has. Rows of parameters and of optimizer state are sent to where they are wanted, a
         tensor at a time; programs stay as they are. Parameters, `state_dict` and files have experts in the model's order as before; a
@@ -363,7 +365,7 @@ class Program:
         that has no row for each expert; PlanError where no axis splits experts; InputError for loads that do not fit the model."""
         self.world.refuse_call()
         with self.world.together("rebalance"):
-            return rebalancing.rebalance(self, loads, least)
+            return rebalancing.rebalance(self, loads, least, copies)
 
     # -------------------------------------------------------------------------------------------------------------------- state
 

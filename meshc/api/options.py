@@ -18,8 +18,8 @@ from meshc.plan.remat_lines import POLICIES
 from meshc.program.instance import KEPT as KEPT_SIZES
 
 EXPERTS: Final = (
-    "expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority", "expert_placement", "expert_bias_update",
-    "expert_dispatch",
+    "expert_bound", "expert_capacity", "overflow", "expert_group", "expert_priority", "expert_placement", "expert_copies",
+    "expert_bias_update", "expert_dispatch",
 )  # fmt: skip
 """Fields that are about routed experts."""
 
@@ -81,6 +81,8 @@ class Options:
     expert_priority  whom an expert takes: "position", the first of a group, or "weight", those that weigh it highest
     expert_placement  "movable": stock experts may move to other ranks between steps (`program.rebalance`), and where each lies is data that
                    programs read. Default: each stays where its number puts it
+    expert_copies  with experts that may move: places that each rank has for copies of experts of other ranks, in each layer, which
+                   `program.rebalance` gives to those with most to do. It costs each step the copies' weights, forward and as gradients
     expert_bias_update  by how much the bias of a router (DeepSeek V3's `e_score_correction_bias`) changes after a step: up where an expert
                    had fewer tokens than the mean, down where it had more (0.001). Default: it stays, as the model leaves it
     keep_gradients  of a training step: after each call `parameter.grad` is the gradient that the parameter was updated with, behind hooks
@@ -121,6 +123,7 @@ class Options:
     expert_group: int | None = None
     expert_priority: str = "position"
     expert_placement: str | None = None
+    expert_copies: int = 0
     expert_bias_update: float | None = None
 
     def __post_init__(self) -> None:
@@ -176,6 +179,11 @@ class Options:
             raise PlanError(
                 'Options(expert_bound=..., expert_placement="movable"): a bound that is exceeded names experts by where they lie\n'
                 "  what to do: leave one of them out; expert_capacity goes with experts that move"
+            )
+        if self.expert_copies < 0 or (self.expert_copies and self.expert_placement is None):
+            raise PlanError(
+                f"Options(expert_copies={self.expert_copies!r}): places for copies of experts on each rank, 0 or more, of experts that may "
+                'move\n  what to do: Options(expert_placement="movable", expert_copies=1)'
             )
         counted = "expert_bound" if self.expert_bound is not None else "expert_capacity" if capacity is not None else None
         if counted is not None and self.dynamic:

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 Loads = Mapping[str, "torch.Tensor | Sequence[float] | ExpertLoad"]
 
 
-def rebalance(program: Program, loads: Loads | None, least: float) -> Report:
+def rebalance(program: Program, loads: Loads | None, least: float, copies: int | None) -> Report:
     """What `Program.rebalance` does, on every rank."""
     if not 0 <= least < 1:
         raise InputError(f"rebalance(least={least!r}): a share from 0 to 1, such as 0.05")
+    spare = _spare(program, copies)
     store = program.store
     movable = moved_experts.experts_of(store.model)
     if program.options.expert_placement is None or not movable:
@@ -33,7 +34,7 @@ def rebalance(program: Program, loads: Loads | None, least: float) -> Report:
             'options=meshc.Options(expert_placement="movable"), from the first program of the model on'
         )
     found = _loads(store, movable, _measured(program) if loads is None else loads, given=loads is not None)
-    _refuse_differing(store, repr((least, sorted(found.items()))))
+    _refuse_differing(store, repr((least, spare, sorted(found.items()))))
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
     groups = {path: groups_of(program.plan, sizes, path) for path in found}
     if all(count == 1 for count in groups.values()):
@@ -44,11 +45,23 @@ def rebalance(program: Program, loads: Loads | None, least: float) -> Report:
     store.refuse_unfilled()
     store.refuse_changed_model()
     store.adopt_changes()
-    layers = [_planned(store, path, each, groups[path], least) for path, each in found.items()]  # all are looked at before any moves
+    layers = [_planned(store, path, each, groups[path], least, spare) for path, each in found.items()]  # all are looked at before any moves
     for one in layers:
-        if one.moved:
-            moved_experts.move(store, one.path, one.slots)
+        if one.changed:
+            moved_experts.move(store, one.path, one.spread)
     return Report(tuple(layers))
+
+
+def _spare(program: Program, copies: int | None) -> int:
+    """How many places of a rank may be used. Raises InputError."""
+    there = program.options.expert_copies
+    if copies is None or 0 <= copies <= there:
+        return there if copies is None else copies
+    raise InputError(
+        f"rebalance(copies={copies!r}): each rank has {there} places for copies of experts of a layer\n"
+        f'  what to do: a number from 0 to {there}, or options=meshc.Options(expert_placement="movable", expert_copies={copies!r}) '
+        "from the first program of the model on"
+    )
 
 
 def _measured(program: Program) -> Mapping[str, ExpertLoad]:
@@ -71,7 +84,7 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
         said = loads[path]
         values = said.tokens if isinstance(said, ExpertLoad) else said
         found[path] = [float(load) for load in (values.tolist() if isinstance(values, torch.Tensor) else values)]
-        count = len(moved_experts.slots_now(store, path))
+        count = len(moved_experts.spread_now(store, path, 1).slots)
         if len(found[path]) != count or not all(isfinite(load) and load >= 0 for load in found[path]):
             raise InputError(f"rebalance: the load of {path} is one number for each of its {count} experts, 0 or more: {found[path]}")
     if not found:
@@ -79,9 +92,9 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
     return found
 
 
-def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least: float) -> Rebalanced:
-    now = moved_experts.slots_now(store, path)
-    return planned(path, loads, now, groups, least, lambda wanted: moved_experts.bytes_of(store, path, wanted))
+def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> Rebalanced:
+    now = moved_experts.spread_now(store, path, groups)
+    return planned(path, loads, now, groups, least, spare, lambda wanted: moved_experts.bytes_of(store, path, wanted))
 
 
 def _refuse_differing(store: Store, said: str) -> None:

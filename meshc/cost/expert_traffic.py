@@ -30,6 +30,7 @@ from meshc.cost.memory import runs
 from meshc.ir import is_getitem, record, spmd
 from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers meshc::to_places
 from meshc.ops import expert_groups as _groups  # noqa: F401 - registers meshc::to_groups
+from meshc.ops import expert_slots as _slots  # noqa: F401 - registers meshc::choices_to_slots
 from meshc.ops import used_rows as _used_rows  # noqa: F401 - registers meshc::rows_of_tokens
 from meshc.program.program import PlainProgram
 
@@ -148,7 +149,8 @@ def _experts(nodes: list[Node]) -> dict[str, int]:
         if node.target in PRODUCTS and isinstance(node.args[1], Node):
             lies = record(node.args[1]).sharding
             found[record(node).source.module] = record(node.args[1]).shape[0] if lies is None else lies.shape[0]
-    return found
+    by_slot = [node for node in nodes if node.target is meshc.choices_to_slots.default]  # matrices are of places then, some for copies
+    return {**found, **{record(node).source.module: record(node.args[1]).shape[0] for node in by_slot}}  # type: ignore[arg-type]
 
 
 def _made(program: PlainProgram, node: Node, path: str, experts: int, times: int, device: Device) -> Traffic | None:

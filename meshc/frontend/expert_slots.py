@@ -6,6 +6,11 @@
 With `Options(expert_placement="movable")` a model's experts get one. While it is traced its choices go by it, so that every program of the
 model reads experts where they are. State dicts do not have it: they hold experts in the model's order. Experts that are modules, which a
 loop goes over, stay where the plan stores them: a program stacks them by slot.
+
+    meshc_copies [[-1], [0], ..]            rank 1 has a copy of what lies in slot 0 [ranks, expert_copies]
+
+`Options(expert_copies=n)` gives each rank n places for copies of experts that lie elsewhere, and a second buffer says which: -1, none. A
+copy is made of the expert's weights in each step, and its gradient is added to theirs, so that weights and state are there once.
 """
 
 from __future__ import annotations
@@ -17,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import PlanError
+from meshc.frontend.expert_rows import Where
 
 SLOTS: Final = "meshc_slots"
 """The buffer's name."""
+COPIES: Final = "meshc_copies"
+"""Likewise of what says which experts have copies."""
 WEIGHTS: Final = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
 """What stock experts keep of each expert, as a row of dim 0."""
 
@@ -34,9 +42,26 @@ def slots_of(module: nn.Module) -> Tensor | None:
     return module._buffers.get(SLOTS)
 
 
+def where_of(module: nn.Module) -> Where | None:
+    """Of experts that may be moved, where they lie."""
+    slots = slots_of(module)
+    return None if slots is None else Where(slots, module._buffers.get(COPIES))
+
+
+def spare_of(module: nn.Module) -> int:
+    """How many places each rank has for copies of these experts."""
+    copies = module._buffers.get(COPIES)
+    return 0 if copies is None else copies.shape[1]
+
+
 def is_slots(name: str) -> bool:
     """Whether a buffer's name is that of slots."""
     return name.rpartition(".")[2] == SLOTS
+
+
+def is_where(name: str) -> bool:
+    """Whether a buffer says where experts lie, or which have copies."""
+    return name.rpartition(".")[2] in (SLOTS, COPIES)
 
 
 def weights_of(module: nn.Module) -> list[str]:
@@ -44,15 +69,15 @@ def weights_of(module: nn.Module) -> list[str]:
     return [name for name in WEIGHTS if isinstance(module._parameters.get(name), Tensor)]
 
 
-def untouched(slots: Tensor) -> Tensor:
-    """Slots of as many experts, each where its number says."""
-    return torch.arange(slots.numel(), dtype=torch.int64)
+def untouched(where: Tensor) -> Tensor:
+    """Slots of as many experts, each where its number says; or copies, of none."""
+    return torch.arange(where.numel(), dtype=torch.int64) if where.dim() == 1 else torch.full(where.shape, -1, dtype=torch.int64)
 
 
-def give_slots(model: nn.Module, loops: Mapping[str, int]) -> None:
+def give_slots(model: nn.Module, loops: Mapping[str, int], ranks: int, copies: int) -> None:
     """Every layer of experts gets its slots, where none has moved yet: of stock experts, and of `loops`, how many experts there are by the
-    path of the module that loops over them. Raises PlanError for a model without such a layer, or with two that have one weight between
-    them."""
+    path of the module that loops over them; and places for so many `copies` on each of `ranks`. Raises PlanError for a model without such
+    a layer, or with two that have one weight between them."""
     owner: dict[int, str] = {}
     for path, module in model.named_modules():
         for name in weights_of(module) if is_stock(module) else ():
@@ -62,12 +87,13 @@ def give_slots(model: nn.Module, loops: Mapping[str, int]) -> None:
                     f'Options(expert_placement="movable"): {path} and {other} have one parameter as their {name}, and cannot lie apart\n'
                     "  what to do: leave the option out"
                 )
-    for path in dict.fromkeys(owner.values()):
+    stock = {path: model.get_submodule(path).get_parameter("down_proj").shape[0] for path in dict.fromkeys(owner.values())}
+    for path, count in {**stock, **loops}.items():
         experts = model.get_submodule(path)
-        count = experts.get_parameter("down_proj").shape[0]
         experts.register_buffer(SLOTS, torch.arange(count, dtype=torch.int64), persistent=False)
-    for path, count in loops.items():
-        model.get_submodule(path).register_buffer(SLOTS, torch.arange(count, dtype=torch.int64), persistent=False)
+        experts._buffers.pop(COPIES, None)
+        if copies:
+            experts.register_buffer(COPIES, torch.full((ranks, copies), -1, dtype=torch.int64), persistent=False)
     if not owner and not loops:
         raise PlanError(
             'Options(expert_placement="movable"): the model has no stock experts whose weights are stacked, and no loop over experts '

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshc.errors import CaptureError
 from meshc.frontend.expert_loops import CALL, Loop, loop_of
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
-from meshc.frontend.expert_slots import slots_of
+from meshc.frontend.expert_slots import where_of
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
@@ -168,13 +168,14 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
             "these experts have dropout, and what a row of theirs draws would follow from how many ranks split them; "
             "what to do: a dropout of 0 inside experts, or no axis that splits them"
         )
-    tokens, slots = x.reshape(-1, x.shape[-1]), slots_of(module)
+    tokens, where = x.reshape(-1, x.shape[-1]), where_of(module)
+    slots = None if where is None else where.slots
     choice, weights = _choices(loop, choice, weights, tokens, len(experts))
 
     def made(x: Tensor, layout: Layout) -> Tensor:
         return layout.back(_played(tape, experts, x, layout, slots) * layout.weights)
 
-    out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True, slots=slots)
+    out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True, where=where)
     return before.add_(out.reshape(before.shape).to(before.dtype))  # in place, as the loop adds: another name may be a view of it
 
 

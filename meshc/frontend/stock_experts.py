@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
-from meshc.frontend.expert_slots import is_stock, slots_of
+from meshc.frontend.expert_slots import is_stock, spare_of, where_of
 from meshc.frontend.listed_experts import is_listed, is_of_all
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
@@ -59,7 +59,7 @@ def formed_experts(
         for path, each in module.named_modules():
             if not is_stock(each) and not is_listed(each):
                 continue
-            form = Form(groups(path), bound, batch, None if is_of_all(each) else capacity)
+            form = Form(groups(path), bound, batch, None if is_of_all(each) else capacity, spare_of(each))
             if form.count > 1 or form.capacity is not None:
                 each.__dict__[FORM] = form
                 marked.append(each)
@@ -95,8 +95,8 @@ def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
             "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
     form: Form = getattr(self, FORM, Form())
-    count, slots = self.down_proj.shape[0], slots_of(cast(nn.Module, self))
-    return routed_sum(partial(_made, self), hidden_states, top_k_index, top_k_weights, count, form, slots=slots)
+    count, where = self.down_proj.shape[0], where_of(cast(nn.Module, self))
+    return routed_sum(partial(_made, self), hidden_states, top_k_index, top_k_weights, count, form, where=where)
 
 
 def _made(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:

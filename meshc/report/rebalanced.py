@@ -5,6 +5,8 @@
       --------------------------  -------  -----  ------  -----  -----  -----------------------
       model.layers.0.mlp.experts  8        2      1.84    1.02   4      3.1 MB
       model.layers.1.mlp.experts  8        2      1.03                  stays: 1.01 at best
+
+With `Options(expert_copies=)` a column more says how many copies there are.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshc.cost import expert_balance
+from meshc.cost.expert_balance import Spread
 from meshc.report.tables import bytes_text, table
 
 LEAST: Final = 0.05
@@ -25,21 +28,28 @@ class Rebalanced:
     """Of one layer. `before`, `best` and `after` are what the rank with most has to do, in multiples of the mean over ranks.
 
     path    of the layer's experts
-    slots   where each expert lies from now on: [experts]; the first of them belong to the first rank, and so on
+    spread  where each expert lies from now on, and which have copies: slots and places are the first rank's, then the second's, and so on
     groups  ranks among which they are split
     best    what was found; `after` is that where experts have moved, and `before` where they stay
+    changed whether anything has been done
     moved   experts that have another rank now
     bytes   what the rank that gets most was sent, parameters and optimizer state
     """
 
     path: str
-    slots: tuple[int, ...]
+    spread: Spread
     groups: int
     before: float
     best: float
     after: float
+    changed: bool = False
     moved: int = 0
     bytes: int = 0
+
+    @property
+    def copies(self) -> int:
+        """How many copies of experts there are from now on, over all ranks."""
+        return sum(slot >= 0 for slot in self.spread.copies)
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,8 @@ class Report:
 
     @property
     def moved(self) -> bool:
-        """Whether any expert has another rank now."""
-        return any(one.moved for one in self.layers)
+        """Whether any expert lies, or has copies, on other ranks now."""
+        return any(one.changed for one in self.layers)
 
     @property
     def bytes(self) -> int:
@@ -63,27 +73,29 @@ class Report:
 
 
 def planned(
-    path: str, loads: Sequence[float], now: Sequence[int], groups: int, least: float, sent: Callable[[Sequence[int]], int]
+    path: str, loads: Sequence[float], now: Spread, groups: int, least: float, spare: int, sent: Callable[[Sequence[int]], int]
 ) -> Rebalanced:
-    """Where the experts of a layer are to lie, `now` where they do: they move if what the busiest group has falls by more than `least` of
-    it. sent: what the rank that gets most is sent if they lie so."""
-    wanted = expert_balance.balanced(loads, now, groups)
-    before, best = (expert_balance.imbalance(loads, slots, groups) for slots in (now, wanted))
-    if before - best <= least * before:
-        return Rebalanced(path, tuple(now), groups, before, best, before)
-    each = expert_balance.sizes_of(len(now), groups)[0]
-    moved = sum(one // each != other // each for one, other in zip(now, wanted, strict=True))
-    return Rebalanced(path, tuple(wanted), groups, before, best, best, moved, sent(wanted))
+    """Where the experts of a layer are to lie, `now` where they do: they move, or get copies in `spare` places of each group, if what the
+    busiest group has falls by more than `least` of it, or if more places have copies now. sent: what the rank that gets most is sent if
+    they lie so."""
+    wanted = expert_balance.balanced(loads, now, groups, spare)
+    before, best = (expert_balance.imbalance(loads, spread, groups) for spread in (now, wanted))
+    if before - best <= least * before and now.spare(groups) <= spare:
+        return Rebalanced(path, now, groups, before, best, before)
+    each = expert_balance.sizes_of(len(now.slots), groups)[0]
+    moved = sum(one // each != other // each for one, other in zip(now.slots, wanted.slots, strict=True))
+    return Rebalanced(path, wanted, groups, before, best, best, True, moved, sent(wanted.slots) if moved else 0)
 
 
 def text(layers: Sequence[Rebalanced]) -> str:
-    changed = sum(bool(one.moved) for one in layers)
+    changed, copied = sum(one.changed for one in layers), any(one.spread.copies for one in layers)
     title = f"experts, by what the busiest rank has in multiples of the mean: moved in {changed} of {len(layers)} layers"
-    return table([_row(one) for one in layers], ["layer", "experts", "ranks", "before", "after", "moved", "a rank gets"], title)
+    heads = ["layer", "experts", "ranks", *(["copies"] if copied else []), "before", "after", "moved", "a rank gets"]
+    return table([_row(one, copied) for one in layers], heads, title)
 
 
-def _row(one: Rebalanced) -> list[str]:
-    known = [one.path, str(len(one.slots)), str(one.groups), f"{one.before:.2f}"]
-    if one.moved:
+def _row(one: Rebalanced, copied: bool) -> list[str]:
+    known = [one.path, str(len(one.spread.slots)), str(one.groups), *([str(one.copies)] if copied else []), f"{one.before:.2f}"]
+    if one.changed:
         return [*known, f"{one.after:.2f}", str(one.moved), bytes_text(one.bytes)]
     return [*known, "", "", f"stays: {one.best:.2f} at best"]

@@ -26,15 +26,19 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.lowered import Lowered
 
 
+def refuse_gathered(graph: Graph, sums: Collection[Node]) -> None:
+    """Raises CompileError for what has rows of all microbatches otherwise than as one of the sums."""
+    for node in graph.nodes:
+        if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]:
+            raise _mixes(node)
+
+
 def ahead_of(graph: Graph, varies: Collection[Node], done: Collection[Node], sums: Sequence[Node], lowered: Lowered) -> list[Node]:
     """Those of the sums that microbatches read. CompileError: they cannot be made before.
 
     varies  nodes that differ between microbatches, up to sums
     done    nodes that read a sum
     """
-    for node in graph.nodes:
-        if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]:
-            raise _mixes(node)
     clashing = [node for node in graph.nodes if node in varies and node in done]
     if not clashing:
         return []
@@ -51,7 +55,7 @@ def _mixes(node: Node, sums: Sequence[Node] = ()) -> CompileError:
     cause = next((total for total in sums if node in read_by([total])), node)
     found = record(cause)
     return CompileError(
-        f"{found.reason.split(' ')[0] or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
+        f"{found.reason.split(' ')[0].rstrip(',') or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "
         "microbatches without changing the result.\n"
         '  what to do: TrainStep(..., batch_mix="mean_of_parts") if the step may be the mean of what each microbatch gives alone, '
         "microbatches=1, or a norm that does not mix the batch, such as group norm"

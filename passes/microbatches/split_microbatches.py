@@ -22,7 +22,7 @@ from meshc.ir import is_integer, record, spmd
 from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.microbatches.mixed_sums import ahead_of
+from meshc.passes.microbatches.mixed_sums import ahead_of, refuse_gathered
 from meshc.passes.microbatches.rows import rows_of, whole_rows
 from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.lowered import Lowered
@@ -40,6 +40,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     keys = stage.keys()
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
     rows = rows_of(lowered, stage)
+    refuse_gathered(graph, sums)
     if not sums and not rows:
         return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]

@@ -115,7 +115,7 @@ def with_turns(placed: Placed) -> Placed:
             known[key] = pricing.best(instance, axes, placed.request.recurrence)
         found[node] = known[key]
     turns = {node: way for node, (way, _) in found.items() if way is not None}
-    return replace(placed, assignment=replace(decided, turns=turns)).noting(*_notes(placed, found))
+    return replace(placed, assignment=replace(decided, turns=turns)).noting(*_notes(placed, found), *_alike_notes(placed, pricing))
 
 
 def _split(axes: Axes, letter: str) -> tuple[str, ...]:
@@ -150,3 +150,26 @@ def _notes(placed: Placed, found: Mapping[Node, tuple[Turns | None, float]]) -> 
             f"{seconds_text(sum(each))} in all forward; `{axes[0]}: batch@{module} > seq` divides its rows instead"
         )
     return notes
+
+
+def _alike_notes(placed: Placed, pricing: Pricing) -> list[str]:
+    """Of layers whose steps have no two numbers that come together: what ranks take that nothing of them is split for."""
+    layers: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
+    pipeline = placed.mesh.pipeline_axis
+    axes = [axis.name for axis in placed.mesh.axes if axis.size > 1 and axis.name != (None if pipeline is None else pipeline.name)]
+    for node, chosen in placed.decided().chosen.items():
+        instance, record = placed.factors.instances[node], records(node)[0]
+        steps = instance.rule.steps
+        taken = {axis for over in chosen.values() for axis in over}
+        alike = tuple(axis for axis in axes if axis not in taken)
+        if steps is None or steps.joins or not alike or record.phase != "forward":
+            continue
+        rows = prod(instance.size.get((letter, 0), 1) for letter in steps.parts)
+        divide = rows >= prod(placed.sizes[axis] for axis in (*alike, *taken))
+        layers.setdefault((record.source.module or op_name(node), alike, divide), []).append(pricing.best(instance, chosen)[1])
+    return [
+        f"{module} takes one step after another, in each of which h is whole: the {prod(placed.sizes[axis] for axis in alike)} ranks along "
+        f"{', '.join(alike)} all take the same steps, {seconds_text(sum(each))} in all forward, and split what is made of its input alone"
+        + (f"; `{alike[0]}: batch@{module}` before what the plan has for {alike[0]} divides its rows instead" if divide else "")
+        for (module, alike, divide), each in layers.items()
+    ]

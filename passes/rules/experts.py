@@ -4,11 +4,16 @@
     to_groups   x [t, h], own [q/ep, t, m]  ->  [q/ep, t, m, h]                         each rank has its own group's rows
     from_groups rows [q/ep, t, m, h], own   ->  [t, h] pending(sum: ep)
 
-A group goes with a window of the experts, as many as it has, so that 8 experts lie 3, 3, 2 on three ranks.
+A group goes with a window of the experts, as many as it has, so that 8 experts lie 3, 3, 2 on three ranks. Of rows that have copies on
+other ranks (`meshc/ops/expert_copies.py`) each rank gives its own, which are added up to where they are wanted; so do gradients:
+
+    copies_of     x [experts 8/ep, ..], copies [q, n]              ->  [q, n, ..] pending(sum: ep)
+    added_copies  grad [q, n, ..], copies [q, n]                   ->  [experts 8/ep, ..]
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +23,12 @@ from meshc.ir import records
 from meshc.ir.window import Window
 from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers them
 from meshc.ops import capacity as _capacity  # noqa: F401 - likewise
+from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - likewise
 from meshc.ops import expert_groups as _expert_groups  # noqa: F401 - likewise
 from meshc.ops import expert_slots as _expert_slots  # noqa: F401 - likewise
 from meshc.passes.rules.contraction import WEIGHT
-from meshc.passes.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer
+from meshc.passes.rules.index import inside_tile
+from meshc.passes.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
@@ -71,6 +78,60 @@ def _lower_outer(local: Local) -> Node:
         return local.call(left, right, choice)
     made = local.emit(meshc.group_outer.default, left, right, choice, each, local.local_size("q") * integer(each), filled)
     return local.sum_of_windows(made, 0, "q")
+
+
+def _copies(node: Node, tensors: list[Node]) -> Rule:
+    text = "e ..., q! n! -> q! n! ... +e"
+    return einsum(text, node, tensors, lower=_lower_copies, self_masked=True, clean=(1,), major=frozenset("e"), linear=ALONE)
+
+
+def _lower_copies(local: Local) -> Node:
+    x, copies = local.operands
+    return local.call(x, _inside(local, copies))
+
+
+def _added(node: Node, tensors: list[Node]) -> Rule:
+    text = "q! n! ..., q! n! -> e ..."
+    return einsum(text, node, tensors, lower=_lower_added, clean=(1,), major=frozenset("e"), linear=ALONE, defers=True)
+
+
+def _lower_added(local: Local) -> Node:
+    grad, copies = local.operands
+    return local.emit(meshc.added_copies.default, grad, _inside(local, copies), local.local_size("e"))
+
+
+def _inside(local: Local, copies: Node) -> Node:
+    """Copies of rows of this rank's tile, by their place in it; -1 for others."""
+    if not local.axes("e"):
+        return copies
+    places, inside = inside_tile(local, copies, "e")
+    return local.emit(aten.where.ScalarOther, inside, places, -1)
+
+
+def _by_group(node: Node, tensors: list[Node]) -> Rule:
+    return _in_windows("e ... -> q s! ...", node, tensors, _lower_by_group, integer(node.args[2]))
+
+
+def _lower_by_group(local: Local) -> Node:
+    each = integer(local.node.args[2])
+    return local.emit(meshc.by_group.default, local.window(local.operands[0], 0, "q"), local.local_size("q"), each)
+
+
+def _in_line(node: Node, tensors: list[Node]) -> Rule:
+    return _in_windows("q s! ... -> e ...", node, tensors, _lower_in_line, shape_of(tensors[0])[1])
+
+
+def _lower_in_line(local: Local) -> Node:
+    x = local.neutralise(local.operands[0], "q", 0.0)
+    if not local.axes("q"):
+        return local.call(x)
+    groups, each, *_ = local.shape(x)
+    return local.sum_of_windows(local.emit(meshc.in_line.default, x, groups * each), 0, "q")
+
+
+def _in_windows(text: str, node: Node, tensors: list[Node], lower: Callable[[Local], Node], each: int) -> Rule:
+    windows = {"q": ("e", Window(stride=each, span=each))}
+    return einsum(text, node, tensors, lower=lower, windows=windows, roles={"q": "experts", "e": "experts"})
 
 
 def _bounded(node: Node, tensors: list[Node]) -> Rule:
@@ -148,6 +209,11 @@ RULES: dict[object, RuleFunction] = {
     meshc.experts_by_slot.default: by_text("e! -> s!"),
     meshc.in_order.default: by_text("e! ..., s, e! -> s ...", clean=(1,)),
     meshc.choices_to_slots.default: by_text("t k, e! -> t k"),
+    meshc.choices_to_places.default: by_text("t k, q! n!, t -> t k"),
+    meshc.copies_of.default: _copies,
+    meshc.added_copies.default: _added,
+    meshc.by_group.default: _by_group,
+    meshc.in_line.default: _in_line,
     meshc.counts_of_rows.default: _counts,
     meshc.first_choices.default: _first,
     meshc.heaviest_choices.default: _heaviest,

@@ -63,12 +63,13 @@ def _routed(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
         if path and path not in found and record(node).phase == "forward":
             _, matrices, choice = node.args[:3]
             assert isinstance(matrices, Node) and isinstance(choice, Node)
-            found[path] = node, _chosen(choice), record(matrices).shape[0]
+            found[path] = node, *_chosen(choice, record(matrices).shape[0])
     return found
 
 
-def _chosen(node: Node) -> Node:
-    """What a model, or a capacity, has chosen, behind how it is laid out for products."""
+def _chosen(node: Node, places: int) -> tuple[Node, int]:
+    """What a model, or a capacity, has chosen, behind how it is laid out for products, and of how many experts: as many as `places`, unless
+    some of these are for copies."""
     while True:
         made = node.args[0] if node.args else None
         if node.target in LAYOUT and isinstance(made, Node):
@@ -76,10 +77,14 @@ def _chosen(node: Node) -> Node:
         elif is_getitem(node) and isinstance(made, Node) and made.target in CHOOSING:
             assert isinstance(made.args[0], Node)
             node = made.args[0]
-        elif node.target is meshc.choices_to_slots.default and isinstance(made, Node):
+        elif node.target is meshc.choices_to_places.default and isinstance(made, Node):
             node = made
+        elif node.target is meshc.choices_to_slots.default and isinstance(made, Node):
+            slots = node.args[1]
+            assert isinstance(slots, Node)
+            node, places = made, record(slots).shape[0]
         else:
-            return node
+            return node, places
 
 
 class _Beside:

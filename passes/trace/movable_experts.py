@@ -14,12 +14,16 @@ from torch.fx import Node
 from meshc.errors import CaptureError
 from meshc.frontend.expert_slots import WEIGHTS, is_slots
 from meshc.ir import op_name, records
+from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - registers meshc::copies_of
 from meshc.passes.phases.traced import Joint
 from meshc.passes.trace.count_experts import LAYOUT, PRODUCTS
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
-ROW_BY_ROW: Final = (*LAYOUT, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten._to_copy.default)
+ROW_BY_ROW: Final = (
+    *LAYOUT, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten._to_copy.default, aten.cat.default,
+    meshc.by_group.default, meshc.in_line.default,
+)  # fmt: skip
 """What keeps rows apart, and in their order."""
 CLAMPED: Final = (aten.clamp.default, aten.clamp_min.default)
 
@@ -46,9 +50,9 @@ def _strangers(weights: Node) -> list[Node]:
     readers, found = [(weights, user) for user in weights.users], []
     while readers:
         read, user = readers.pop()
-        if user.target in PRODUCTS and user.args[1] is read:
+        if user.target is meshc.copies_of.default or (user.target in PRODUCTS and user.args[1] is read):
             continue
-        if user.target in ROW_BY_ROW and (read is weights or user.args[0] is read):
+        if user.target in ROW_BY_ROW and (read is weights or read in user.all_input_nodes):
             readers += [(user, further) for further in user.users]
         elif not (user.target is aten.index.Tensor and user.args[0] is read and _by_slot(user)):
             found.append(user)

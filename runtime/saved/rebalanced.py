@@ -1,7 +1,7 @@
 """Experts of a saved program that move between calls: what `program.rebalance` does, where there is no model.
 
     begin      every expert lies where its number says, in the weights and in saved states
-    between    by the tokens of each expert in the last call, rows of parameters and of their state change ranks
+    between    by the tokens of each expert in the last call, rows of parameters and of their state change ranks, and copies are of others
     end        before a state is written experts go back
 
 `meshc run --rebalance-every N` asks for it; a program can do it that was compiled with `expert_placement="movable"`.
@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from meshc.cost.expert_balance import Spread
 from meshc.errors import StateError
-from meshc.frontend.expert_slots import SLOTS, WEIGHTS, is_slots
+from meshc.frontend.expert_slots import COPIES, SLOTS, WEIGHTS, is_slots
 from meshc.frontend.train_step import ROUTED
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
@@ -35,37 +36,46 @@ class Placement:
         self.loaded, program = loaded, loaded.general
         layers = {port.name.rpartition(".")[0]: port.shape[0] for port in program.inputs if port.kind == "buffer" and is_slots(port.name)}
         measured = {port.name.removeprefix(ROUTED) for port in program.outputs if port.kind == "metric"}
-        self.slots = {layer: list(range(count)) for layer, count in layers.items() if layer in measured}
-        if not self.slots:
+        layers = {layer: count for layer, count in layers.items() if layer in measured}
+        if not layers:
             raise StateError(
                 f"--rebalance-every: the experts of {path} stay where they are\n"
                 '  what to do: compile a training step with options=meshc.Options(expert_placement="movable"), or leave it out'
             )
-        self.groups = {layer: groups_of(program.plan, program.axis_sizes, layer) for layer in self.slots}
+        self.groups = {layer: groups_of(program.plan, program.axis_sizes, layer) for layer in layers}
         if all(count == 1 for count in self.groups.values()):
             raise StateError(
                 f"--rebalance-every: no axis of the mesh {program.mesh} splits the experts of {path}, so every rank has them all\n"
                 "  what to do: leave it out, or compile with an axis called ep, or `AXIS: experts > batch` in the plan"
             )
-        self.rows = {layer: _rows(program, layer, layers[layer]) for layer in self.slots}
+        self.rows = {layer: _rows(program, layer, count) for layer, count in layers.items()}
+        copies = {port.key: port.shape[1] for port in program.inputs if port.name.endswith(COPIES)}
+        self.spare = {layer: copies.get(_key(layer, COPIES), 0) for layer in layers}
+        """By layer how many places a rank has for copies."""
+        self.spread = {
+            layer: Spread(tuple(range(count)), (-1,) * (self.groups[layer] * self.spare[layer])) for layer, count in layers.items()
+        }
 
     def by_load(self, found: Mapping[str, Tensor]) -> Report:
         """By the tokens that a call has counted, which every rank has whole. All ranks call it."""
-        loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.slots}
+        loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.spread}
         layers = [
-            planned(layer, loads[layer], now, self.groups[layer], LEAST, lambda wanted, layer=layer: self._most_bytes(layer, wanted))  # type: ignore[misc]
-            for layer, now in self.slots.items()
-        ]
+            planned(
+                layer, loads[layer], now, self.groups[layer], LEAST, self.spare[layer],
+                lambda wanted, layer=layer: self._most_bytes(layer, wanted),  # type: ignore[misc]
+            )
+            for layer, now in self.spread.items()
+        ]  # fmt: skip
         for one in layers:
-            if one.moved:
-                self._move(one.path, one.slots)
+            if one.changed:
+                self._move(one.path, one.spread)
         return Report(tuple(layers))
 
     def home(self) -> None:
         """Every expert where its number says."""
-        for layer, slots in self.slots.items():
-            if slots != sorted(slots):
-                self._move(layer, sorted(slots))
+        for layer, spread in self.spread.items():
+            if list(spread.slots) != sorted(spread.slots):
+                self._move(layer, Spread(tuple(sorted(spread.slots)), (-1,) * len(spread.copies)))
 
     def _most_bytes(self, layer: str, wanted: Sequence[int]) -> int:
         mesh, source = self.loaded.general.mesh, self._source(layer, wanted)
@@ -73,19 +83,24 @@ class Placement:
 
     def _source(self, layer: str, wanted: Sequence[int]) -> list[int]:
         """By slot in which the expert lies now that comes to lie there."""
-        return [self.slots[layer][expert] for expert in inverse(wanted)]
+        return [self.spread[layer].slots[expert] for expert in inverse(wanted)]
 
-    def _move(self, layer: str, wanted: Sequence[int]) -> None:
-        loaded, source = self.loaded, self._source(layer, wanted)
+    def _move(self, layer: str, wanted: Spread) -> None:
+        loaded, source = self.loaded, self._source(layer, wanted.slots)
         with loaded.executor.guarded(loaded.step, "move experts"), torch.no_grad():
-            for port in self.rows[layer]:
+            for port in self.rows[layer] if source != sorted(source) else ():
                 tile = loaded.buffers.get(port.key)
                 if tile is not None:  # else it is another stage's
                     tile.copy_(loaded.transfers.reordered(tile, _lies(port), source))
-            slots = loaded.buffers.get(key_of("buffer", f"{layer}.{SLOTS}".lstrip(".")))
-            if slots is not None:
-                slots.copy_(torch.tensor(wanted, dtype=torch.int64))
-        self.slots[layer] = list(wanted)
+            for name, values in ((SLOTS, wanted.slots), (COPIES, wanted.copies)):
+                buffer = loaded.buffers.get(_key(layer, name))
+                if buffer is not None:
+                    buffer.flatten()[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        self.spread[layer] = wanted
+
+
+def _key(layer: str, name: str) -> str:
+    return key_of("buffer", f"{layer}.{name}".lstrip("."))
 
 
 def _rows(program: PlainProgram, layer: str, experts: int) -> list[Port]:

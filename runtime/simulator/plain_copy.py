@@ -11,7 +11,7 @@ from torch import nn
 
 from meshc.errors import StateError
 from meshc.frontend.double import WIDER
-from meshc.frontend.expert_slots import is_slots, untouched
+from meshc.frontend.expert_slots import is_where, untouched
 from meshc.ir import trees
 
 Tree = TypeVar("Tree")
@@ -24,7 +24,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
         full = parameter.detach() if values is None else values[name]
         memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
     for name, buffer in module.named_buffers():
-        full = buffer.detach() if values is None else values.get(name, untouched(buffer) if is_slots(name) else buffer)
+        full = buffer.detach() if values is None else values.get(name, untouched(buffer) if is_where(name) else buffer)
         memo[id(buffer)] = full.detach().cpu().clone()
     for child in module.modules():  # what hooks leave behind, as the weight that torch.nn.utils.weight_norm makes before each call
         made = [value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf]

@@ -3,6 +3,8 @@
     meshc_slots  [0 1 2 3]  ->  [0 2 1 3]         experts 1 and 2 change places, and so ranks, where each has two
     gate_up_proj, its exp_avg, its exp_avg_sq ..  rows 1 and 2 are sent; nothing else moves
 
+    meshc_copies [[-1] [-1]]  ->  [[-1] [0]]      the second rank has a copy of what lies in slot 0; nothing is sent for it
+
 The user's DTensors keep experts in the model's order. Where experts lie elsewhere these are copies, as of any storage that torch has no
 placements for, and have memory of their own only from `sync` to the next step (`Held.let_go`).
 """
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from meshc.cost.expert_balance import Spread
 from meshc.errors import StateError
-from meshc.frontend.expert_slots import SLOTS, slots_of, weights_of
+from meshc.frontend.expert_slots import COPIES, SLOTS, slots_of, spare_of, weights_of, where_of
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.runtime.comm import collectives, reorder
@@ -29,9 +32,13 @@ if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
 
-def slots_now(store: Store, path: str) -> list[int]:
-    """Where the experts at a module's path lie: of each its slot."""
-    return [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
+def spread_now(store: Store, path: str, groups: int) -> Spread:
+    """Where the experts at a module's path lie, which are split among so many groups."""
+    slots = [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
+    if not spare_of(store.model.get_submodule(path)):
+        return Spread(tuple(slots))
+    copies = store.buffer(key_of("buffer", f"{path}.{COPIES}".lstrip(".")))[:groups].flatten()
+    return Spread(tuple(slots), tuple(int(slot) for slot in copies.tolist()))
 
 
 def rows_of(store: Store, path: str) -> list[Held]:
@@ -54,7 +61,7 @@ def rows_of(store: Store, path: str) -> list[Held]:
 
 def bytes_of(store: Store, path: str, wanted: Sequence[int]) -> int:
     """What the rank that gets most is sent, where the experts at this path come to lie so."""
-    source = _source(slots_now(store, path), wanted)
+    source = _source(spread_now(store, path, 1).slots, wanted)
     return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in rows_of(store, path))
 
 
@@ -66,17 +73,20 @@ def first_that_differs(store: Store, said: str) -> int | None:
     return next((rank for rank, value in enumerate(digests) if value != digests[0]), None)
 
 
-def move(store: Store, path: str, wanted: Sequence[int]) -> None:
-    """Expert i of those at this path comes to lie in slot wanted[i]. All ranks call it, in the same order, between two calls."""
+def move(store: Store, path: str, wanted: Spread) -> None:
+    """Expert i of those at this path comes to lie in slot wanted.slots[i], and copies are of those that it says. All ranks call it, in the
+    same order, between two calls."""
     module = store.model.get_submodule(path)
-    source, held_ones = _source(slots_now(store, path), wanted), rows_of(store, path)
+    source, held_ones = _source(spread_now(store, path, 1).slots, wanted.slots), rows_of(store, path)
     with torch.no_grad():
-        for held in held_ones:
+        for held in held_ones if source != sorted(source) else ():
             held.buffer.copy_(held.home.reordered(held.buffer, held.sharding, source))
-            _lies(held, wanted)
-        slots = slots_of(module)
-        assert slots is not None
-        slots.copy_(torch.tensor(wanted, dtype=torch.int64))
+            _lies(held, wanted.slots)
+        where = where_of(module)
+        assert where is not None
+        where.slots.copy_(torch.tensor(wanted.slots, dtype=torch.int64))
+        if where.copies is not None:
+            where.copies.flatten()[: len(wanted.copies)] = torch.tensor(wanted.copies, dtype=torch.int64)
     ownership.own_copies(module, store)
     store.moves += 1
 

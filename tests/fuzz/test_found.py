@@ -264,3 +264,25 @@ def test_many_operands_of_one_operator_are_checked() -> None:
 
     program = meshc.compile(joined, meshc.Mesh("a=2"), kwargs={"x": torch.ones(4, 3)}, plan="a: batch")
     check_program(program.compiled, "the program", rules)
+
+
+class RowsByRows(nn.Module):
+    """Dims of the product are both the first of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y * self.weight).softmax(-1).square().mean()
+
+
+def test_rows_of_all_microbatches_are_refused_where_nothing_is_summed_over_them() -> None:
+    """Ranks have a row each, so no sum goes over microbatches; but the product takes the other dim along the ranks, and rows are cut before
+    and gathered behind it."""
+    x, y = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (4, 6)))
+    optimized = RowsByRows()
+    step = meshc.TrainStep(optimized, optimizer=torch.optim.SGD(optimized.parameters(), lr=0.1), microbatches=3)
+    with pytest.raises(meshc.CompileError, match=r"mm at test_found.py:\d+ mixes the whole batch") as raised:
+        meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x, "y": y}, plan="a: batch")
+    assert not isinstance(raised.value, meshc.errors.CompilerFault) and "microbatches=1" in str(raised.value)

@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from meshc.report import summary
+from meshc.cost.recurrence_traffic import Recurrence, traffic
+from meshc.report import recurrences, summary
 from tests.broad import broad
 from tests.captured import Captured
 from tests.zoo.experts import FAMILIES as EXPERTS
@@ -121,6 +122,9 @@ def test_what_is_sent_in_turns(kind: str, ranks: int) -> None:
     chains = sum((count + ranks - 2) * (state // count) for count in parts.values())
     assert sent(source, "halo", operator) == layers * (chains + state)
     assert sent(source, "all_gather", operator) == 0
+    found = traffic(source.latest)
+    assert all(one.kind == operator.replace("_", " ") and one.ranks == ranks and one.turns == one.parts + ranks - 1 for one in found)
+    assert total(found, "sent") == total(found, "formula") == layers * (chains + state)
 
 
 @pytest.mark.parametrize("kind", [broad("qwen3_next"), broad("zamba"), broad("jamba")])
@@ -144,6 +148,11 @@ def test_what_is_sent_for_a_recurrence(ranks: int) -> None:
     source.verify_training(f"cp={ranks}", "cp: seq", adamw, recurrence="join")
     position = BATCH * CHANNELS * STATE * 8
     assert sent(source, "all_gather", "recurrence") == LAYERS * (2 + 4) * position * ranks
+    both = 2 * position * ranks, 4 * position * ranks
+    assert traffic(source.latest) == [
+        Recurrence(f"backbone.layers.{layer}.mixer", "recurrence", ("cp",), ranks, 0, both, both) for layer in range(LAYERS)
+    ]
+    assert f"{LAYERS}        recurrence  cp       {ranks}        at once, joined" in recurrences.told(source.latest)
 
 
 @pytest.mark.parametrize("ranks", [2, broad(3)])
@@ -153,6 +162,8 @@ def test_what_is_sent_for_a_delta_rule(ranks: int) -> None:
     source.verify_training(f"cp={ranks}", "cp: seq", adamw, recurrence="join")
     row = BATCH * HEADS * KEYS * 8
     assert sent(source, "all_gather", "delta_rule") == row * (KEYS + VALUES + KEYS + 2 * VALUES) * ranks
+    (told,) = traffic(source.latest)
+    assert told.sent == told.formula == (row * (KEYS + VALUES) * ranks, row * (KEYS + 2 * VALUES) * ranks)
     channels, before = KEYS * HEADS + VALUES * HEADS, 3  # half as many heads of queries, as many of keys; a convolution of four taps
     sides = min(ranks - 1, 2)  # windows reach behind too, where the kernel is zero
     for kind, times in (("halo", 2), ("halo_sum", 1)):
@@ -168,6 +179,10 @@ def test_what_is_sent_for_an_average_that_decays(ranks: int) -> None:
     assert sent(source, "all_gather", "cummax") == LAYERS * position * ranks
     assert sent(source, "all_gather", "recurrence") == LAYERS * 2 * (2 + 4) * position * ranks
     assert sent(source, "halo", "constant_pad_nd") == LAYERS * (5 + 4) * position  # the peaks' shift has no gradient
+
+
+def total(found: list[Recurrence], what: str) -> int:
+    return sum(sum(getattr(one, what)) for one in found)
 
 
 def sent(source: Captured, kind: str, reason: str) -> int:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshc.cost.recurrence_traffic import Recurrence, traffic
 from meshc.ir import calls, op_name
 from meshc.ops.rnn import KINDS
-from meshc.report import summary
+from meshc.report import recurrences, summary
 from tests.broad import broad
 from tests.captured import Captured
 from tests.models import Case
@@ -89,14 +90,17 @@ STEPS = [
 @pytest.mark.parametrize("kind, mesh, plan, begun, how", STEPS)
 def test_steps_are_taken_in_turn(kind: str, mesh: str, plan: str, begun: bool, how: dict[str, int]) -> None:
     """Nothing but states is sent, from each rank to the next: of a layer and direction, forward and backward, that of a part at each turn
-    but the last. A note says how much of the time a rank has no step to take."""
+    but the last. A note says how much of the time a rank has no step to take, and the summary what is sent."""
     source = captured(kind, begun, **how)
     source.verify_training(mesh, plan, adamw)
     ranks = source.latest.axis_sizes["cp"]
     parts, rows = parts_of(source), ROWS // source.latest.axis_sizes.get("dp", 1)
     each = KINDS[kind].states * (rows // parts) * WIDTH * 8
     layers = how.get("num_layers", 1) * (1 + how.get("bidirectional", False))
-    assert sent(source) == {"halo": layers * 2 * (parts + ranks - 2) * each}
+    chain = layers * (parts + ranks - 2) * each
+    assert sent(source) == {"halo": 2 * chain}
+    assert traffic(source.latest) == [Recurrence("layer", "rnn", ("cp",), ranks, parts, (chain, chain), (chain, chain))]
+    assert f"in {parts + ranks - 1} turns, {parts} part" in recurrences.told(source.latest)
     (note,) = notes(source)
     assert note.startswith(f"layer takes one step after another: along cp {ranks} ranks hand its state on, with rows in {parts} part")
     assert "`cp: batch@layer > seq`" in note
@@ -123,11 +127,16 @@ def test_nothing_is_said_where_batch_is_split() -> None:
 
 @pytest.mark.parametrize("kind", ["lstm", broad("gru")])
 def test_what_goes_into_gates_is_split(kind: str) -> None:
-    """By what a product makes of the input; the steps have all of it."""
+    """By what a product makes of the input; the steps have all of it, which a note says."""
     source = captured(kind, begun=True)
     source.verify_training("tp=2", "tp: layer.weight_ih_l0.0", adamw)
     shapes = {op_name(node): node.meta["meshc"] for node in calls(source.latest.stages["main"].graph)}
     assert "meshc.rnn" in shapes
+    (note,) = notes(source)
+    assert note.startswith("layer takes one step after another, in each of which h is whole: the 2 ranks along tp all take the same steps")
+    assert note.endswith("`tp: batch@layer` before what the plan has for tp divides its rows instead")
+    source.verify_training("tp=2", "tp: batch@layer > layer.weight_ih_l0.0", adamw)
+    assert not notes(source)
 
 
 def test_an_lstm_with_projections_is_gathered() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.expert_slots import SLOTS
+from meshc.frontend.expert_slots import COPIES, SLOTS
 from tests.models import Case
 from tests.processes.session import run_checks
 from tests.zoo.experts import FAMILIES
@@ -119,6 +119,30 @@ def moved(mesh: Any) -> None:
     _one_step(program, twin)
     _same(program, twin)
     assert str(program) == text, "experts that move change no program"
+
+
+def copied(mesh: Any) -> None:
+    """An expert that alone has more to do than the mean lies on several ranks, and then on one again: losses, choices, parameters and
+    Adam's state are one device's, and of each expert there is one."""
+    found = _case()
+    twin, program = _Twin(found), _step(found.model, mesh, expert_copies=1)
+    _one_step(program, twin)
+    text, hot = str(program), dict.fromkeys(LAYERS, [9.0, 1.0, 1.0, 1.0])
+    assert all(one.after > 1.2 for one in program.rebalance(hot, least=0.9, copies=0).layers), "moving alone does not help"
+    report = program.rebalance(hot)
+    assert [(one.before, one.after, one.copies) for one in report.layers] == [(pytest.approx(10 / 6), 1.0, 2)] * 2
+    assert "copies" in str(report) and program.store.buffer(f"buffer:{LAYERS[0]}.{COPIES}")[:2].tolist() == [[3], [0]]
+    for _ in range(2):
+        _one_step(program, twin)
+    _same(program, twin)
+    assert not any(COPIES in name for name in program.state_dict()["model"])  # type: ignore[operator]
+    with pytest.raises(meshc.InputError, match="each rank has 1 places for copies"):
+        program.rebalance(hot, copies=2)
+    report = program.rebalance(dict.fromkeys(LAYERS, [1.0, 1.0, 1.0, 0.0]), least=0.0, copies=0)
+    assert [one.copies for one in report.layers] == [0, 0]
+    _one_step(program, twin)
+    _same(program, twin)
+    assert str(program) == text, "experts with copies change no program"
 
 
 def elsewhere(mesh: Any) -> None:
@@ -331,4 +355,4 @@ def unequal(mesh: Any) -> None:
 
 
 def run(mesh: str, *names: str) -> None:
-    run_checks((moved, elsewhere, measured, saved, autograd, from_meta, biased, other_state, refused, unequal), mesh, names)
+    run_checks((moved, copied, elsewhere, measured, saved, autograd, from_meta, biased, other_state, refused, unequal), mesh, names)

@@ -21,8 +21,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 
 
-@pytest.mark.parametrize("mesh, ranks", [broad("ep=2", 2), broad("dp_shard=2,ep=2", 4), broad("pp=2,ep=2", 4)])
-def test_losses_and_states_are_one_devices(mesh: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mesh, ranks, copies", [broad("ep=2", 2, 0), broad("dp_shard=2,ep=2", 4, 0), broad("pp=2,ep=2", 4, 0), broad("ep=2", 2, 1)]
+)
+def test_losses_and_states_are_one_devices(mesh: str, ranks: int, copies: int, tmp_path: Path) -> None:
     """Two runs, the second from the first one's state, with experts that move after a call: losses are the model's own, and so are the
     parameters that are left."""
     found = FAMILIES["mixtral"].case("mixtral")
@@ -33,7 +35,7 @@ def test_losses_and_states_are_one_devices(mesh: str, ranks: int, tmp_path: Path
     twin = copy.deepcopy(found.model)
     optimizer = torch.optim.AdamW(found.model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(found.model, optimizer=optimizer, loss=lambda output: output.loss)
-    options = meshc.Options(expert_placement="movable", seed=0)
+    options = meshc.Options(expert_placement="movable", expert_copies=copies, seed=0)
     meshc.compile(step, meshc.Mesh(mesh), kwargs=found.call_kwargs, options=options).save(tmp_path / "program")
     inputs = {name: x for name, x in found.call_kwargs.items() if isinstance(x, torch.Tensor)}
     safetensors.torch.save_file(inputs, tmp_path / "batch.safetensors")

@@ -106,6 +106,7 @@ def test_experts(names: tuple[str, ...]) -> None:
     "mesh, ranks, names",
     [
         ("ep=2", 2, ("moved", "refused")),
+        broad("ep=2", 2, ("copied",)),
         broad("ep=2", 2, ("measured", "saved", "autograd")), broad("ep=2", 2, ("other_state", "unequal", "biased", "from_meta")),
         *(broad(mesh, 4, ("elsewhere",)) for mesh in ("ep=4", "dp=2,ep=2", "dp_shard=2,ep=2", "ep=2,tp=2", "pp=2,ep=2")),
     ],

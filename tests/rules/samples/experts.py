@@ -6,6 +6,7 @@ import torch
 
 import meshc.ops.bounded_groups  # noqa: F401
 import meshc.ops.capacity  # noqa: F401
+import meshc.ops.expert_copies  # noqa: F401
 import meshc.ops.expert_groups  # noqa: F401
 import meshc.ops.expert_slots  # noqa: F401
 from tests.rules.samples.calls import begin, f, sample
@@ -17,6 +18,13 @@ _choice = torch.tensor([[4, 0, 2], [1, 3, 0], [6, 4, 5], [2, 6, 1], [7, 0, 6], [
 sample(ours.choices_to_slots.default, _choice, torch.tensor([3, 1, 0, 6, 2, 5, 4]))
 sample(ours.experts_by_slot.default, torch.tensor([3, 1, 0, 6, 2, 5, 4]))
 sample(ours.in_order.default, f(7, 3), torch.tensor([2, 1, 4, 0, 6, 5, 3]), torch.tensor([3, 1, 0, 6, 2, 5, 4]))
+for _copies in (torch.tensor([[5, 6], [-1, 2], [2, 0]]), torch.tensor([[3], [-1], [-1]]), torch.zeros(3, 0, dtype=torch.int64)):
+    sample(ours.choices_to_places.default, _choice, _copies, torch.tensor([3, 1, 0, 6, 2, 5, 4]), 3)
+    sample(ours.copies_of.default, f(7, 5), _copies)
+    sample(ours.added_copies.default, f(*_copies.shape, 5, 2), _copies, 7)
+for _groups, _each in ((7, 1), (3, 3), (2, 4), (1, 7), (4, 3)):
+    sample(ours.by_group.default, f(7, 5, 2), _groups, _each)
+    sample(ours.in_line.default, f(_groups, _each, 5), 7)
 for _groups, _each in ((3, 3), (7, 1), (2, 4)):
     _most = min(3, _each)
     sample(ours.group_choices.default, _choice, _groups, _each, _most, 0)

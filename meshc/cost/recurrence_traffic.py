@@ -1,0 +1,169 @@
+"""What recurrences send along a split sequence, read off a program's own graphs, and by the formulas of `docs/long-context.md`.
+
+                    at once, and joined: gathered           in turns of c parts: sent
+    rnn                                                     (c + n - 2) / c S           backward as much
+    recurrence      2 S n            backward 4 S n         (c + n - 2) / c S           backward that and S
+    delta rule      (P + S) n        backward (P + 2 S) n   (c + n - 2) / c S           backward twice that and S
+
+numbers of a rank of n, of a state of S numbers in all of its rows, channels and heads; P are products of keys by keys.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from meshc.cost.links import payload
+from meshc.cost.memory import runs
+from meshc.ir import is_getitem, record, records, spmd
+from meshc.ops import delta_rule as _delta  # noqa: F401 - registers them
+from meshc.ops import delta_rule_turns as _delta_turns  # noqa: F401 - likewise
+from meshc.ops import recurrence as _recurrence  # noqa: F401 - likewise
+from meshc.ops import recurrence_turns as _recurrence_turns  # noqa: F401 - likewise
+from meshc.ops import rnn as _rnn  # noqa: F401 - likewise
+from meshc.program.program import PlainProgram
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+TURNS: Final[Mapping[object, str]] = {
+    meshc.rnn_turn.default: "rnn", meshc.rnn_turn_backward.default: "rnn",
+    meshc.recurrence_turn.default: "recurrence", meshc.recurrence_backward_turn.default: "recurrence",
+    meshc.delta_rule_turn.default: "delta rule", meshc.delta_rule_state_turn.default: "delta rule",
+    meshc.delta_rule_backward_turn.default: "delta rule",
+}  # fmt: skip
+HANDED_ONCE: Final = (meshc.recurrence_backward_turn.default, meshc.delta_rule_backward_turn.default)
+"""They also read the state that each rank begins with, which is handed on by itself."""
+ENDS: Final[Mapping[object, str]] = {
+    meshc.recurrence_end.default: "recurrence", meshc.delta_rule_end.default: "delta rule", meshc.delta_rule_ends.default: "delta rule",
+}  # fmt: skip
+"""What a stretch comes to, of which ranks gather all."""
+STATES: Final = ("handed", "before", "begin")
+"""What a turn may have from the rank before."""
+THROUGH: Final = (aten.reshape.default, aten.add.Tensor, aten.stack.default, aten.unsqueeze.default, aten.cat.default)
+"""What lays out what is sent, or adds up what comes from several ranks."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Of one layer, in one call, on one rank.
+
+    path      of its module
+    kind      "rnn", "recurrence" or "delta rule"
+    axes      that split the sequence, over so many ranks
+    parts     in which its rows, channels or heads are handed on; 0: ranks take their stretches at once
+    sent      bytes by the program: of halos what a rank sends, of gathers their result; forward, backward
+    formula   the same by the formula
+    """
+
+    path: str
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    parts: int
+    sent: tuple[int, int] = (0, 0)
+    formula: tuple[int, int] = (0, 0)
+
+    @property
+    def turns(self) -> int:
+        """0: there are none."""
+        return self.parts + self.ranks - 1 if self.parts else 0
+
+
+_Key = tuple[str, str, tuple[str, ...], int, int]
+
+
+def traffic(program: PlainProgram) -> list[Recurrence]:
+    """Of every layer whose steps an axis splits, in the program's order."""
+    often = runs(program)
+    sent: dict[_Key, list[int]] = defaultdict(lambda: [0, 0])
+    formula: dict[_Key, list[int]] = defaultdict(lambda: [0, 0])
+    for stage in program.stages.values():
+        counted: set[Node] = set()
+        for node in stage.graph.nodes:
+            if node.target in TURNS:
+                key, message, numbers = _of_turn(node, counted)
+            elif node.target is spmd.all_gather and (ends := _before(node.all_input_nodes, ENDS)):
+                key, message, numbers = _of_gather(node, ends[0], program)
+            else:
+                continue
+            made = records(node)[0]
+            phase = int(made.phase != "forward")
+            assert made.dtype is not None
+            sent[key][phase] += often[stage.name] * sum(payload(one, program.axis_sizes) for one in message)
+            formula[key][phase] += often[stage.name] * round(numbers * made.dtype.itemsize)
+    return [Recurrence(*key, (one[0], one[1]), (formula[key][0], formula[key][1])) for key, one in sent.items()]
+
+
+def _of_turn(node: Node, counted: set[Node]) -> tuple[_Key, list[Node], float]:
+    """The halos that a turn reads and no other has read, and at the first turn what all of them come to by the formula."""
+    args = _arguments(node)
+    parts, ranks = args["parts"], args["ranks"]
+    assert isinstance(parts, int) and isinstance(ranks, int)
+    states = [state for name in STATES if isinstance(state := args.get(name), Node)]
+    halos = [one for one in _before(states, (spmd.halo,)) if one not in counted]
+    counted.update(halos)
+    times = (parts + ranks - 2) / parts + (node.target in HANDED_ONCE) if args["slot"] == 0 else 0.0
+    key = records(node)[0].source.module, TURNS[node.target], _axes(args["place"]), ranks, parts
+    return key, halos, times * _state(args)
+
+
+def _of_gather(node: Node, end: Node, program: PlainProgram) -> tuple[_Key, list[Node], float]:
+    """A gather of what stretches come to."""
+    args, axes = _arguments(end), tuple(node.args[1])  # type: ignore[arg-type]
+    ranks, state = prod(program.axis_sizes[axis] for axis in axes), _state(args)
+    if ENDS[end.target] == "recurrence":
+        each = (4 if args["reverse"] else 2) * state
+    else:
+        keys = _shape(args["k"])
+        each = prod(keys[:-2]) * keys[-1] ** 2 + state * (2 if end.target is meshc.delta_rule_ends.default else 1)
+    return (record(node).source.module, ENDS[end.target], axes, ranks, 0), [node], each * ranks
+
+
+def _state(args: dict[str, object]) -> int:
+    """Numbers of the state of all rows that a rank has."""
+    if "weight" in args:
+        rows = _shape(args["x"] if "x" in args else args["grad"])[1]
+        return (2 if args["kind"] == "lstm" else 1) * rows * _shape(args["weight"])[1]
+    if "k" in args:
+        keys, values = _shape(args["k"]), _shape(args["v"])
+        return prod(keys[:-2]) * keys[-1] * values[-1]
+    shape, dim = _shape(args["a"]), args["dim"]
+    assert isinstance(dim, int)
+    return prod(shape) // max(1, shape[dim])
+
+
+def _before(values: Sequence[Node], targets: Collection[object]) -> list[Node]:
+    """Calls of these that values are made of, through what lays them out or adds them up."""
+    found, left = [], list(values)
+    while left:
+        one = left.pop()
+        if one.target in targets:
+            found.append(one)
+        elif one.target in THROUGH or is_getitem(one):
+            left += one.all_input_nodes
+    return found
+
+
+def _arguments(node: Node) -> dict[str, object]:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False))
+
+
+def _axes(place: object) -> tuple[str, ...]:
+    """The axes along which a rank has its place in the chain."""
+    if not isinstance(place, Node):
+        return ()
+    if place.target is spmd.coordinate:
+        return (str(place.args[0]),)
+    return tuple(axis for one in place.all_input_nodes for axis in _axes(one))
+
+
+def _shape(x: object) -> tuple[int, ...]:
+    assert isinstance(x, Node)
+    return record(x).shape
