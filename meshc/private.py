@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec
 
-SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.15", "transformers": "5.0 on"}
+SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.14", "transformers": "5.0 on"}
 
 NAMES: Final[Mapping[str, str]] = {
     "dynamo": "torch._dynamo",
