@@ -37,8 +37,8 @@ ANY_ORDER: Final = frozenset({
     "meshc.take", "meshc.take_backward", "meshc.one_hot", "aten.full", "aten.zeros", "aten.ones", "aten.full_like", "aten.zeros_like",
     "aten.ones_like", "aten.new_zeros", "aten.new_full", "aten.new_ones", "aten.scatter", "meshc.counts_of_rows",
 })  # fmt: skip
-"""Operators with a lowering of their own that looks at where a tile begins along letters that are `major` alone (an embedding's vocabulary),
-or not at all. Those without one are called on tiles as they are, wherever these begin."""
+"""Operators with a lowering of their own that looks at where a tile begins along `major` letters alone (an embedding's vocabulary), or not
+at all. Those without one are called on tiles as they are, wherever these begin."""
 
 ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""
@@ -58,7 +58,7 @@ class _Along:
 def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
     """The assignment, in which what lies in zigzag order says so."""
     rings: dict[_Along, list[Node]] = defaultdict(list)
-    for node in assignment.zigzag:
+    for node in (node for node in assignment.chosen if node in assignment.zigzag):
         if (along := _along(assignment, node)) is not None:
             rings[along].append(node)
     for along, attentions in rings.items():

@@ -41,11 +41,11 @@ class Elsewhere:
     ) -> None:
         self.can, self.takes, self.room = can, takes, room
         home = roots_of(can.forward)
-        may = {
+        may = [
             node for node in can.forward
             if home.get(node) is node and is_tensor(node) and has_place(record(node)) and node not in can.learned and node not in fixed
             and not any(user.op == "output" for user in node.users)
-        }  # fmt: skip
+        ]  # fmt: skip
         self.seconds = {node: 2 * copy_seconds(local_bytes(record(node)), device) for node in may}
         self.hides: defaultdict[str, float] | None = None
         if device.host is not None:
@@ -77,7 +77,8 @@ class Elsewhere:
         the seconds of its copies."""
         room, left = self.room, dict(self.hides or {})
         over: set[Node] = set()
-        for node in sorted(kept.there, key=lambda node: -self.takes.get(node, 0.0) / self.seconds[node]):
+        there = [node for node in self.can.forward if node in kept.there]
+        for node in sorted(there, key=lambda node: -self.takes.get(node, 0.0) / self.seconds[node]):
             layer, takes, size = layer_of(node), self.seconds[node] / 2, local_bytes(record(node))
             if size > room or (self.hides is not None and takes > left[layer]):
                 over.add(node)

@@ -116,8 +116,9 @@ class Trade:
         asked = [node for node in self.can.wanted if node not in nodes]
         made = made_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
         again = tuple(node for node in self.can.forward if node in made and node not in nodes and node in self.can.operands)
-        there = {node for node in nodes & self.copies.keys() if self._cost(node, self._sizes[node] or 0, price, even) == self.copies[node]}
-        sizes = {node: self._sizes[node] or 0 for node in nodes - there}
+        kept = [node for node in self.can.forward if node in nodes]  # sums of floats are those of one order
+        there = {node: None for node in kept if self.copies.get(node) == self._cost(node, self._sizes[node] or 0, price, even)}
+        sizes = {node: self._sizes[node] or 0 for node in kept if node not in there}
         weighed = sum(size * self._weight[node] for node, size in sizes.items())
         takes = sum(self.takes.get(node, 0.0) for node in again) + sum(self.copies[node] for node in there)
         return Kept(frozenset(nodes), frozenset(there), sum(sizes.values()), weighed, again, takes)

@@ -92,7 +92,7 @@ def test_mean_of_parts() -> None:
     model = program.traced.module
     torch.testing.assert_close(found(program)["deviation"], (model(X[:4]).std() + model(X[4:]).std()).detach() / 2)
     meshc.verify(program)
-    with pytest.raises(meshc.CompileError, match=r"std, at test_metrics.py:\d+ mixes the whole batch"):
+    with pytest.raises(meshc.CompileError, match=r"std at test_metrics.py:\d+ mixes the whole batch"):
         compiled(loss, microbatches=2)
     with pytest.raises(meshc.CompileError, match=r"it is one floating-point number: .*right is int64 \[\].*per_class.all is float32 \[4\]"):
         compiled(loss_and_more, microbatches=2, batch_mix="mean_of_parts")

@@ -303,7 +303,7 @@ def test_no_value_is_as_long_as_the_sequence() -> None:
 def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
     graph = step("llama", "cp=3", RING, attention="ring").stages["main"].graph
     order = {node: place for place, node in enumerate(graph.nodes)}
-    names = {f"meshc.{name}.default" for name in ("attention_zigzag", "attention_zigzag_backward")}  # 39 positions on three ranks: no padding
+    names = ("meshc.attention_zigzag.default", "meshc.attention_zigzag_backward.default")  # 39 positions on three ranks: no padding
     blocks = [order[node] for node in graph.nodes if str(node.target) in names]
     shifts = [node for node in graph.nodes if node.target is spmd.ring_shift]
     beside = [any(order[node] < block < min(order[user] for user in node.users) for block in blocks) for node in shifts]

@@ -177,7 +177,8 @@ program = meshc.compile(step, mesh, args=args, kwargs=kwargs)
     Scene("experts.md", (0,)),
     Scene("experts.md", (1,), ranks=2, before=MIXTRAL, after="meshc.compile(step, mesh, kwargs=inputs, options=options)(**inputs)"),
     Scene("experts.md", (2,), ranks=2, before=MIXTRAL),
-    Scene("experts.md", (3,), before="""
+    Scene("experts.md", (3,), ranks=2, before=MIXTRAL),
+    Scene("experts.md", (4,), before="""
 import torch
 import meshc
 from tests.zoo.experts import FAMILIES

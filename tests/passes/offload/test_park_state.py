@@ -131,8 +131,8 @@ def test_state_comes_in_windows_of_which_the_next_is_on_its_way_while_one_is_upd
     (stage,) = one.compiled.stages.values()
     order = [node for node in stage.graph.nodes if spmd.is_host_copy(node.target) or "adam_many" in str(node.target)]
     letters = "".join({spmd.from_host: "f", spmd.to_host: "t"}.get(node.target, "U") for node in order)
-    # three layers' gradients in a bucket: the next window is on its way but while the last that is there is updated, amid backward
-    assert letters == "ffffUttUtt" + "ffffUttffUttUtt" + "ffff" + "Uttff" * 5 + "UttUtt"
+    # six layers' gradients in a bucket: the next window is on its way while one is updated, but for the last
+    assert letters == "ffff" + "Uttff" * 10 + "UttUtt"
     assert all(record(node).phase == "update" for node in order)
     held, whole = memory.worst(one.compiled), memory.worst(plain.compiled)
     mebi = 1024 * 1024
