@@ -151,7 +151,8 @@ def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence
         make_again(graph, [copies[node] for node in readers if copies[node] in left], [copies[node] for node in values])
     if there:
         late = calls_of(graph, "backward")
-        lay_there(graph, {copies[node]: BY_BUDGET_THERE for node in stage.graph.nodes if node in there}, roots_of(calls_of(graph, "forward")), late)
+        reasons = {copies[node]: BY_BUDGET_THERE for node in stage.graph.nodes if node in there}
+        lay_there(graph, reasons, roots_of(calls_of(graph, "forward")), late)
     return replace(lowered, stages={stage.name: replace(stage, graph=graph)})
 
 

@@ -130,6 +130,13 @@ def test_no_more_lies_there_than_has_room() -> None:
     assert 0 < sum(there(few)) <= 1100 * MEBI
 
 
+@pytest.mark.broad
+def test_of_values_that_are_alike_the_same_lie_there_whenever_it_is_compiled() -> None:
+    with assumed(FAST):
+        texts = {str(wide(4984 * MEBI, 1100 * MEBI)) for _ in range(4)}
+    assert len(texts) == 1
+
+
 def test_what_the_plan_keeps_there_counts() -> None:
     case = nanogpt(batch=16)
     program = step_of(case, "dp=2", "offload state", memory_budget=10**9, host_budget=10**7)
