@@ -199,9 +199,9 @@ class Lowering(Local):
         reason = f"{moved(self.node, {})}, block by block of {self._split(axes)}{lines(axes, self.build.entries)}"
         return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
 
-    def mirror(self, x: Node, axes: Sequence[str]) -> Node:
+    def exchanged(self, x: Node, axes: Sequence[str], dim: int) -> Node:
         reason = f"{moved(self.node, {})}, in zigzag order of {self._split(axes)}{lines(axes, self.build.entries)}"
-        return self.emit(spmd.mirror, x, list(axes), reason=reason)
+        return self.build.exchanged(x, dim, axes, reason)
 
     @property
     def arranged(self) -> dict[tuple[Node, object], Node]:

@@ -168,14 +168,14 @@ def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
     total = 0
     now = source
     for step in steps(source, target):
-        before_step = prod(local_shape(now, sizes))
+        had = prod(local_shape(now, sizes))
         now = apply(now, step)
-        after_step = prod(local_shape(now, sizes))
+        has = prod(local_shape(now, sizes))
         count = prod(sizes[axis] for axis in step.axes)
         if step.kind in ("slice", "first"):
             continue
-        elements = {"all_reduce": 2 * before_step, "all_gather": after_step, "reduce_scatter": before_step, "all_to_all": before_step}
-        total += elements[step.kind] * (count - 1) // count + 1
+        moved = {"all_reduce": 2 * had, "all_gather": has, "reduce_scatter": had, "all_to_all": had}[step.kind]
+        total += moved * (count - 1) // count + 1
     return total
 
 
@@ -207,7 +207,7 @@ def reshard(
     if (between := _other_order(source, target)) is not None:
         before, part = between
         x, now = reshard(build, x, source, before, reason, sequential, first)
-        x = exchanged(build, x, now, part, reason)
+        x = _exchanged(build, x, now, part, reason)
         return reshard(build, x, _in_other_order(now, part), target, reason, sequential, first)
     now = source
     for step in merge(steps(source, target, sequential, first)):
@@ -239,14 +239,10 @@ def _in_other_order(sharding: Sharding, part: Place) -> Sharding:
     return sharding.with_axes(*part, plain((axis,)) if is_zigzag(axis) else (zigzag(axis),))
 
 
-def exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
-    """A tile with the second half of a part exchanged for that of the mirrored rank: in zigzag order, or home again."""
+def _exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
     moved, dim = _expose(build, x, sharding, part, always=True)
-    size, axes = build.shape(moved)[dim], list(plain(sharding.dims[part[0]][part[1]].axes))
-    keep = size - size // 2
-    mine, theirs = (build.emit(aten.slice.Tensor, moved, dim, *where) for where in ((0, keep), (keep, size)))
-    theirs = build.emit(spmd.mirror, theirs, axes, reason=reason)
-    moved = _restore(build, build.emit(aten.cat.default, [mine, theirs], dim), sharding)
+    moved = build.exchanged(moved, dim, plain(sharding.dims[part[0]][part[1]].axes), reason)
+    moved = _restore(build, moved, sharding)
     update(moved, sharding=natural(sharding))
     return moved
 

@@ -93,8 +93,8 @@ class Local(Protocol):
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
         """What the rank so many places before this one has as x, round the ring."""
 
-    def mirror(self, x: Node, axes: Sequence[str]) -> Node:
-        """What the rank has as x that is as far from the end as this one is from the beginning."""
+    def exchanged(self, x: Node, axes: Sequence[str], dim: int) -> Node:
+        """x with the second half of a dim exchanged for that of the rank that is as far from the end as this one is from the beginning."""
 
     @property
     def arranged(self) -> MutableMapping[tuple[Node, object], Node]:

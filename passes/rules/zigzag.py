@@ -5,8 +5,9 @@
     ...
     out, lse = cat(out[:half], mirror(out[half:])), ...             the same exchange brings them home
 
-Nothing outside of the attention knows of the order: what comes in and what goes out lies as it lay. Backward exchanges the output, its
-gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
+So it is where tiles are padded: nothing outside of the attention knows of the order, what comes in and what goes out lies as it lay.
+Backward exchanges the output, its gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
+Elsewhere operands lie in that order already, and what is made of them does (`place/orders.py`).
 """
 
 from __future__ import annotations
@@ -53,10 +54,7 @@ class Zigzag(Ring):
             return x
         known, key = self.local.arranged, (x, (dim, *self.axes))
         if key not in known:
-            size = self.local.shape(x)[dim]
-            keep = size - size // 2
-            mine, theirs = (self.local.emit(aten.slice.Tensor, x, dim, *part) for part in ((0, keep), (keep, size)))
-            known[key] = self.local.emit(aten.cat.default, [mine, self.local.mirror(theirs, self.axes)], dim)
+            known[key] = self.local.exchanged(x, self.axes, dim)
         return known[key]
 
     def place(self, step: int) -> tuple[object, ...]:

@@ -43,6 +43,8 @@ def _is_one_row(x: Node, mask: Node, row: Node) -> bool:
     if written is None or places is None or value is None or places.dtype != torch.bool or value.dtype != written.dtype:
         return False
     below = written.dim() - places.dim()
+    if value.dim() > written.dim():
+        return False
     return all(size == 1 for size in value.shape[: max(value.dim() - below, 0)])
 
 

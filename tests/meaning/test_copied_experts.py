@@ -20,7 +20,7 @@ from meshc.optimizer.optimizer import describe
 from meshc.passes import rules
 from meshc.report import summary
 from tests.broad import broad
-from tests.meaning.test_moved_experts import adamw, back, begun, compiled, double, moved, one_step, trained
+from tests.meaning.test_moved_experts import adamw, back, begun, chosen_in, compiled, double, moved, one_step, paths_of, trained
 from tests.models import Case
 from tests.zoo.loops import EXPERTS, WIDTH, Model
 
@@ -73,13 +73,8 @@ def test_steps_without_and_with_copies_equal_one_device(
     program = compiled(found, mesh, microbatches, expert_copies=copies, **options)
     check_program(program.compiled, "the program", rules)  # as it is when it is loaded
     values = begun(program, found)
-    paths = [key.removeprefix("buffer:").removesuffix(f".{SLOTS}") for key in values if key.endswith(SLOTS)]
-    chosen: dict[str, Tensor] = {}
-    for path in paths:
-        count = len(values[f"buffer:{path}.{SLOTS}"])
-        twin.get_submodule(path).register_forward_pre_hook(
-            lambda _, args, path=path, count=count: chosen.update({path: args[1].flatten().bincount(minlength=count)})
-        )
+    paths = paths_of(values)
+    chosen = chosen_in(twin, values)
     losses, optimizer = trained(twin, found.call_kwargs, 3)
     generator = torch.Generator().manual_seed(1)
     for step, loss in enumerate(losses):

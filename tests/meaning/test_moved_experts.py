@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -95,6 +96,22 @@ BROAD = (
 )  # fmt: skip
 
 
+def paths_of(values: Mapping[str, Tensor]) -> list[str]:
+    """Of experts that may be moved."""
+    return [key.removeprefix("buffer:").removesuffix(f".{SLOTS}") for key in values if key.endswith(SLOTS)]
+
+
+def chosen_in(twin: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By path how often each expert was chosen in the last call of the model."""
+    chosen: dict[str, Tensor] = {}
+    for path in paths_of(values):
+        count = len(values[f"buffer:{path}.{SLOTS}"])
+        twin.get_submodule(path).register_forward_pre_hook(
+            lambda _, args, path=path, count=count: chosen.update({path: args[1].flatten().bincount(minlength=count)})
+        )
+    return chosen
+
+
 @pytest.mark.parametrize("family, mesh, microbatches, options", [*ORDINARY, *(broad(*one) for one in BROAD if one not in ORDINARY)])
 def test_steps_before_and_after_equal_one_device(family: str, mesh: str, microbatches: int | None, options: dict[str, Any]) -> None:
     """A step where experts lie by number, one where they have moved, one where they have moved again: losses, what was chosen, parameters
@@ -103,13 +120,8 @@ def test_steps_before_and_after_equal_one_device(family: str, mesh: str, microba
     twin = copy.deepcopy(found.model)
     program = compiled(found, mesh, microbatches, **options)
     values = begun(program, found)
-    paths = [key.removeprefix("buffer:").removesuffix(f".{SLOTS}") for key in values if key.endswith(SLOTS)]
-    chosen: dict[str, Tensor] = {}
-    for path in paths:
-        count = len(values[f"buffer:{path}.{SLOTS}"])
-        twin.get_submodule(path).register_forward_pre_hook(
-            lambda _, args, path=path, count=count: chosen.update({path: args[1].flatten().bincount(minlength=count)})
-        )
+    paths = paths_of(values)
+    chosen = chosen_in(twin, values)
     losses, optimizer = trained(twin, found.call_kwargs, 3)
     generator = torch.Generator().manual_seed(1)
     for step, loss in enumerate(losses):
