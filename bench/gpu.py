@@ -6,13 +6,15 @@
 
 Beside meshc stand the plain model and `torch.compile`, with and without `torch.utils.checkpoint` around each layer. bfloat16, fused AdamW.
 Steps are interleaved; *of eager* is the median of the ratios to the eager model's neighbouring step. *peak* is what the caching allocator
-had handed out at most during a step (`torch.cuda.max_memory_allocated`), *predicted* what the program's walk says.
+had handed out at most during a step (`torch.cuda.max_memory_allocated`; of a CUDA graph, while it was recorded), *predicted* what the
+program's walk says.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import re
 import statistics
 import sys
 import time
@@ -46,11 +48,18 @@ PAGE = Path(__file__).parent / "results" / "gpu.md"
 class Contender:
     """One way to take a step. `held` and `predicted` in bytes; None where nothing says."""
 
-    title: str
     step: Callable[[], object]
     predicted: int | None = None
     held: int | None = None
     step_s: list[float] = field(default_factory=list)
+
+
+def said_plain(mode: str | None, checkpoint: bool) -> str:
+    return f"{'eager' if mode is None else f'torch.compile, {mode}'}{', checkpoint' if checkpoint else ''}"
+
+
+def said_compiled(backend: str, policy: str, graph: bool) -> str:
+    return f"meshc, {backend}{', one CUDA graph' if graph else ''}, {policy}"
 
 
 def model_of(shape: dict[str, int], device: str, checkpoint: bool = False) -> LlamaForCausalLM:
@@ -73,7 +82,7 @@ def plain(shape: dict[str, int], ids: torch.Tensor, mode: str | None, checkpoint
         optimizer.zero_grad()
         return None
 
-    return Contender(f"{'eager' if mode is None else f'torch.compile, {mode}'}{', checkpoint' if checkpoint else ''}", step)
+    return Contender(step)
 
 
 def compiled(shape: dict[str, int], ids: torch.Tensor, backend: str, policy: str, graph: bool) -> Contender:
@@ -82,8 +91,7 @@ def compiled(shape: dict[str, int], ids: torch.Tensor, backend: str, policy: str
     mesh = init_device_mesh(ids.device.type, (1,), mesh_dim_names=("dp",))
     options = meshc.Options(remat=policy, cuda_graph=graph)
     program = meshc.compile(step, mesh, kwargs={"input_ids": ids, "labels": ids}, backend=backend, options=options)
-    title = f"meshc, {backend}{', one CUDA graph' if graph else ''}, {policy}"
-    return Contender(title, lambda: program(input_ids=ids, labels=ids), memory.worst(program.compiled).total)
+    return Contender(lambda: program(input_ids=ids, labels=ids), memory.worst(program.compiled).total)
 
 
 def waited(device: str) -> None:
@@ -92,10 +100,10 @@ def waited(device: str) -> None:
 
 
 def measured(one: Contender, device: str) -> None:
-    """Three steps, the last of which is looked at for memory."""
-    for _ in range(3):
+    """Five steps, of which the last two are looked at for memory: a CUDA graph is recorded in the fourth."""
+    for number in range(5):
         waited(device)
-        if device == "cuda":
+        if device == "cuda" and number == 3:
             torch.cuda.reset_peak_memory_stats()
         one.step()
         waited(device)
@@ -118,6 +126,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--only", default="", help="a regular expression: rows whose title has it")
     parser.add_argument("--write", action="store_true", help="keep the table as bench/results/gpu.md")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -127,14 +136,23 @@ def main() -> int:
     ids = torch.randint(shape["vocab_size"], (options.batch, length), device=options.device)
     cuda = options.device == "cuda"
     dist.init_process_group("nccl" if cuda else "gloo", rank=0, world_size=1, store=dist.HashStore())
-    modes = (None, "max-autotune") if cuda else (None,)
-    backends = [("eager", False), ("inductor", False), ("inductor", True)] if cuda else [("eager", False)]
-    makers: list[Callable[[], Contender]] = [partial(plain, shape, ids, mode, again) for again in (False, True) for mode in modes]
-    makers += [partial(compiled, shape, ids, backend, policy, graph) for policy in POLICIES for backend, graph in backends]
+    modes = (None, "default", "max-autotune") if cuda else (None,)
+    backends = [("eager", False), ("eager", True), ("inductor", False), ("inductor", True)] if cuda else [("eager", False)]
+    makers = {
+        **{said_plain(mode, again): partial(plain, shape, ids, mode, again) for again in (False, True) for mode in modes},
+        **{
+            said_compiled(backend, policy, graph): partial(compiled, shape, ids, backend, policy, graph)
+            for policy in POLICIES for backend, graph in backends
+        },
+    }  # fmt: skip
     rows = []
-    for make in makers:  # each lives alone with an eager model; what is held was looked at before that was made
+    for title, make in makers.items():  # each lives alone with an eager model; what is held was looked at before that was made
+        if not re.search(options.only, title):
+            continue
+        begun = time.perf_counter()
         one = make()
         measured(one, options.device)
+        begun = time.perf_counter() - begun
         base = plain(shape, ids, None, False)
         base.step()
         for number in range(options.rounds):
@@ -142,12 +160,13 @@ def main() -> int:
                 timed(each, options.device)
         ratios = [mine / theirs for mine, theirs in zip(one.step_s, base.step_s, strict=True)]
         figures = [None if some is None else some / 2**30 for some in (one.held, one.predicted)]
-        rows.append([one.title, 1e3 * statistics.median(one.step_s), statistics.median(ratios), *figures])
+        rows.append([title, 1e3 * statistics.median(one.step_s), statistics.median(ratios), *figures, begun])
         print(*rows[-1], file=sys.stderr, flush=True)
         del one, base, each
         gc.collect()
-    heads = ["step", "ms", "of eager", "peak GiB", "predicted GiB"]
-    table = tabulate(rows, headers=heads, floatfmt=("", ".1f", ".3f", ".2f", ".2f"), tablefmt="github" if options.write else "simple")
+    heads = ["step", "ms", "of eager", "peak GiB", "predicted GiB", "five first steps, s"]
+    floats = ("", ".1f", ".3f", ".2f", ".2f", ".1f")
+    table = tabulate(rows, headers=heads, floatfmt=floats, tablefmt="github" if options.write else "simple")
     print(table)
     if options.write:
         about = f"{torch.cuda.get_device_name() if cuda else 'a CPU'}, torch {torch.__version__}, `{' '.join(['python', *sys.argv])}`"

@@ -118,6 +118,13 @@ def writes_in_place(stage: Stage) -> set[Node]:
     return found
 
 
+def fills_alone(node: Node) -> bool:
+    """Whether rows go into what was handed in and nothing else reads, as a call's keys go into a cache: by itself, that can be done where
+    it lies, and in a region all of it would be copied."""
+    into = node.args[0] if node.target is aten.index_copy.default else None
+    return isinstance(into, Node) and into.op == "placeholder" and set(into.users) == {node}
+
+
 def may_stay(node: Node) -> bool:
     """Whether a value can be made in the same memory at each call: a product that is only reduced in place, or the parts of a cat. In a
     region memory is the compiler's."""

@@ -33,7 +33,7 @@ from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
 from meshc.passes.lower.update_early import amid_backward
 from meshc.passes.lower.windows import windows
-from meshc.program.packing import grows_alone, is_view, stays
+from meshc.program.packing import fills_alone, grows_alone, is_view, stays
 from meshc.program.program import Stage
 
 TRAVELS: Final = 2
@@ -85,7 +85,7 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
         return False
     if is_getitem(node):  # of several results, which do not leave a region together
         return runs_alone(node.args[0], changing)  # type: ignore[arg-type]
-    return stays(node) or grows_alone(node) or bool(why_alone(node, changing))
+    return stays(node) or grows_alone(node) or fills_alone(node) or bool(why_alone(node, changing))
 
 
 def _stored(stage: Stage) -> set[Node]:

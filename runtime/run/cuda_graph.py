@@ -1,16 +1,22 @@
-"""A training step as one CUDA graph: kernels and collectives recorded once, replayed with one launch.
+"""A call as one CUDA graph: kernels and collectives recorded once, replayed with one launch.
 
-    calls 1..WARM_UP   run as they are (they are real steps; kernels tune themselves, NCCL connects)
+    calls 1..WARM_UP   run as they are (they are real calls; kernels tune themselves, NCCL connects)
     next call          is recorded over static inputs and then replayed
     later calls        copy inputs, seed, step and learning rates into place, and replay
 
-Numbers that a kernel takes as floats (betas, eps) are baked in: when one changes, the step is recorded again. What cannot be recorded runs
-as it is, with the reason in `status`.
+Numbers that a kernel takes as floats (betas, eps) are baked in: when one changes, the call is recorded again. So are places: a cache's
+buffers, which a program writes to where they lie, are read and written there, and handed back as they are. Other buffers (another text's)
+are recorded at the second call in a row that brings them, so that two that take turns run as they are, and a text costs one recording;
+where recordings are hardly replayed, as with beams, which move rows to other buffers, later than that.
+What cannot be recorded runs as it is, with the reason in `status`.
+
+All graphs of a process lie in one pool of memory: their replays follow each other on one stream, and what a call hands out is a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Final, Protocol
 
 import torch
@@ -18,6 +24,8 @@ import torch
 from meshc.ir.keys import Kind, is_a
 
 WARM_UP = 3
+WORTH: Final = 16
+"""Replays that make up for a recording."""
 ON_DEVICE = ("lr",)
 """Numbers that fused kernels read from device memory, so that a schedule does not record again."""
 
@@ -25,27 +33,35 @@ ON_DEVICE = ("lr",)
 KEPT: Final[tuple[Kind, ...]] = ("parameter", "state", "buffer", "constant")
 """They are static already: they are updated in place for ever."""
 
+Values = dict[str, torch.Tensor]
+Recorded = tuple[Values, Callable[[], object]]
+"""What a call makes, at places that stay, and what makes it again."""
+
 
 class Step(Protocol):
-    """What a session offers."""
+    """What a session offers. `lent`: keys of inputs that a call writes to where they lie, and hands back."""
 
     device: torch.device
+    lent: Collection[str]
 
-    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]: ...
-    def work(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> Values: ...
+    def work(self, values: Values) -> Values: ...
+    def note_written(self) -> None: ...
 
 
 def refusal(
     device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False, uses_host: bool = False,
-    sends_rows: bool = False,
+    sends_rows: bool = False, has_backward: bool = False, has_cache: bool = False,
 ) -> str:
     """Why a program does not run as a CUDA graph; empty if it may."""
     if wanted is False:
         return "off: Options(cuda_graph=False)"
     if device.type != "cuda":
         return f"off: the mesh is on {device.type}"
-    if mode != "step":
-        return "off: only a TrainStep has static inputs and outputs"
+    if has_backward:
+        return "off: backward is another call, and comes when it likes"
+    if wanted == "auto" and mode != "step" and not has_cache:
+        return "off: a call that is neither a step nor has a cache is recorded with Options(cuda_graph=True) alone"
     if not waits_on_device:
         return "off: the process group's backend waits on the host (use nccl)"
     if in_stages:
@@ -57,51 +73,89 @@ def refusal(
     return ""
 
 
-class GraphedStep:
-    """Wraps a session's step. `run` has the session's own signature."""
+@cache
+def _pool() -> tuple[int, int]:
+    return torch.cuda.graph_pool_handle()
 
-    def __init__(self, step: Step, must: bool) -> None:
+
+def recorded(work: Callable[[], Values]) -> Recorded:
+    """`work` as a CUDA graph. Raises RuntimeError if something in it cannot be recorded."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+        results = work()
+    return results, graph.replay
+
+
+class GraphedCalls:
+    """Wraps a session's calls. `run` has the session's own signature."""
+
+    def __init__(self, step: Step, must: bool, record: Callable[[Callable[[], Values]], Recorded] = recorded) -> None:
         self.step = step
         self.must = must
+        self.record = record
         self.calls = 0
         self.status = f"warming up: {WARM_UP} calls"
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: dict[str, torch.Tensor] = {}
-        self.results: dict[str, torch.Tensor] = {}
-        self.baked: tuple[tuple[str, float], ...] = ()
+        self.replay: Callable[[], object] | None = None
+        self.static: Values = {}
+        self.results: Values = {}
+        self.baked: tuple[object, ...] = ()
+        self.places: list[int] = []
+        """Where what is lent lay at the last call."""
+        self.same = 0
+        """How many calls in a row have brought what is lent at these places."""
+        self.wait = 1
+        """How many there must be before it is recorded there."""
+        self.replayed = 0
+        """How often the recording was."""
 
-    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
-        """One step; returns every value by key, as the session does."""
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> Values:
+        """One call; returns every value by key, as the session does."""
         values = self.step.values(tensors, numbers)
         self.calls += 1
         if self.calls <= WARM_UP or self.status.startswith("off"):
             return self.step.work(values)
-        baked = tuple(sorted((k, v) for k, v in numbers.items() if k.split(".")[-1] not in ON_DEVICE))
-        if self.graph is None or baked != self.baked:
+        before, self.places = self.places, [_at(values[key]) for key in self.step.lent]
+        self.same = self.same + 1 if self.places == before else int(not self.places)
+        baked = (*sorted((k, v) for k, v in numbers.items() if k.split(".")[-1] not in ON_DEVICE), *self.places)
+        if self.replay is None or baked != self.baked:
+            if self.same < self.wait:
+                return self.step.work(values)
             try:
                 self._record(values)
             except RuntimeError as error:
                 if self.must:
                     raise
-                self.graph = None
-                self.status = f"off: the step could not be recorded: {str(error).splitlines()[0]}"
+                self.replay = None
+                self.status = f"off: the call could not be recorded: {str(error).splitlines()[0]}"
                 return self.step.work(values)
             self.baked = baked
         for key, static in self.static.items():
             fresh = values[key]
-            if static.is_cuda and fresh is not static:
+            if static.device == self.step.device and fresh is not static:
                 static.copy_(fresh, non_blocking=True)
-        assert self.graph is not None
-        self.graph.replay()
-        return {key: value.clone() if is_a(key, "output", "metric") else value for key, value in self.results.items()}
+        assert self.replay is not None
+        self.replay()
+        self.replayed += 1
+        self.step.note_written()
+        return {key: value.clone() if self._is_handed_out(key, value) else value for key, value in self.results.items()}
 
-    def _record(self, values: dict[str, torch.Tensor]) -> None:
+    def _record(self, values: Values) -> None:
+        lent = {key: values[key] for key in self.step.lent}
+        rest = {key: values[key] for key in values.keys() - lent.keys()}
+        if self.places and self.replay is not None and self.replayed < WORTH:
+            self.wait *= 2
+        self.replay = None  # what it holds may be made anew in its memory
+        self.results, self.replayed = {}, 0
         self.static = {
-            key: value if is_a(key, *KEPT) or not value.is_cuda else value.clone() for key, value in values.items()
+            key: value if is_a(key, *KEPT) or value.device != self.step.device else value.clone() for key, value in rest.items()
         }
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.results = self.step.work(dict(self.static))
-        self.graph = graph
+        self.results, self.replay = self.record(lambda: self.step.work({**self.static, **lent}))
         self.status = "on"
+
+    def _is_handed_out(self, key: str, value: torch.Tensor) -> bool:
+        return is_a(key, "output", "metric") and _at(value) not in self.places
+
+
+def _at(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()

@@ -7,7 +7,7 @@ executor, and hands outputs back as the model would.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -21,16 +21,17 @@ from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import layouts, spmd
 from meshc.ir.functions import Function, Keywords
-from meshc.ir.keys import key_of, name_of
+from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import local_shape
+from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.backwards import Backwards, Make
-from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedStep, refusal
+from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.state.store import Store
 
@@ -103,9 +104,13 @@ class Session:
         in_stages, parks = program.pipeline is not None, uses_host(program)
         waiting = (*spmd.OF_ROWS, torch.ops.meshc.used_rows.default)  # for how many rows there are
         by_choice = any(node.target in waiting for stage in program.stages.values() for node in stage.graph.nodes)
-        self.cuda_graph = traced or refusal(self.device, cuda_graph, program.mode, on_device, in_stages, parks, by_choice)
+        self.lent = tuple(_lent(program))
+        has_backward = self.backwards is not None
+        self.cuda_graph = traced or refusal(
+            self.device, cuda_graph, program.mode, on_device, in_stages, parks, by_choice, has_backward, bool(self.caches)
+        )
         self._await_host = self.device.type == "cuda" and any(port.host for port in program.inputs)
-        self._graphed = None if self.cuda_graph else GraphedStep(self, must=cuda_graph is True)
+        self._graphed = None if self.cuda_graph else GraphedCalls(self, must=cuda_graph is True)
 
     # ------------------------------------------------------------------------------------------------------------------- inputs
 
@@ -205,10 +210,14 @@ class Session:
             buffer, value = self._buffers[key], env[key]
             if value is not buffer:
                 buffer.copy_(value)
-        if self._written:
-            self.store.mark_written(self._written)
+        self.note_written()
         if self._await_host:  # whoever reads state there does not know of streams
             torch.cuda.current_stream(self.device).synchronize()
+
+    def note_written(self) -> None:
+        """What the user sees of what a call has written is older now."""
+        if self._written:
+            self.store.mark_written(self._written)
 
     def leaves(self, env: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The program's outputs, one after another."""
@@ -274,6 +283,16 @@ class Session:
             env = self.executor.run(values, self.store.step)
             self.finish(env)
         return env
+
+
+def _lent(program: PlainProgram) -> Iterator[str]:
+    """Keys of inputs that the program writes to where they lie: buffers of a cache."""
+    for stage in program.stages.values():
+        keys = stage.keys()
+        for node in stage.graph.nodes:
+            if node in keys and any(OVER_OPERAND in sharing_of(user) for user in node.users):
+                if is_a(keys[node], "input"):
+                    yield keys[node]
 
 
 def _partners(program: PlainProgram) -> list[list[int]]:

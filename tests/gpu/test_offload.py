@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshc
 from tests import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29612", RANK="0", WORLD_SIZE="1")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("lines", ["offload state\noffload *", "offload params\noffload state", "offload state, update"])
