@@ -170,9 +170,10 @@ def _fit(name: str, operands: Sequence[str], columns: Sequence[Sequence[Tensor]]
 
 
 def _scalar_for_kernel(lr: Tensor) -> Tensor | float:
+    """A learning rate as torch's fused kernels take it: on CUDA they read it from the device, as 32 bits."""
     if lr.numel() != 1:
         raise misfit("optimizer update", "a learning rate is one number", lr=lr)
-    return _number(lr) if lr.device.type == "cpu" else lr
+    return _number(lr) if lr.device.type == "cpu" else lr.to(torch.float32)
 
 
 def _split(
