@@ -6,7 +6,7 @@
 With `causal` and no bias query i sees keys j <= i + offset, and of these the last `window` if that is not 0; `offset` keys stand before the
 first query (a cache). `start` is added to it: where a rank's tile of the queries begins.
 
-Kernels: CPU, torch's blocked flash kernel; CUDA, torch's memory-efficient kernel. What they do not cover is `explicit_attention.py`'s
+Kernels: CPU, torch's blocked flash kernel; CUDA, torch's memory-efficient kernel, and of 64 bits, which that has not, all scores. What they do not cover is `explicit_attention.py`'s
 (dropout, a bias that needs a gradient), or written out by `sdpa.py` as matmul, softmax, matmul (head sizes that differ); offsets and
 windows are done by `attention_spans`.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops import attention_spans
+from meshc.ops.attention_in_full import in_full, in_full_backward
 from meshc.ops.operands import misfit
 
 
@@ -73,6 +74,8 @@ def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, 
         out, lse = _empty(q, v)
         return out.zero_(), lse.fill_(-math.inf)
     q, k, v = _rows(q, k, v)
+    if q.is_cuda and q.dtype == torch.float64:
+        return in_full(q, k, v, bias, causal, scale)
     if q.is_cuda:
         if bias is not None:
             bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -131,6 +134,8 @@ def _backward_kernel(
     if _sees_nothing(q, k):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     grad, q, k, v, out = _rows(grad, q, k, v, out)
+    if q.is_cuda and q.dtype == torch.float64:
+        return in_full_backward(grad, q, k, v, bias, out, lse, causal, scale)
     if q.is_cuda:
         if bias is not None:
             bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -10,13 +10,14 @@ are recorded at the second call in a row that brings them, so that two that take
 where recordings are hardly replayed, as with beams, which move rows to other buffers, later than that.
 What cannot be recorded runs as it is, with the reason in `status`.
 
-All graphs of a process lie in one pool of memory: their replays follow each other on one stream, and what a call hands out is a copy.
+Graphs that are there at one time lie in one pool of memory: their replays follow each other on one stream, and what a call hands out is a
+copy.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from typing import Final, Protocol
 
 import torch
@@ -73,17 +74,17 @@ def refusal(
     return ""
 
 
-@cache
-def _pool() -> tuple[int, int]:
-    return torch.cuda.graph_pool_handle()
+_ALIVE: Final[weakref.WeakSet[torch.cuda.CUDAGraph]] = weakref.WeakSet()
 
 
 def recorded(work: Callable[[], Values]) -> Recorded:
     """`work` as a CUDA graph. Raises RuntimeError if something in it cannot be recorded."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+    pool = next((other.pool() for other in _ALIVE), None)
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         results = work()
+    _ALIVE.add(graph)
     return results, graph.replay
 
 

@@ -314,7 +314,7 @@ class Store:
             there = _is_parameter(key) and key in wanted and wanted[key].host
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
             if _is_parameter(key):
-                held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
+                held.live = _as_parameter(held.live, tensor.requires_grad)
                 move(tensor, held.live)
                 held.remember()
                 held.seen = held.version()
@@ -478,3 +478,15 @@ def _where(parked: bool, on_disk: bool) -> str:
 
 def _is_parameter(key: str) -> bool:
     return is_a(key, "parameter")
+
+
+def _as_parameter(live: Tensor, requires_grad: bool) -> nn.Parameter:
+    """Over the same memory, which may be the host's where the mesh is not on it: torch makes a parameter of what lies on one device."""
+    if not isinstance(live, DTensor):
+        return nn.Parameter(live, requires_grad=requires_grad)
+    local = live._local_tensor
+    if local.device.type != live.device_mesh.device_type:
+        live._local_tensor = local.to("meta")
+    made = nn.Parameter(live, requires_grad=requires_grad)
+    made._local_tensor = local  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,46 @@
+"""Attention with all scores at once: for a dtype that no kernel of the device takes, float64 on CUDA, which is there to compare with.
+
+    scores = scale * q k^T + bias, minus infinity where `causal` hides a key       lse = log(sum(exp(scores)))       out = softmax(scores) v
+
+Shapes are those of `attention.py`. A query that sees nothing has out 0 and lse minus infinity.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    scores = torch.matmul(q, k.transpose(2, 3)) * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    sums = scores.logsumexp(-1) if lse is None else lse
+    top = torch.where(sums == -math.inf, 0.0, sums)
+    return (scores - top.unsqueeze(-1)).exp(), sums
+
+
+def in_full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`; out lies as queries, then heads."""
+    weights, lse = _weights(q, k, bias, causal, scale)
+    return _laid_out(torch.matmul(weights, v)), lse.contiguous()
+
+
+def in_full_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    weights, _ = _weights(q, k, bias, causal, scale, lse)
+    of_scores = weights * (torch.matmul(grad, v.transpose(2, 3)) - (grad * out).sum(-1, keepdim=True)) * scale
+    dq, dk, dv = torch.matmul(of_scores, k), torch.matmul(of_scores.transpose(2, 3), q), torch.matmul(weights.transpose(2, 3), grad)
+    return _laid_out(dq), _laid_out(dk), _laid_out(dv)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """As the kernels lay out what they make."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
