@@ -101,7 +101,8 @@ class Session:
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
-        in_stages, parks = program.pipeline is not None, uses_host(program)
+        in_stages = program.pipeline is not None
+        parks = uses_host(program) or any(self._buffers[key].device.type != self.device.type for key in self._written)
         waiting = (*spmd.OF_ROWS, torch.ops.meshc.used_rows.default)  # for how many rows there are
         by_choice = any(node.target in waiting for stage in program.stages.values() for node in stage.graph.nodes)
         self.lent = tuple(_lent(program))
