@@ -6,8 +6,7 @@
 With `causal` and no bias query i sees keys j <= i + offset, and of these the last `window` if that is not 0; `offset` keys stand before the
 first query (a cache). `start` is added to it: where a rank's tile of the queries begins.
 
-Kernels: CPU, torch's blocked flash kernel; CUDA, torch's flash kernel for 16 bits without a bias,
-else its memory-efficient one, and of 64 bits, which that has not, all scores. What they do not cover is `explicit_attention.py`'s
+Kernels: CPU, torch's blocked flash kernel; CUDA, `attention_cuda.py` says which. What they do not cover is `explicit_attention.py`'s
 (dropout, a bias that needs a gradient), or written out by `sdpa.py` as matmul, softmax, matmul (head sizes that differ); offsets and
 windows are done by `attention_spans`.
 """
@@ -20,8 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_spans
-from meshc.ops.attention_in_full import in_full, in_full_backward
+from meshc.ops import attention_cuda, attention_spans
 from meshc.ops.operands import misfit
 
 
@@ -75,24 +73,10 @@ def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, 
         out, lse = _empty(q, v)
         return out.zero_(), lse.fill_(-math.inf)
     q, k, v = _rows(q, k, v)
-    if q.is_cuda and q.dtype == torch.float64:
-        return in_full(q, k, v, bias, causal, scale)
-    if _for_flash(q, k, bias, causal):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
     if q.is_cuda:
-        if bias is not None:
-            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
-        return out, lse[:, :, : q.shape[2]].contiguous()
+        return attention_cuda.forward(q, k, v, bias, causal, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, lse
-
-
-def _for_flash(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> bool:
-    """Whether torch's flash kernel of CUDA serves, the faster one. With `causal` it wants as many queries as keys."""
-    if not q.is_cuda or q.itemsize != 2 or bias is not None or q.shape[3] % 8 or q.shape[3] > 256:
-        return False
-    return (not causal or q.shape[2] == k.shape[2]) and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _sees_nothing(q: Tensor, k: Tensor) -> bool:
@@ -144,23 +128,8 @@ def _backward_kernel(
     if _sees_nothing(q, k):
         return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
     grad, q, k, v, out = _rows(grad, q, k, v, out)
-    if q.is_cuda and q.dtype == torch.float64:
-        return in_full_backward(grad, q, k, v, bias, out, lse, causal, scale)
-    if _for_flash(q, k, bias, causal):
-        draws = torch.empty(2, dtype=torch.uint64, device=q.device)
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, draws, draws[:0], scale=scale
-        )
     if q.is_cuda:
-        if bias is not None:
-            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        padding = -lse.shape[2] % 32
-        lse = torch.nn.functional.pad(lse, (0, padding), value=math.inf) if padding else lse
-        empty = torch.empty((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, lse, empty, empty, 0.0, [True, True, True, False], causal, scale=scale
-        )
-        return dq, dk, dv
+        return attention_cuda.backward(grad, q, k, v, bias, out, lse, causal, scale)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )

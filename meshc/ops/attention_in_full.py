@@ -28,7 +28,7 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: flo
 def in_full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)`; out lies as queries, then heads."""
     weights, lse = _weights(q, k, bias, causal, scale)
-    return _laid_out(torch.matmul(weights, v)), lse.contiguous()
+    return laid_out(torch.matmul(weights, v)), lse.contiguous()
 
 
 def in_full_backward(
@@ -38,9 +38,9 @@ def in_full_backward(
     weights, _ = _weights(q, k, bias, causal, scale, lse)
     of_scores = weights * (torch.matmul(grad, v.transpose(2, 3)) - (grad * out).sum(-1, keepdim=True)) * scale
     dq, dk, dv = torch.matmul(of_scores, k), torch.matmul(of_scores.transpose(2, 3), q), torch.matmul(weights.transpose(2, 3), grad)
-    return _laid_out(dq), _laid_out(dk), _laid_out(dv)
+    return laid_out(dq), laid_out(dk), laid_out(dv)
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """As the kernels lay out what they make."""
+def laid_out(x: Tensor) -> Tensor:
+    """As queries, then heads: as the other kernels lay out what they make. A copy where it lies otherwise."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

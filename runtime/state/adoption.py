@@ -53,11 +53,8 @@ def refuse_converted(stored: Iterable[Held]) -> None:
     faults = []
     for held in stored:
         now = None if held.of else held.current()
-        if not isinstance(now, Tensor):
-            continue
-        there = (now._local_tensor if isinstance(now, DTensor) else now).device.type  # a DTensor says the mesh's, where memory is the host's
-        if (now.dtype, there) != (held.dtype, held.buffer.device.type):
-            faults.append(f"{held.name} is {now.dtype} on {there}, the program's is {held.dtype} on {held.buffer.device.type}")
+        if isinstance(now, Tensor) and (now.dtype, now.device.type) != (held.dtype, held.buffer.device.type):
+            faults.append(f"{held.name} is {now.dtype} on {now.device.type}, the program's is {held.dtype} on {held.buffer.device.type}")
     if faults:
         shown = "\n    ".join(lines_of(faults, 4))
         raise StateError(

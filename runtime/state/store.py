@@ -314,7 +314,7 @@ class Store:
             there = _is_parameter(key) and key in wanted and wanted[key].host
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
             if _is_parameter(key):
-                held.live = _as_parameter(held.live, tensor.requires_grad)
+                held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
                 move(tensor, held.live)
                 held.remember()
                 held.seen = held.version()
@@ -357,9 +357,11 @@ class Store:
             if not layouts.shares_memory(sharding, home.mesh):
                 local = self._put(local, key, on_disk) if parked else local.clone(memory_format=torch.contiguous_format)
             stride = torch.empty(shape, device="meta").stride()
-            under = local.to("meta") if local.device.type != self.device.type else local  # torch would move it to the mesh's device
+            there = local.device.type != self.device.type
+            under = local.to("meta") if there else local  # torch would move it to the mesh's device
             live = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            live._local_tensor = local
+            if there:
+                live = DTensor(local, live._spec, requires_grad=False)
         shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
         held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shared, home)
         held.parked, held.on_disk = parked, on_disk
@@ -479,14 +481,3 @@ def _where(parked: bool, on_disk: bool) -> str:
 def _is_parameter(key: str) -> bool:
     return is_a(key, "parameter")
 
-
-def _as_parameter(live: Tensor, requires_grad: bool) -> nn.Parameter:
-    """Over the same memory, which may be the host's where the mesh is not on it: torch makes a parameter of what lies on one device."""
-    if not isinstance(live, DTensor):
-        return nn.Parameter(live, requires_grad=requires_grad)
-    local = live._local_tensor
-    if local.device.type != live.device_mesh.device_type:
-        live._local_tensor = local.to("meta")
-    made = nn.Parameter(live, requires_grad=requires_grad)
-    made._local_tensor = local  # type: ignore[attr-defined]
-    return made
