@@ -32,6 +32,19 @@ def test_a_trace_asks_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked and not any(asked)
 
 
+def test_a_trace_copies_no_configuration() -> None:
+    """An encoder with a decoder makes a copy for its cache each time it is asked, which Dynamo of torch 2.11 cannot follow."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 11}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=3, **sizes))
+    config, other = model.config, transformers.T5Config(num_layers=1, **sizes)
+    with known([model]):
+        assert config.get_text_config(decoder=True) is config.get_text_config(decoder=True)
+        assert config.get_text_config(encoder=True) is not config.get_text_config(encoder=True)
+        assert other.get_text_config(decoder=True) is not other.get_text_config(decoder=True)
+        assert cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0] == ["full_attention"] * 3
+    assert config.get_text_config(decoder=True) is not config.get_text_config(decoder=True)
+
+
 def test_what_is_answered_is_what_transformers_says_and_nobody_elses() -> None:
     model = gemma(6)
     said = cache_utils.get_layer_types_and_kwargs(model.config)
