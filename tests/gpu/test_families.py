@@ -13,7 +13,7 @@ from tests.zoo.stock import STOCK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "swin", "convnext", "whisper", "mistral", "mixtral", "mamba", "gemma2")
+FAMILIES = ("llama", "gpt2", "bert", "t5", "vit", "swin", "convnext", "mistral", "mixtral", "mamba", "gemma2")
 
 
 def on_gpu(name: str, dtype: torch.dtype) -> Case:
