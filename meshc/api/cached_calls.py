@@ -27,7 +27,7 @@ from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
 from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
-from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES
+from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
 from meshc.ir import trees
 from meshc.runtime.run.session import digest_of
 
@@ -94,6 +94,7 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
         return _of_encoder(asked, args, kwargs)
     if not any(map(held_caches.is_cache, (*args, *kwargs.values()))):
         return None
+    _refuse_release()
     name, cache, rest, named = _apart(asked, args, kwargs)
     table = BOTH if hasattr(cache, "cross_attention_cache") else ALONE
     held_caches.refuse_others(cache)
@@ -202,6 +203,17 @@ def _apart(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
         )
     cache = named.pop(found[0])
     return name, cache, args[len(takes) :], named
+
+
+def _refuse_release() -> None:
+    """Raises InputError under a transformers whose caches are made otherwise."""
+    if not can_be_padded():
+        import transformers
+
+        raise InputError(
+            f"this call has a cache, and a program takes caches of transformers 5.23 or later: {transformers.__version__} is installed\n"
+            "  what to do: pip install -U transformers; or generate(..., use_cache=False), which compiles a program for each length"
+        )
 
 
 def _takes_gradient(asked: Asked) -> bool:

@@ -83,10 +83,11 @@ def learn_caches() -> None:
     """Caches are trees from here on, to meshc."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    from meshc.frontend import padded_caches
+    if stock_caches.can_be_padded():
+        from meshc.frontend import padded_caches
 
-    if not trees.is_known(padded_caches.PaddedCache):
-        trees.learn(padded_caches.PaddedCache, padded_caches.flatten, padded_caches.unflatten)
+        if not trees.is_known(padded_caches.PaddedCache):
+            trees.learn(padded_caches.PaddedCache, padded_caches.flatten, padded_caches.unflatten)
     if not trees.is_known(DynamicCache):
         trees.learn(DynamicCache, *_dynamic_cache(DynamicCache))
     if not trees.is_known(EncoderDecoderCache):

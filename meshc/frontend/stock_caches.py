@@ -34,8 +34,17 @@ WINDOW: Final = "window"
 """Keys and values of the last tokens alone, of a layer whose attention sees no others."""
 BEGIN: Final = "cache_first"
 """The argument that says which token stands at the first place of such buffers: a 0-dim int64. A call without them has none."""
-Kinds = tuple[list[str], list[dict[str, Any]]]
-"""The kind of each layer's cache, and what its class is given."""
+LAYERS: Final = ("DummyLayer", "LinearAttentionCacheLayerMixin", ASKED)
+"""Of `transformers.cache_utils`, what buffers with room are made of: all there from release 5.23 on."""
+Kinds = tuple[list[str], list[dict[str, Any]] | dict[str, Any]]
+"""The kind of each layer's cache, and what its class is given; before release 5.23 one dict for all of them."""
+
+
+def can_be_padded() -> bool:
+    """Whether this release of transformers has what caches as buffers with room are made of. It is imported."""
+    from transformers import cache_utils
+
+    return all(hasattr(cache_utils, name) for name in LAYERS)
 
 
 @contextlib.contextmanager
@@ -55,7 +64,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
         found = table.get(id(config))
         if found is None:
             return ask(config)
-        return list(found[0]), [dict(each) for each in found[1]]
+        return list(found[0]), dict(found[1]) if isinstance(found[1], dict) else [dict(each) for each in found[1]]
 
     with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer), _copied(copies):
         yield
@@ -89,7 +98,9 @@ def fewer(counts: Mapping[int, int]) -> Iterator[None]:
     def answer(config: Any) -> Kinds:
         kinds, given = ask(config)
         count = counts.get(len(kinds), len(kinds))
-        return (kinds[:count], given[:count]) if len(set(kinds)) == 1 and not any(given) else (kinds, given)
+        if len(set(kinds)) > 1 or any(given):
+            return kinds, given
+        return kinds[:count], given if isinstance(given, dict) else given[:count]
 
     with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
         yield

@@ -114,6 +114,14 @@ def test_attention_whose_mask_does_not_follow_a_length() -> None:
         meshc.compile(model, MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()})
 
 
+def test_a_release_of_transformers_whose_caches_are_made_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.23 a model trains, and a call with a cache is refused."""
+    monkeypatch.delattr("transformers.cache_utils.DummyLayer")
+    with pytest.raises(meshc.InputError, match=r"(?s)5.23 or later: .* is installed.*use_cache=False"):
+        meshc.compile(llama(), MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()})
+    assert shapes(meshc.compile(llama(), MESH, kwargs={"input_ids": IDS, "use_cache": False})) == {"input_ids": (3, 11)}
+
+
 def test_gradients_rows_and_ranks() -> None:
     full = DynamicCache()
     with pytest.raises(meshc.InputError, match="under torch.no_grad"):
