@@ -233,8 +233,8 @@ class Asked:
         self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, form: Form | None = None,
         state: State | None = None,
     ) -> Key:  # fmt: skip
-        """What a compilation for this call is kept under. form: of its arguments, which decides what they are kept under; state: that of the
-        module, if it was just looked at."""
+        """What a compilation for this call is kept under. form: of its arguments, which decides what those are kept under; state: the
+        module's, if it was just looked at."""
         optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
             module = calling.module_key(state or self.state)

@@ -149,7 +149,7 @@ def _settings() -> list[tuple[str, object]]:
 
 def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key: Key) -> dict[str, str]:
     """All that a call of a program (`meshc.api.asked.Asked`) is about to compile from; `key` is what the compilation will be kept under."""
-    (spec, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
+    (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
     found = {**surroundings(), **_asked(asked), **_model(asked.module)}
     if asked.step is not None:
         found |= _step(asked.step, asked.module, optimizer)
