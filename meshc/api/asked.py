@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -15,14 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError, StateError
-from meshc.frontend import admission, calling, dynamic, exported
+from meshc.frontend import admission, calling, dynamic, exported, flex
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import give_slots, slots_of, spare_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
 from meshc.frontend.listed_experts import looped
+from meshc.frontend.module_watch import State, Watch
 from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
+from meshc.ir.forms import Form, Forms
 from meshc.ir.functions import Function
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
@@ -39,13 +42,40 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 
-class Key(NamedTuple):
-    """What a compilation is kept under: structure, shapes and dtypes of a call's inputs, what else of the module decides its program, the
-    optimizer's flags and branches."""
+@dataclass(frozen=True, eq=False)
+class Key:
+    """What a compilation is kept under, hashed once: structure, shapes and dtypes of a call's inputs, what else of the module decides its
+    program, the optimizer's flags and branches."""
 
     inputs: calling.InputKey
-    module: tuple[object, object, bool, object]
+    module: calling.ModuleKey
     optimizer: tuple[tuple[str, Hashable], ...]
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.inputs, self.module, self.optimizer)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Key):
+            return NotImplemented
+        mine, theirs = ((one.inputs, one.module, one.optimizer) for one in (self, other))
+        return self is other or (self._hash == other._hash and mine == theirs)
+
+
+class Passed(NamedTuple):
+    """A call's arguments, by name where the signature has names.
+
+    leaves  theirs, in their order
+    form    one object for all calls that look alike; None where nobody knows what a call looks like
+    """
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    leaves: list[object]
+    form: Form | None
 
 
 KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": BACKENDS}
@@ -77,6 +107,7 @@ class Asked:
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._traced()
+        self._watch, self._forms = Watch(self.module), Forms()
         self.adds = False
         self.called: object = what
         """What runs the program when it is called: the model, or a module of it."""
@@ -150,6 +181,7 @@ class Asked:
         """The same for calls of a module inside the model: programs of their own, over the model's parameters."""
         found, inner = copy.copy(self), self.module.get_submodule(path)
         found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
+        found._forms = Forms()
         return found
 
     @property
@@ -174,17 +206,44 @@ class Asked:
 
     def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """A call's arguments as the signature has them. Raises InputError."""
-        inputs = calling.canonical(self.traced.signature, args, kwargs)
-        if self._exported:
-            names = input_names(self.traced.signature, *inputs)
-            exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole(inputs)), strict=True)))
-        return inputs
+        passed = self.passed(args, kwargs)
+        return passed.args, passed.kwargs
 
-    def key(self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None) -> Key:
-        """What a compilation for this call is kept under."""
+    def passed(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Passed:
+        """A call's arguments as the signature has them, with what is known of calls that look like it. Raises InputError."""
+        signature = self.traced.signature
+        leaves, form = self._forms.of((args, kwargs))
+        if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
+            flex.masks_as_inputs()
+            calling.refuse_inputs(signature, args, kwargs)
+        inputs = calling.canonical(signature, args, kwargs, self.traced.parameters)
+        if self._exported:
+            names = input_names(signature, *inputs)
+            exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole(inputs)), strict=True)))
+        if form is None or args or list(kwargs) != list(inputs[1]):  # they stand in another order now
+            leaves = trees.leaves(inputs)
+        return Passed(*inputs, leaves, form)
+
+    @property
+    def state(self) -> State:
+        """What of the module decides its program now; the same object as before, as long as the same modules and parameters are in it."""
+        return self._watch.state()
+
+    def key(
+        self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, form: Form | None = None,
+        state: State | None = None,
+    ) -> Key:  # fmt: skip
+        """What a compilation for this call is kept under. form: of its arguments, which decides what those are kept under; state: the
+        module's, if it was just looked at."""
         optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
-            return Key(calling.input_key(args, kwargs), calling.module_key(self.module), optimizer)
+            module = calling.module_key(state or self.state)
+        if form is None:
+            return Key(calling.input_key(args, kwargs), module, optimizer)
+        found: Key | None = form.keys.get((module, optimizer))
+        if found is None:
+            found = form.keys[module, optimizer] = Key(calling.input_key(args, kwargs), module, optimizer)
+        return found
 
     def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Key:
         """The key of what serves all sizes: dynamic dims go by name."""
@@ -192,7 +251,7 @@ class Asked:
             return key
         names = input_names(self.traced.signature, args, kwargs)
         spec, leaves = key.inputs
-        return key._replace(inputs=(spec, tuple(self.dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
+        return replace(key, inputs=(spec, tuple(self.dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
 
     def shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, tuple[int, ...]]]:
         """Path and shape of each tensor that a call passes."""

@@ -13,7 +13,6 @@ no cache: its calls are filled up all the same.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +46,22 @@ OF_LENGTH: Final = (
     "  beside that: this call hands the model its cache, and one program serves all lengths of it, so that the length is a tensor, as\n"
     "  it is for a StaticCache of transformers. A model that takes no StaticCache generates with use_cache=False, a program for each length"
 )
+
+
+UNCACHED: Final = (
+    ("it takes gradients, and a cache has none", "call it under torch.no_grad(), as generate does"),
+    ("the program takes parts of a batch", 'compile it with inputs="global"'),
+    ("its outputs are left as they lie", 'compile it with outputs="plain"'),
+    ("sizes are left open by Options(dynamic=...)", "compile the model once more without it, for generation"),
+    (
+        "its attention is flex_attention, whose mask does not follow a length that is a tensor",
+        'load the model with attn_implementation="sdpa" (or "eager")',
+    ),
+    ("it has labels, and a loss counts every token", "pass the whole sequence, without a cache"),
+    ("it says use_cache=False", "leave one of the two out"),
+    ("it says return_dict=False, and outputs with a cache have names", "leave it out"),
+)
+"""Why a call goes with no cache, and what to do, in the order in which `_refuse_calls` asks."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,7 @@ def explained(kwargs: Mapping[str, object]) -> Iterator[None]:
 
 
 def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
-    takes = list(inspect.signature(asked.traced.signature).parameters)
+    takes = [parameter.name for parameter in asked.traced.parameters or ()]
     named = {**dict(zip(takes, args, strict=False)), **kwargs}
     if MASK not in takes or asked.inputs != "global" or _takes_gradient(asked):
         return None
@@ -192,7 +207,7 @@ def _filled(
 
 def _apart(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
     """The cache, the argument it is, and the other arguments, by name where the model's forward has names for them."""
-    takes = list(inspect.signature(asked.traced.signature).parameters)
+    takes = [parameter.name for parameter in asked.traced.parameters or ()]
     named = {**dict(zip(takes, args, strict=False)), **kwargs}
     found = [key for key, value in named.items() if held_caches.is_cache(value)]
     name = next((one for one in NAMES if one in takes), NAMES[0])
@@ -222,22 +237,13 @@ def _takes_gradient(asked: Asked) -> bool:
 
 def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
     """Calls that no cache goes with. Raises InputError."""
-    wrong = {
-        ("it takes gradients, and a cache has none", "call it under torch.no_grad(), as generate does"): _takes_gradient(asked),
-        ("the program takes parts of a batch", 'compile it with inputs="global"'): asked.inputs != "global",
-        ("its outputs are left as they lie", 'compile it with outputs="plain"'): asked.outputs != "plain",
-        ("sizes are left open by Options(dynamic=...)", "compile the model once more without it, for generation"): bool(asked.dynamic),
-        (
-            "its attention is flex_attention, whose mask does not follow a length that is a tensor",
-            'load the model with attn_implementation="sdpa" (or "eager")',
-        ): "flex_attention" in _attentions(asked),
-        ("it has labels, and a loss counts every token", "pass the whole sequence, without a cache"): named.get("labels") is not None,
-        ("it says use_cache=False", "leave one of the two out"): named.get("use_cache") is False,
-        ("it says return_dict=False, and outputs with a cache have names", "leave it out"): named.get("return_dict") is False,
-    }
-    said = [told for told, is_so in wrong.items() if is_so]
-    if said:
-        whys, cures = zip(*said, strict=True)
+    wrong = (
+        _takes_gradient(asked), asked.inputs != "global", asked.outputs != "plain", bool(asked.dynamic),
+        "flex_attention" in _attentions(asked), named.get("labels") is not None, named.get("use_cache") is False,
+        named.get("return_dict") is False,
+    )  # fmt: skip
+    if any(wrong):
+        whys, cures = zip(*(told for told, is_so in zip(UNCACHED, wrong, strict=True) if is_so), strict=True)
         raise InputError(f"this call has a cache, and cannot: {'; '.join(whys)}\n  what to do: {'; '.join(cures)}")
 
 

@@ -18,7 +18,9 @@ from meshc.api.made import Made
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
+from meshc.frontend.module_watch import State
 from meshc.frontend.stock_caches import LENGTH
+from meshc.ir.forms import Form
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe
@@ -75,14 +77,18 @@ class Admitted:
 
     args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
     key           of its compilation
-    passed        what this rank has passed, by name
+    tensors       what this rank has passed
+    form          one object for all calls that look like it, of which one may stand for the others; None where nobody knows
+    state         likewise for the module as it is
     dealt         how such parts become tiles; None where they are tiles
     """
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
     key: Key
-    passed: Arguments
+    tensors: list[torch.Tensor]
+    form: Form | None
+    state: State
     dealt: Dealt | None
 
 
@@ -150,13 +156,18 @@ class Compilations:
         ranks tell each other of, also where they do not fit together."""
         asked = self.asked
         with self.world.refusable():
-            passed = asked.by_name(args, kwargs)
-        counts = self._counts(passed)
-        whole = passed if counts is None else parts.whole(asked, passed, counts)
+            passed = asked.passed(args, kwargs)
+        own = passed.args, passed.kwargs
+        counts = self._counts(own)
+        whole = own if counts is None else parts.whole(asked, own, counts)
+        form = passed.form if counts is None else None
         with self.world.refusable():
             if asked.dynamic:
                 asked.dynamic.sizes(asked.shapes(*self._examples(whole)))
-            return Admitted(*whole, asked.key(*whole, self.spec), passed, None if counts is None else self._dealt(counts))
+            state = asked.state
+            key = asked.key(*whole, self.spec, form, state)
+            tensors = [leaf for leaf in passed.leaves if isinstance(leaf, torch.Tensor)]
+            return Admitted(*whole, key, tensors, form, state, None if counts is None else self._dealt(counts))
 
     def _counts(self, passed: Arguments) -> list[int] | None:
         """Rows of each data rank's part, where they may differ. Where they may not, and this rank has several sizes, they are compared."""

@@ -20,7 +20,6 @@ from meshc.frontend import own_init, stock, transforms
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.stock_trainer import tell_trainer
 from meshc.frontend.train_step import Traced, TrainStep
-from meshc.ir import trees
 from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
@@ -147,11 +146,10 @@ class Program:
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         call = self.compilations.admit(args, kwargs)
-        session, dealt = self.compilations.prepare(call).session, call.dealt
+        session, tensors, dealt = self.compilations.prepare(call).session, call.tensors, call.dealt
         assert session is not None
-        tensors = [leaf for leaf in trees.leaves(call.passed) if isinstance(leaf, torch.Tensor)]
         with self.world.refusable():
-            session.check(tensors, dealt)
+            session.check(tensors, dealt, call.form, call.state)
         self.compilations.note(call)
         self.world.begin(self.asked.name)
         if dealt is not None:
@@ -160,7 +158,10 @@ class Program:
         session.compare_inputs(tensors)
         if self.step is not None:
             return self._train(self.step, session, tensors, dealt)
-        leaves = self._differentiable(session, tensors) if session.backwards is not None else session.leaves(session.run(tensors, {}))
+        if session.backwards is not None:
+            leaves = self._differentiable(session, tensors)
+        else:
+            leaves = session.leaves(session.run(tensors, {}), tensors)
         session.store.step += 1
         return session.structured(session.parts(leaves, dealt))
 

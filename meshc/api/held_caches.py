@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch.nn.functional as F
@@ -224,29 +225,36 @@ def put(cache: Any, left: Any, rows: int, length: int, source: int, first: int) 
 def _put(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) -> None:
     from meshc.runtime.run.window_layers import forget
 
-    most = _longest(cache)
+    most, left_as = _longest(cache), _left()
     before = [*cache.layers, *(None for _ in range(len(left) - len(cache.layers)))]
-    cache.layers[:] = [_left(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
+    cache.layers[:] = [left_as(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
     begun = [layer for layer, old in zip(cache.layers, before, strict=True) if _is_window(layer) and not _is_ours(old)]
     if begun:
         forget(begun)
 
 
-def _left(layer: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
-    """What a layer of the traced cache holds behind a call; one that holds nothing is as it was."""
+@cache
+def _left() -> Callable[[Any, Any, int, int, int, int], Any]:
+    """What makes of a layer of the traced cache, of the one that was there, rows, length, first token and largest length what is there
+    behind a call; one that holds nothing is as it was."""
     from meshc.frontend.padded_caches import held_by
     from meshc.runtime.run.cache_layers import CacheLayer
     from meshc.runtime.run.state_layers import MixedLayer, StateLayer
     from meshc.runtime.run.window_layers import WindowLayer
 
-    held = held_by(layer)
-    if not held:
-        return old
-    slides, window = bool(getattr(old, "is_sliding", False)), _window_of(old)
-    if window is not None:
-        pair = held if isinstance(held, list) else held[WINDOW]
-        return WindowLayer(pair, rows, length, window, first, _since(old, 0))
-    if isinstance(held, list):
-        return CacheLayer(held, rows, length, slides, most)
-    pair = held.pop(ATTENTION, None)
-    return StateLayer(held, rows, length) if pair is None else MixedLayer(held, pair, rows, length, slides, most)
+    def left(layer: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
+        held = held_by(layer)
+        if not held:
+            return old
+        if type(old) is CacheLayer and isinstance(held, list):
+            return CacheLayer(held, rows, length, old.is_sliding, most)
+        slides, window = bool(getattr(old, "is_sliding", False)), _window_of(old)
+        if window is not None:
+            pair = held if isinstance(held, list) else held[WINDOW]
+            return WindowLayer(pair, rows, length, window, first, _since(old, 0))
+        if isinstance(held, list):
+            return CacheLayer(held, rows, length, slides, most)
+        pair = held.pop(ATTENTION, None)
+        return StateLayer(held, rows, length) if pair is None else MixedLayer(held, pair, rows, length, slides, most)
+
+    return left

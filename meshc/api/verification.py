@@ -18,6 +18,7 @@ from meshc.api.asked import Arguments
 from meshc.errors import InputError, VerifyError
 from meshc.frontend import calling
 from meshc.frontend.expert_bias import counted
+from meshc.frontend.module_watch import Watch
 from meshc.frontend.one_device import one_device
 from meshc.ir import records, trees
 from meshc.ir.keys import key_of
@@ -185,7 +186,7 @@ def _verify_there(
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
-        again = _twins(program, (program.general, double, calling.module_key(twin), _optimizer_key(program)), request)
+        again = _twins(program, (program.general, double, calling.module_key(Watch(twin).state()), _optimizer_key(program)), request)
         plain = instance.fitting(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
         verification.compared(report, reference, partial(compare, plain))

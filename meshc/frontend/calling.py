@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from meshc.errors import InputError
-from meshc.frontend import admission, flex
-from meshc.frontend.gradient_hooks import hooks_of
-from meshc.frontend.module_state import state_of
+from meshc.frontend import admission
+from meshc.frontend.module_watch import State
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -34,16 +33,16 @@ def call_inside(path: str, module: nn.Module, *args: object, **kwargs: object) -
     return module.get_submodule(path)(*args, **kwargs)
 
 
-def canonical(signature: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation.
+def canonical(
+    signature: Function, args: Sequence[object], kwargs: Mapping[str, object], parameters: Sequence[inspect.Parameter] | None = None
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation. `parameters`:
+    the signature's, if they have been read.
 
     What goes to `*args` of the signature has no name, and then neither has what stands before it.
     """
-    flex.masks_as_inputs()
-    admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
-    try:
-        parameters = list(inspect.signature(signature).parameters.values())
-    except (TypeError, ValueError):
+    parameters = parameters_of(signature) if parameters is None else parameters
+    if parameters is None:
         return tuple(args), dict(kwargs)
     named = dict(kwargs)
     rest: list[object] = []
@@ -60,6 +59,19 @@ def canonical(signature: Function, args: Sequence[object], kwargs: Mapping[str, 
         signature.check(rest, named)
     order = {parameter.name: index for index, parameter in enumerate(parameters)}
     return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+
+
+def parameters_of(signature: Function) -> list[inspect.Parameter] | None:
+    """What a signature takes; None where there is none to read."""
+    try:
+        return list(inspect.signature(signature).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def refuse_inputs(signature: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Inputs that no program takes. Raises InputError."""
+    admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
 
 
 InputKey: TypeAlias = tuple[trees.Spec, tuple[tuple[object, ...], ...]]
@@ -104,18 +116,12 @@ def _hashable(value: object) -> object:
     return value
 
 
-def module_key(module: nn.Module) -> tuple[object, object, bool, object]:
-    """What else of a module decides its program: its modules' flags, hooks and settings, which parameters take gradients and what hangs on
-    these, grad mode, autocast."""
-    children = list(module.modules())
-    # this runs at each call: torch's own `parameters()` takes three times as long
-    parameters = {id(one): one for child in children for one in child._parameters.values() if one is not None}
-    return (
-        tuple(map(state_of, children)),
-        tuple((parameter.requires_grad, hooks and hooks.numbers) for parameter in parameters.values() for hooks in [hooks_of(parameter)]),
-        torch.is_grad_enabled(),
-        autocast_state(),
-    )
+ModuleKey: TypeAlias = tuple[State, bool, tuple[tuple[str, torch.dtype], ...]]
+
+
+def module_key(state: State) -> ModuleKey:
+    """What else of a module decides its program: its state (`Watch.state`), grad mode, autocast."""
+    return state, torch.is_grad_enabled(), autocast_state()
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

@@ -59,6 +59,11 @@ def state_of(module: nn.Module) -> tuple[Hashable, ...]:
     return found if not names else (*found, *(_plain(held.get(name)) for name in names))
 
 
+def has_settings(module: nn.Module) -> bool:
+    """Whether attributes of it count, beside those that every module has."""
+    return bool(_names(type(module)))
+
+
 def _names(kind: type) -> tuple[str, ...]:
     """The attributes of a class of modules that count, sizes of parameters left out."""
     found = _NAMES.get(kind)

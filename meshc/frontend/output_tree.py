@@ -31,7 +31,7 @@ class OutputTree:
     def build(self, tensors: Sequence[object]) -> Any:
         """The output with these tensors, in the order of their leaves. Raises ValueError if their number is another."""
         rest = iter(tensors)
-        count = len(self.paths()) - len(self.plain)
+        count = self.spec.num_leaves - len(self.plain)
         if len(tensors) != count:
             raise ValueError(f"{len(tensors)} tensors for an output of {count}")
         leaves = [self.plain[index] if index in self.plain else next(rest) for index in range(count + len(self.plain))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -95,6 +96,14 @@ class Traced:
     module: nn.Module
     function: Function
     signature: Function
+
+    @cached_property
+    def parameters(self) -> list[inspect.Parameter] | None:
+        """Those of the signature, which is read once; None where there is none to read."""
+        try:
+            return list(inspect.signature(self.signature).parameters.values())
+        except (TypeError, ValueError):
+            return None
 
 
 def traced_step(step: TrainStep) -> Traced:

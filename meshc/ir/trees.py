@@ -112,8 +112,17 @@ def flatten_with_path(tree: object) -> tuple[Sequence[tuple[Sequence[object], ob
 
 
 def unflatten(leaves: Sequence[object], spec: Spec) -> Any:
-    with known():
-        return _of_torch.tree_unflatten(leaves, spec)
+    """Raises ValueError if they are not as many as the spec has."""
+    if len(leaves) != spec.num_leaves:
+        raise ValueError(f"{len(leaves)} leaves for a tree of {spec.num_leaves}")
+    return _built(iter(leaves), spec)
+
+
+def _built(leaves: Iterator[object], spec: Spec) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    children = [_built(leaves, child) for child in spec.children()]
+    return children if spec.type is list else functions_of(spec.type)[1](children, spec.context)
 
 
 def leaves(tree: object) -> list[object]:

@@ -45,8 +45,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Entries = Iterable[tuple[str, object]]
-Key = tuple[tuple[object, Sequence[Sequence[object]]], tuple[object, object, bool, object], Entries]
-"""Of a call's inputs (structure and leaves), of the model (flags, and what is set around a call), of the optimizer."""
+
+
+class Key(Protocol):
+    """`meshc.api.asked.Key`: of a call's inputs (structure and leaves), of the model (its state, and what is set around a call), of the
+    optimizer."""
+
+    @property
+    def inputs(self) -> tuple[object, Sequence[Sequence[object]]]: ...
+    @property
+    def module(self) -> tuple[object, bool, object]: ...
+    @property
+    def optimizer(self) -> Entries: ...
 
 
 class Asked(Protocol):
@@ -139,7 +149,7 @@ def _settings() -> list[tuple[str, object]]:
 
 def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key: Key) -> dict[str, str]:
     """All that a call of a program (`meshc.api.asked.Asked`) is about to compile from; `key` is what the compilation will be kept under."""
-    (spec, leaves), (_, _, grad, autocast), optimizer = key
+    (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
     found = {**surroundings(), **_asked(asked), **_model(asked.module)}
     if asked.step is not None:
         found |= _step(asked.step, asked.module, optimizer)

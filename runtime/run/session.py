@@ -7,19 +7,22 @@ executor, and hands outputs back as the model would.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from meshc.cost.memory import uses_host
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
+from meshc.frontend.module_watch import State
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import layouts, spmd
+from meshc.ir.forms import Form
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.ir.mesh import DATA_ROLES, role
@@ -95,6 +98,12 @@ class Session:
         self.stream = executor.board.numbers.stream("program") if executor.board is not None and takes else None
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
+        self._placed: dict[str, tuple[Placement, ...]] = {}
+        self._tiles: dict[str, torch.Size] = {}
+        """By key of an input, of which shape a DTensor's local tensor is that is the program's tile as it is."""
+        self._same = _same(self.inputs, self.results, self.caches)
+        self._fit: set[Form] = set()
+        """Of calls whose inputs are such as the program takes."""
         self.calls = 0
         self.check_inputs = check_inputs
         self._partners = _partners(program)
@@ -122,8 +131,9 @@ class Session:
         if self.stream is not None:
             self._note(self.stream, numbers)
         values: dict[str, torch.Tensor] = dict(self._buffers)
-        for port, tensor in zip(self.inputs, tensors, strict=True):
-            values[port.key] = self._input(port, tensor)
+        with torch.no_grad():
+            for port, tensor in zip(self.inputs, tensors, strict=True):
+                values[port.key] = self._as_it_lies(port, tensor)
         for key, tensor in self.numbers.items():
             tensor.fill_(numbers[name_of(key)])
             values[key] = tensor
@@ -141,27 +151,44 @@ class Session:
             given += (self.store.seed, self.store.step - stream.count)
         stream.note(names, given)
 
-    def _input(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
-        return self._as_it_lies(port, tensor.detach())
-
     def tangent(self, port: Port, gradient: torch.Tensor) -> torch.Tensor:
         """An output's gradient as the program takes it."""
         return self._as_it_lies(port, gradient.detach().contiguous())
 
     def _as_it_lies(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor is what this rank's program takes; a DTensor is moved if the program takes it otherwise than it lies."""
+        """A plain tensor is what this rank's program takes; a DTensor is moved if the program takes it otherwise than it lies. Without
+        gradients a DTensor's own local tensor, where that is what the program takes."""
         if not isinstance(tensor, DTensor):
-            return tensor.to(self.device)
+            return tensor.detach().to(self.device)
         if port.sharding is None:
             return self.store.transfers.full(tensor)
-        places = layouts.torch_placements(port.sharding, self.program.mesh)
-        return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, places), port.sharding)
+        chunk = self.store.transfers.chunk_of(tensor, self._placements(port))
+        if chunk.shape == self._tiles.get(port.key):
+            return chunk
+        tile = self.store.transfers.to_tile(chunk, port.sharding)
+        if tile is chunk:
+            self._tiles[port.key] = chunk.shape
+        return tile
 
-    def check(self, tensors: Sequence[object], dealt: Dealt | None = None) -> None:
+    def _placements(self, port: Port) -> tuple[Placement, ...]:
+        """Of a port's DTensor."""
+        found = self._placed.get(port.key)
+        if found is None:
+            assert port.sharding is not None
+            found = self._placed[port.key] = layouts.torch_placements(port.sharding, self.program.mesh)
+        return found
+
+    def check(self, tensors: Sequence[object], dealt: Dealt | None = None, form: Form | None = None, state: State | None = None) -> None:
         """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent. dealt: they are parts
-        of as many rows as it says."""
+        of as many rows as it says. form: what calls like it have in common, of which one is looked at; state: the model's, likewise."""
         self.store.refuse_unfilled()
-        self.store.refuse_changed_model()
+        self.store.refuse_changed_model(state)
+        if form is None or dealt is not None or form not in self._fit:
+            self._refuse_misfits(tensors, dealt)
+            if form is not None and dealt is None:
+                self._fit.add(form)
+
+    def _refuse_misfits(self, tensors: Sequence[object], dealt: Dealt | None) -> None:
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):
@@ -220,9 +247,15 @@ class Session:
         if self._written:
             self.store.mark_written(self._written)
 
-    def leaves(self, env: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The program's outputs, one after another."""
-        return [self.output(port, env[port.key]) for port in self.results]
+    def leaves(self, env: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """The program's outputs, one after another. tensors: the call's inputs, of which a cache that was written where it lies is the
+        output of its name."""
+        found = []
+        for port, place in zip(self.results, self._same, strict=True):
+            value, given = env[port.key], tensors[place] if place is not None and tensors else None
+            here = isinstance(given, DTensor) and given._local_tensor is value
+            found.append(given if here and given is not None else self.output(port, value))
+        return found
 
     def parts(self, leaves: Sequence[torch.Tensor], dealt: Dealt | None) -> Sequence[torch.Tensor]:
         """Outputs of which ranks have tiles, as the rows that each has passed."""
@@ -261,9 +294,8 @@ class Session:
             local = layouts.tile_to_chunk(value, sharding, mesh, mesh.coordinates(dist.get_rank()))
         else:
             local = self.store.transfers.to_chunk(value, sharding)
-        places = layouts.torch_placements(sharding, mesh)
         shape, stride = torch.Size(port.shape), _strides(port.shape)
-        return DTensor.from_local(local, mesh.device_mesh, places, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(local, mesh.device_mesh, self._placements(port), run_check=False, shape=shape, stride=stride)
 
     def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
         """A gradient as autograd wants it: like its parameter."""
@@ -307,6 +339,14 @@ def _partners(program: PlainProgram) -> list[list[int]]:
         place = program.mesh.coordinates(rank)
         found.setdefault(tuple(place[name] for name in axes), []).append(rank)
     return [ranks for ranks in found.values() if len(ranks) > 1]
+
+
+def _same(inputs: Sequence[Port], results: Sequence[Port], caches: Collection[str]) -> list[int | None]:
+    """For each output that is a part of a cache the place of the input that is the same before the call, if there is one."""
+    places = {port.name: place for place, port in enumerate(inputs) if port.name in caches}
+    found = [places.get(port.name) for port in results]
+    alike = [place is not None and inputs[place].sharding == port.sharding for place, port in zip(found, results, strict=True)]
+    return [place if same else None for place, same in zip(found, alike, strict=True)]
 
 
 def _due(call: int, every: int | None) -> bool:

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
 from meshc.frontend.gradient_hooks import move
+from meshc.frontend.module_watch import State
 from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a, name_of
 from meshc.ir.mesh import Mesh
@@ -44,6 +45,7 @@ from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
 from meshc.runtime.state import adoption, optimizer_state, ownership, state_dicts
 from meshc.runtime.state.held import Held
+from meshc.runtime.state.standing import Standing
 
 
 class Store:
@@ -76,6 +78,8 @@ class Store:
         self._replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._model = weakref.ref(model)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
+        self._stood: Standing | None = None
+        self._without_strangers: Callable[[], State | None] = _nobody
 
     @staticmethod
     def of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -187,7 +191,8 @@ class Store:
     def adopt_changes(self) -> None:
         """Before a program runs: reads back what was changed from outside since the last time."""
         with torch.no_grad(), self._taking() as taken:
-            for held in self.held.values():
+            stands = self._standing.holds()
+            for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:
                 current = self._current(held)
                 if held.swapped:
                     self._reclaim(held)
@@ -227,11 +232,22 @@ class Store:
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
             )
 
-    def refuse_changed_model(self) -> None:
-        """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing."""
-        adoption.refuse_strangers(self.model, self._places, self._alias)
-        adoption.refuse_swapped(self.model, self.held.values())
-        adoption.refuse_converted(self.held.values())
+    def refuse_changed_model(self, state: State | None = None) -> None:
+        """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing. state: one
+        object as long as the same modules and parameters are in the model, which then need not be looked for again."""
+        if state is None or self._without_strangers() is not state:
+            adoption.refuse_strangers(self.model, self._places, self._alias)
+            self._without_strangers = _nobody if state is None else weakref.ref(state)
+        if not self._standing.holds():
+            adoption.refuse_swapped(self.model, self.held.values())
+            adoption.refuse_converted(self.held.values())
+
+    @property
+    def _standing(self) -> Standing:
+        """Of what is held."""
+        if self._stood is None:
+            self._stood = Standing(self.held.values())
+        return self._stood
 
     def check_filled(self) -> None:
         """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
@@ -328,6 +344,7 @@ class Store:
                 holders_of_copies |= {module for _, module, _ in places}
         self.held = dict(reversed(self.held.items()))
         self._places = {(id(members), name) for held in self.held.values() for members, name in held.places}
+        self._stood = None
         ownership.own_model(model, holders_of_copies, self)
 
     def hold(
@@ -372,6 +389,7 @@ class Store:
             self._born_unfilled.add(key)
         held.seen = held.version()
         self.held[key] = held
+        self._stood = None
         return held
 
     def _put(self, value: Tensor, key: str, on_disk: bool) -> Tensor:
@@ -460,6 +478,7 @@ class Store:
         """Optimizers that are gone take their state with them."""
         gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
         self.held = {key: held for key, held in self.held.items() if key not in gone}
+        self._stood = None
 
     def _refresh(self, held: Held) -> None:
         if not held.shared and held.slots is not None:
@@ -472,6 +491,10 @@ class Store:
         if not held.shared:
             held.buffer.copy_(held.as_tile(held.local))
         held.stale, held.seen = False, held.version()
+
+
+def _nobody() -> None:
+    """What a weak reference gives whose object is gone."""
 
 
 def _where(parked: bool, on_disk: bool) -> str:

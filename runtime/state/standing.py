@@ -1,0 +1,44 @@
+"""Whether a model's parameters and buffers stand where they were put, as they were: a look at each call.
+
+    standing = Standing(held)       what a store holds of a model
+    standing.holds()                each live tensor is in its places, of its dtype, on its device, with its own memory
+
+It says only that nothing has to be looked for; what is wrong otherwise, and whether that is allowed, `adoption` finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshc.runtime.state.held import Held
+
+_dtype, _device, _local = attrgetter("dtype"), attrgetter("device.type"), attrgetter("_local_tensor")
+_memory = attrgetter("memory")
+
+
+class Standing:
+    """Of the tensors that are held now, without optimizer state."""
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        mine = [one for one in held if not one.of]
+        rows = [(members, name, one.live) for one in mine for members, name in one.places]
+        self._members, self._names = [row[0] for row in rows], [row[1] for row in rows]
+        self._stand: list[Tensor] = [row[2] for row in rows]
+        self._lives: list[Tensor] = [one.live for one in mine]
+        self._held = [one for one in mine if isinstance(one.live, DTensor)]
+        self._distributed = [one.live for one in self._held]
+        self._dtypes: list[torch.dtype] = [one.dtype for one in mine]
+        self._devices: list[str] = [one.buffer.device.type for one in mine]
+
+    def holds(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._members, self._names), self._stand))
+            and list(map(_dtype, self._lives)) == self._dtypes
+            and list(map(_device, self._lives)) == self._devices
+            and all(map(is_, map(_local, self._distributed), map(_memory, self._held)))
+        )
