@@ -99,6 +99,9 @@ class GraphedCalls:
         self.status = f"warming up: {WARM_UP} calls"
         self.replay: Callable[[], object] | None = None
         self.static: Values = {}
+        self.moving: Values = {}
+        """Of what is static that into which each call's own is copied."""
+        self.handed_out: list[str] = []
         self.results: Values = {}
         self.baked: tuple[object, ...] = ()
         self.places: list[int] = []
@@ -131,15 +134,13 @@ class GraphedCalls:
                 self.status = f"off: the call could not be recorded: {str(error).splitlines()[0]}"
                 return self.step.work(values)
             self.baked = baked
-        for key, static in self.static.items():
-            fresh = values[key]
-            if static.device == self.step.device and fresh is not static:
-                static.copy_(fresh, non_blocking=True)
+        for key, static in self.moving.items():
+            static.copy_(values[key], non_blocking=True)
         assert self.replay is not None
         self.replay()
         self.replayed += 1
         self.step.note_written()
-        return {key: value.clone() if self._is_handed_out(key, value) else value for key, value in self.results.items()}
+        return {**self.results, **{key: self.results[key].clone() for key in self.handed_out}}
 
     def _record(self, values: Values) -> None:
         lent = {key: values[key] for key in self.step.lent}
@@ -151,11 +152,11 @@ class GraphedCalls:
         self.static = {
             key: value if is_a(key, *KEPT) or value.device != self.step.device else value.clone() for key, value in rest.items()
         }
+        self.moving = {key: static for key, static in self.static.items() if static is not rest[key]}
         self.results, self.replay = self.record(lambda: self.step.work({**self.static, **lent}))
+        lying = {_at(value) for value in lent.values()}
+        self.handed_out = [key for key, value in self.results.items() if is_a(key, "output", "metric") and _at(value) not in lying]
         self.status = "on"
-
-    def _is_handed_out(self, key: str, value: torch.Tensor) -> bool:
-        return is_a(key, "output", "metric") and _at(value) not in self.places
 
 
 def _at(value: torch.Tensor) -> int:
