@@ -1,4 +1,4 @@
-"""What a token of a Llama of 1.2 billion parameters takes on one GPU, in bfloat16: `generate` as it is, under `torch.compile`, and compiled.
+"""A token of a Llama of 1.2 billion parameters on one GPU, in bfloat16: `generate` as it is, under `torch.compile`, and compiled.
 
     python bench/gpu_decode.py --write                    keeps the table as bench/results/gpu-decode.md
     python bench/gpu_decode.py --device cpu --tiny        a toy on the CPU: shows that this file runs, and its figures mean little

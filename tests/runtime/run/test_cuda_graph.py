@@ -35,7 +35,7 @@ class Sum:
     def work(self, values: Values) -> Values:
         self.state.add_(values["input:x"])
         found = {"output:sum": self.state * 1}
-        return {**found, **{"output:cache": values[key].add_(values["input:x"]) for key in self.lent}}
+        return {**found, "output:cache": values["input:cache"].add_(values["input:x"])} if self.lent else found
 
     def note_written(self) -> None:
         self.noted += 1
