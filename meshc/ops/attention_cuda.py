@@ -73,7 +73,7 @@ def backward(
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> SDPBackend:
-    """Of the kernels that know no bias the one that torch would take. With a mask over fewer queries than keys they mean different ones, and
+    """Of the kernels that know no bias the one that torch would take. With a mask over fewer queries than keys they mean different ones;
     heads are not filled up for them."""
     if q.itemsize != 2 or bias is not None or q.shape[3] % 8 or causal and q.shape[2] != k.shape[2]:
         return SDPBackend.EFFICIENT_ATTENTION
