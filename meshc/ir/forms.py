@@ -54,13 +54,13 @@ class Forms:
         return leaves, found
 
 
-def _describe(tree: object, leaves: list[object]) -> Hashable:
+def _describe(tree: Any, leaves: list[object]) -> Hashable:
     """All that decides how a tree is treated, but for tensors' values. Raises _Other."""
     kind = type(tree)
     if kind is dict:
-        return kind, tuple(tree), tuple([_describe(value, leaves) for value in tree.values()])  # type: ignore[call-overload, attr-defined]
+        return kind, tuple(tree), tuple([_describe(value, leaves) for value in tree.values()])
     if kind is list or kind is tuple:
-        return kind, tuple([_describe(value, leaves) for value in tree])  # type: ignore[attr-defined]
+        return kind, tuple([_describe(value, leaves) for value in tree])
     leaves.append(tree)
     if isinstance(tree, torch.Tensor):
         return kind, tree.shape, tree.dtype, tree.requires_grad, tree.layout, tree.is_nested, tree.device.type
