@@ -163,7 +163,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Entry], int]:
     version = manifest.get("version")
     if manifest.get("format") != FORMAT or type(version) is not int or version not in READ:
         found, known = f"{manifest.get('format')!r} version {version!r}", " and ".join(map(str, READ))
-        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {known}: compile and save the program again")
+        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} versions {known}: compile and save the program again")
     if not seal.unbroken(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
     files = manifest.get("files")

@@ -115,7 +115,7 @@ class _Walk:
             return [replace(given, dims=(None,) * len(declared[0].dims), axes=given.split())]
         if target is aten.slice.Tensor:
             return [self._cut(node)]
-        if (found := orders.exchanged(node, self.spreads)) is not None:
+        if (found := orders.exchanged(node, self.spreads, self.sizes)) is not None:
             return [found]
         if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
             given = self._of(node.args[0])  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ class _Walk:
         if rule is None:
             return unknown
         names, piece = [str(one) for one in tensors], all(spread.axes is None for spread in declared)
-        orders.check(node, names, rule, self.asked.rules, given, piece)
+        orders.check(node, names, rule, self.asked.rules, given, piece, self.sizes)
         found = ruled(node, names, rule, deferrals, given, declared, self.sizes)
         read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
         return [_doubtful(one) for one in read] if varies else read

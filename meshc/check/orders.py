@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from meshc import ir
 from meshc.check.spread import Parts, Spread, shown
 from meshc.check.types import Wrong
 from meshc.ir import op_name, spmd
-from meshc.ir.sharding import ZIGZAG
+from meshc.ir.sharding import ZIGZAG, local_size
 
 if TYPE_CHECKING:
     from meshc.check.ruled import Rule, Rules
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def check(node: Node, names: Sequence[str], rule: Rule, rules: Rules, given: Sequence[Spread], piece: bool) -> None:
+def check(
+    node: Node, names: Sequence[str], rule: Rule, rules: Rules, given: Sequence[Spread], piece: bool, sizes: Mapping[str, int]
+) -> None:
     """Raises Wrong for operands whose order is not the one that the operator takes. `names` are the operands'; a `piece` of what a rule
     makes of an operator may have a kernel that whole values do not have it with, and what it gives is looked at where it says how it lies."""
     found: dict[str, tuple[Parts, str]] = {}
@@ -38,6 +41,8 @@ def check(node: Node, names: Sequence[str], rule: Rule, rules: Rules, given: Seq
             here = f"dim {place} of {name}"
             if letter in rule.zigzag and not turned(parts):
                 raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in {ZIGZAG} order")
+            if letter in rule.zigzag and not _halved(parts, sizes):
+                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in halves, and half a rank's tile is no whole position")
             if not piece and turned(parts) and not rules.in_any_order(node, rule, letter):
                 raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in natural order")
             known, who = found.setdefault(letter, (parts, here))
@@ -52,7 +57,7 @@ def check_natural(given: Spread, dim: int, does: str) -> None:
         raise Wrong(f"it {does} along dim {dim} of its operand, which is [{shown(parts)}] and not in natural order")
 
 
-def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]]) -> Spread | None:
+def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]], sizes: Mapping[str, int]) -> Spread | None:
     """What lies in the other order, for a line that joins the first half of a tile to the second one of the mirrored rank; None: another."""
     halves, dim = ir.operands(node), node.args[1] if len(node.args) > 1 else 0
     if node.target is not aten.cat.default or len(halves) != 2 or halves[1].target is not spmd.mirror:
@@ -69,7 +74,7 @@ def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]]) -> Spread | 
     (given,) = spreads[x]
     parts = given.dims[dim]
     split = [place for place, part in enumerate(parts or ()) if part.axes]
-    if parts is None or len(split) != 1 or list(parts[split[0]].axes) != axes:
+    if parts is None or len(split) != 1 or list(parts[split[0]].axes) != axes or not _halved(parts, sizes):
         return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
     part = parts[split[0]]
     other = replace(part, order="" if part.order else ZIGZAG)
@@ -80,6 +85,13 @@ def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]]) -> Spread | 
 def turned(parts: Parts) -> bool:
     """Whether anything of a dim lies in another order than the natural one."""
     return any(part.order for part in parts)
+
+
+def _halved(parts: Parts, sizes: Mapping[str, int]) -> bool:
+    """Whether the halves of a rank's positions of a dim are those of the tile of the part that is split."""
+    place = next(place for place, part in enumerate(parts) if part.axes)
+    before, inside = (prod(part.size for part in some) for some in (parts[:place], parts[place + 1 :]))
+    return before == 1 and (inside == 1 or local_size(parts[place], sizes) % 2 == 0)
 
 
 def _axes(parts: Parts) -> list[tuple[str, ...]]:

@@ -32,4 +32,4 @@ def told(program: PlainProgram) -> str:
 def _row(one: Recurrence, count: int) -> list[str]:
     taken = f"in {one.turns} turns, {one.parts} part{'s' * (one.parts > 1)}" if one.parts else "at once, joined"
     bytes = [bytes_text(size) for pair in zip(one.sent, one.formula, strict=True) for size in pair]
-    return [one.path, str(count), one.kind, ", ".join(one.axes), str(one.ranks), taken, *bytes]
+    return [one.path or "the model", str(count), one.kind, ", ".join(one.axes), str(one.ranks), taken, *bytes]

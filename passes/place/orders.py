@@ -59,12 +59,14 @@ def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
 
 
 def _along(assignment: Assignment, node: Node) -> _Along | None:
-    """What a ring passes along, if none of its tiles is padded."""
+    """What a ring passes along, if none of its tiles is padded, and halves of them are whole positions of the factor that is split."""
     instance = assignment.factors.instances[node]
     ((letter, passing),) = instance.rule.rings.items()
     factor, (axis,) = instance.factor[letter, 0], assignment.chosen[node][letter, 0]
     size = assignment.factors.size[factor]
     if instance.factor[passing.letter, 0] != factor or isinstance(size, Size) or size % assignment.sizes[axis]:
+        return None
+    if (letter, 1) in instance.factor and size // assignment.sizes[axis] % 2:
         return None
     return _Along(factor, axis)
 

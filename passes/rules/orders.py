@@ -19,6 +19,8 @@ ANY_ORDER: Final = frozenset({
     "aten._softmax", "aten._softmax_backward_data", "aten.mean", "aten.sum", "aten.native_layer_norm", "aten.native_layer_norm_backward",
     "meshc.take", "meshc.take_backward", "meshc.one_hot", "aten.full", "aten.zeros", "aten.ones", "aten.full_like", "aten.zeros_like",
     "aten.ones_like", "aten.new_zeros", "aten.new_full", "aten.new_ones", "aten.scatter", "meshc.counts_of_rows",
+    "meshc.group_choices", "meshc.group_mm", "meshc.group_outer", "aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin",
+    "aten.logcumsumexp", "meshc.cumsum_back", "meshc.logcumsumexp_back",
 })  # fmt: skip
 """Operators with a lowering of their own that looks at where a tile begins along `major` letters alone, or not at all."""
 
