@@ -223,7 +223,7 @@ def test_a_stage_that_the_manifest_does_not_list_is_refused(saved: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' versions 3 and 4: compile and save the program again"),
+        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' versions 3 and 4: compile and save the program"),
         ({"format": "other"}, "is 'other' version 4; this meshc reads"),
         ({"files": {}}, "manifest.json does not list program.json, which the program needs"),
         ({"files": []}, "manifest.json lists no files"),

@@ -31,8 +31,8 @@ aten = torch.ops.aten
 def check(
     node: Node, names: Sequence[str], rule: Rule, rules: Rules, given: Sequence[Spread], piece: bool, sizes: Mapping[str, int]
 ) -> None:
-    """Raises Wrong for operands whose order is not the one that the operator takes. `names` are the operands'; a `piece` of what a rule
-    makes of an operator may have a kernel that whole values do not have it with, and what it gives is looked at where it says how it lies."""
+    """Raises Wrong for operands whose order is not the one that the operator takes. `names` are the operands'. A `piece` of what a rule
+    makes of an operator may take any order: what it gives is looked at where a line says again how a value lies."""
     found: dict[str, tuple[Parts, str]] = {}
     for name, dims, spread in zip(names, rule.operands, given, strict=True):
         for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
@@ -58,7 +58,7 @@ def check_natural(given: Spread, dim: int, does: str) -> None:
 
 
 def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]], sizes: Mapping[str, int]) -> Spread | None:
-    """What lies in the other order, for a line that joins the first half of a tile to the second one of the mirrored rank; None: another."""
+    """What lies in the other order, of a line that joins the first half of a tile to the second one of the mirrored rank; else None."""
     halves, dim = ir.operands(node), node.args[1] if len(node.args) > 1 else 0
     if node.target is not aten.cat.default or len(halves) != 2 or halves[1].target is not spmd.mirror:
         return None

@@ -22,7 +22,6 @@ from typing import Final
 from meshc.ir.likeness import like
 from meshc.ir.sizes import braced
 
-
 ZIGZAG: Final = "zigzag"
 ORDERS: Final = (ZIGZAG,)
 """In which tiles may lie, beside the natural one."""

@@ -1,4 +1,5 @@
-"""Recurrences whose sequence ranks split, as a table: how they take their steps, and what they send for it, by the program and by formula.
+"""Recurrences and running sums whose sequence ranks split, as a table: how they take their steps, and what they send for it, by the program
+and by formula.
 
     steps along a split sequence, bytes of a rank forward and backward (a layer, in one call)
       layers    count    steps of    along    ranks    taken               forward    by formula    backward    by formula

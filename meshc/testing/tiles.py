@@ -1,8 +1,8 @@
 """What every rank holds of a value, and the value again from what the ranks hold: the plain definition that checks lean on.
 
 Nothing here comes from the code under test. A factor of `size` split by axes of sizes a, b, ... lies in tiles of ceil(size / a), each of
-these in tiles of ceil(tile / b), and so on; in zigzag order a rank has the first half of its tile and the second one of the mirrored rank's.
-`owned` says so by cutting lists of indices.
+these in tiles of ceil(tile / b), and so on; in zigzag order a rank has the first half of its tile, and the second one of the mirrored
+rank's. `owned` says so by cutting lists of indices.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     ("cp~zigzag",)         the axes of a part while it is decided who splits what: what is split so is split by another axis
     seq 4096/cp~zigzag     the part as types say it, whose axis is cp and whose order is zigzag
 
-What treats each position by itself computes on either alike, so of what it makes no more than the order is said. In the per-rank program the
-exchange of halves that a change of order is stands as a line of its own.
+What treats each position by itself computes on either alike, so of what it makes no more than the order is said. In the per-rank program
+the exchange of halves that a change of order is stands as a line of its own.
 """
 
 from __future__ import annotations

@@ -97,4 +97,4 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
     return registered(node, tensors) or elementwise.tagged(node, tensors)
 
 
-__all__ = ["FAMILIES", "Rule", "deferrals", "rule_of"]
+__all__ = ["FAMILIES", "Rule", "deferrals", "in_any_order", "rule_of"]

@@ -1,7 +1,7 @@
 """In which order an operator takes the tiles of what is split (`meshc/ir/sharding.py`).
 
-An operator that is called on its tiles as they are, wherever these begin, does the same in any order of the positions along a letter that is
-neither tied to a window nor whole. Of those whose lowering looks at where a tile begins, along letters that are said to be major (an
+An operator that is called on its tiles as they are, wherever these begin, does the same in any order of the positions along a letter that
+is neither tied to a window nor whole. Of those whose lowering looks at where a tile begins, along letters that are said to be major (an
 embedding's vocabulary), or not at all, there is a table. All others take natural order, but for attention over blocks in zigzag order.
 """
 
