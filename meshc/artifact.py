@@ -25,7 +25,7 @@ from meshc.errors import ArtifactError, MeshcError
 from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
-from meshc.ir import bounds
+from meshc.ir import bounds, calls, op_name
 from meshc.later import Later
 from meshc.program.program import BACKENDS, PlainProgram
 from meshc.text import described, libraries
@@ -37,8 +37,9 @@ else:
     checker = Later("meshc.check.program")
 
 FORMAT: Final = "meshc program"
-VERSION: Final = 3
-"""The only one that is read: of a program of another version it is not known which backend its text was written for."""
+VERSION: Final = 4
+READ: Final = (3, VERSION)
+"""Types of version 3 do not say in which order values lie. Of programs before that it is not known which backend they were written for."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
 CONSTANTS: Final = "constants.safetensors"
@@ -102,7 +103,7 @@ def load(
     for words in allow:
         libraries.allow(words)
     folder = Path(path)
-    files = _manifest(folder)
+    files, version = _manifest(folder)
     for name, entry in files.items():
         if name in TENSORS:
             _check_size(folder, name, entry)
@@ -113,6 +114,9 @@ def load(
     told = cast(described.Described, _json(folder / PROGRAM))
     try:
         program = _program(folder, told, files)
+        if version < VERSION and _has_orders(program):
+            raise ArtifactError(f"{folder} is of version {version}, whose types do not say in which order values lie, and has attention in "
+                                "zigzag order: compile and save the program again")  # fmt: skip
         if not own:
             checker.check_program(program, str(folder / PROGRAM), rules)
         return program
@@ -131,7 +135,7 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     Raises ArtifactError if the program was saved without weights or they are damaged.
     """
     folder = Path(path)
-    files = _manifest(folder)
+    files, _ = _manifest(folder)
     if WEIGHTS not in files:
         raise ArtifactError(f"{folder} was saved without weights; save it with them, or load them into the running program")
     return TensorFile(folder / WEIGHTS, cast(tensor_file.Seal, files[WEIGHTS]), AGAIN)
@@ -149,16 +153,17 @@ def _program(folder: Path, told: described.Described, files: Mapping[str, Entry]
     return described.read(told, text_of, constants, str(folder / PROGRAM))
 
 
-def _manifest(folder: Path) -> dict[str, Entry]:
-    """The files that the manifest lists, each inside the folder and there."""
+def _manifest(folder: Path) -> tuple[dict[str, Entry], int]:
+    """The files that the manifest lists, each inside the folder and there; and its version."""
     if not folder.is_dir():
         raise ArtifactError(f"there is no saved program at {folder}{kept_aside(folder)}: `program.save(path)` makes such a folder")
     if not (folder / MANIFEST).is_file():
         raise ArtifactError(f"{folder} is no saved program: it has no {MANIFEST}{_several(folder)}")
     manifest = _json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        found = f"{manifest.get('format')!r} version {manifest.get('version')!r}"
-        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} version {VERSION}: compile and save the program again")
+    version = manifest.get("version")
+    if manifest.get("format") != FORMAT or type(version) is not int or version not in READ:
+        found, known = f"{manifest.get('format')!r} version {version!r}", " and ".join(map(str, READ))
+        raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} versions {known}: compile and save the program again")
     if not seal.unbroken(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
     files = manifest.get("files")
@@ -176,7 +181,11 @@ def _manifest(folder: Path) -> dict[str, Entry]:
         hashed = "header" if name in TENSORS else "sha256"
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get(hashed), str):
             raise ArtifactError(f"{folder / MANIFEST} has no size and hash for {name}")
-    return cast(dict[str, Entry], files)
+    return cast(dict[str, Entry], files), version
+
+
+def _has_orders(program: PlainProgram) -> bool:
+    return any(op_name(node).startswith("meshc.attention_zigzag") for stage in program.stages.values() for node in calls(stage.graph))
 
 
 def is_saved(path: str | os.PathLike[str]) -> bool:

@@ -11,6 +11,7 @@
     spread.py        how a value lies on the ranks, as far as it is known
     ruled.py         what an operator makes of that, by its rule; asked.py  how a rule is asked about a rank's tiles
     viewed.py        what views and cuts make of it;  moved.py  what collectives and tiles do
+    orders.py        in which order tiles lie, which operators take, and the exchange that changes it
     memory.py        what is read after it was overwritten, and what leaves in one memory
     phases.py        forward reads nothing of backward, neither of them anything of the update
     info.py          what a program says beside its text: seed, optimizer's numbers, arithmetic

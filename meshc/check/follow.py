@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
+from meshc.check import orders
 from meshc.check.asked import Asked
 from meshc.check.moved import moved
 from meshc.check.ruled import Rules, ruled
@@ -114,6 +115,8 @@ class _Walk:
             return [replace(given, dims=(None,) * len(declared[0].dims), axes=given.split())]
         if target is aten.slice.Tensor:
             return [self._cut(node)]
+        if (found := orders.exchanged(node, self.spreads, self.sizes)) is not None:
+            return [found]
         if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
             given = self._of(node.args[0])  # type: ignore[arg-type]
             shapes = zip(ir.records(node.args[0])[0].shape, ir.record(node).shape, strict=True)  # type: ignore[arg-type]
@@ -178,7 +181,9 @@ class _Walk:
         rule, deferrals = self.asked.rule(node, tensors, given, declared)
         if rule is None:
             return unknown
-        found = ruled(node, [str(one) for one in tensors], rule, deferrals, given, declared, self.sizes)
+        names, piece = [str(one) for one in tensors], all(spread.axes is None for spread in declared)
+        orders.check(node, names, rule, self.asked.rules, given, piece, self.sizes)
+        found = ruled(node, names, rule, deferrals, given, declared, self.sizes)
         read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
         return [_doubtful(one) for one in read] if varies else read
 

@@ -17,6 +17,7 @@ from typing import Final, cast
 
 from torch.fx import Node
 
+from meshc.check.orders import check_natural
 from meshc.check.spread import Parts, Spread, shown, shown_pending
 from meshc.check.types import Wrong
 from meshc.ir import spmd
@@ -92,12 +93,18 @@ def _same(node: Node, given: Spread, *_: object) -> Spread:
     return given
 
 
+def _mask(node: Node, given: Spread, *_: object) -> Spread:
+    check_natural(given, cast(int, node.args[1]), "counts positions")
+    return given
+
+
 def _ring_shift(node: Node, given: Spread, *_: object) -> Spread:
     """Another rank's tile: no sharding says which."""
     return replace(given, varies=True)
 
 
 def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
+    check_natural(given, cast(int, node.args[2]), "reads neighbours")
     return _with_dim(given, cast(int, node.args[2]), None, declared, axes=None)
 
 
@@ -123,7 +130,7 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.gather_rows: _gather_rows,
     spmd.scatter_rows: _scatter_rows,
     spmd.shard: _shard,
-    spmd.mask: _same,
+    spmd.mask: _mask,
     spmd.to_host: _same,
     spmd.from_host: _same,
     spmd.keep_first: _keep_first,
@@ -190,4 +197,4 @@ def _counted(parts: Parts) -> list[Part]:
 
 
 def _axes(parts: Parts) -> list[str]:
-    return [axis for part in parts for axis in part.axes]
+    return [cut for part in parts for cut in part.cuts]

@@ -101,6 +101,7 @@ def _faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[
     for port in (*program.inputs, *program.outputs):
         try:
             check_type(_local(port, sizes), sizes)
+            _check_order(port)
         except (Wrong, KeyError) as wrong:
             yield f"{where}: {port.key}: {wrong}"
             return
@@ -139,6 +140,11 @@ def _local(port: Port, sizes: Mapping[str, int]) -> Record:
     """A port's value on a rank."""
     shape = port.shape if port.sharding is None else local_shape(port.sharding, sizes)
     return Record(shape, port.dtype, port.sharding, host=port.host, disk=port.disk)
+
+
+def _check_order(port: Port) -> None:
+    if port.sharding is not None and any(part.order for _, _, part in port.sharding.parts()):
+        raise Wrong(f"it lies as {port.sharding}; what enters and leaves a program lies in natural order")
 
 
 def _keys(program: PlainProgram, where: str) -> Iterator[str]:

@@ -74,7 +74,7 @@ def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:
     found: list[tuple[str, int, tuple[str, ...]]] = []
     for part in parts:
         if part.axes:
-            found.append((part.factor, part.size, part.axes))
+            found.append((part.factor, part.size, part.cuts))
         elif part.size != 1:
             if found and not found[-1][2]:
                 found[-1] = (UNNAMED, found[-1][1] * part.size, ())
@@ -92,7 +92,7 @@ def alike(one: Parts, other: Parts) -> bool:
     """Whether two dims lie alike: split alike, in the same places, and under one name where each says one and they are cut alike."""
     if [part.size for part in one] == [part.size for part in other]:
         named = all(UNNAMED in (a.factor, b.factor) or a.factor == b.factor for a, b in zip(one, other, strict=True))
-        return named and [part.axes for part in one] == [part.axes for part in other]
+        return named and [part.cuts for part in one] == [part.cuts for part in other]
     a, b = run_of(one), run_of(other)
     return len(a) == len(b) and all(
         x[1:] == y[1:] and (x[0] == y[0] or UNNAMED in (x[0], y[0])) for x, y in zip(a, b, strict=True)

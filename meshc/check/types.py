@@ -11,7 +11,7 @@ from math import prod
 from typing import Final
 
 from meshc.ir import Record
-from meshc.ir.sharding import Sharding, local_shape
+from meshc.ir.sharding import Sharding, is_padded, local_shape
 
 MOST_BYTES: Final = 1 << 46
 """Of one value on one rank."""
@@ -55,3 +55,5 @@ def _check_sharding(sharding: Sharding, sizes: Mapping[str, int]) -> None:
     for _, _, part in sharding.parts():
         if not 0 <= part.size <= MOST_EXTENT:
             raise Wrong(f"{sharding}: {part.factor} has {part.size} positions; 0 to {MOST_EXTENT} are possible")
+        if part.order and is_padded(part, sizes):
+            raise Wrong(f"{sharding}: tiles of {part.factor} are padded, and lie in natural order only")

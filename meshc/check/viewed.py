@@ -82,7 +82,7 @@ def _named(parts: Sequence[Part]) -> list[tuple[int, int, str, tuple[str, ...]]]
     found, before = [], 1
     for part in parts:
         if part.size != 1 or part.axes:
-            found.append((before, part.size, part.factor, part.axes))
+            found.append((before, part.size, part.factor, part.cuts))
             before *= part.size
     return found
 

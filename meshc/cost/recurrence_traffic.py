@@ -4,6 +4,7 @@
     rnn                                                     (c + n - 2) / c S           backward as much
     recurrence      2 S n            backward 4 S n         (c + n - 2) / c S           backward that and S
     delta rule      (P + S) n        backward (P + 2 S) n   (c + n - 2) / c S           backward twice that and S
+    running sums    S n              backward S n           (products, maxima and the like too; where a maximum stands is S n more)
 
 numbers of a rank of n, of a state of S numbers in all of its rows, channels and heads; P are products of keys by keys.
 """
@@ -27,6 +28,7 @@ from meshc.ops import delta_rule_turns as _delta_turns  # noqa: F401 - likewise
 from meshc.ops import recurrence as _recurrence  # noqa: F401 - likewise
 from meshc.ops import recurrence_turns as _recurrence_turns  # noqa: F401 - likewise
 from meshc.ops import rnn as _rnn  # noqa: F401 - likewise
+from meshc.ops import scan_back as _scan_back  # noqa: F401 - likewise
 from meshc.program.program import PlainProgram
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -43,6 +45,12 @@ ENDS: Final[Mapping[object, str]] = {
     meshc.recurrence_end.default: "recurrence", meshc.delta_rule_end.default: "delta rule", meshc.delta_rule_ends.default: "delta rule",
 }  # fmt: skip
 """What a stretch comes to, of which ranks gather all."""
+SCANS: Final[Mapping[object, str]] = {
+    aten.cumsum.default: "running sum", meshc.cumsum_back.default: "running sum", aten.cumprod.default: "running product",
+    aten.logcumsumexp.default: "running log-sum", meshc.logcumsumexp_back.default: "running log-sum",
+    aten.cummax.default: "running maximum", aten.cummin.default: "running minimum",
+}  # fmt: skip
+"""Whose tiles' last positions (from the end: first ones) are what stretches come to."""
 STATES: Final = ("handed", "before", "begin")
 """What a turn may have from the rank before."""
 THROUGH: Final = (aten.reshape.default, aten.add.Tensor, aten.stack.default, aten.unsqueeze.default, aten.cat.default)
@@ -54,7 +62,7 @@ class Recurrence:
     """Of one layer, in one call, on one rank.
 
     path      of its module
-    kind      "rnn", "recurrence" or "delta rule"
+    kind      "rnn", "recurrence", "delta rule", or which running sum or the like
     axes      that split the sequence, over so many ranks
     parts     in which its rows, channels or heads are handed on; 0: ranks take their stretches at once
     sent      bytes by the program: of halos what a rank sends, of gathers their result; forward, backward
@@ -90,6 +98,8 @@ def traffic(program: PlainProgram) -> list[Recurrence]:
                 key, message, numbers = _of_turn(node, counted)
             elif node.target is spmd.all_gather and (ends := _before(node.all_input_nodes, ENDS)):
                 key, message, numbers = _of_gather(node, ends[0], program)
+            elif node.target is spmd.all_gather and (scan := _scanned(node)) is not None:
+                key, message, numbers = _of_scan(node, scan, program)
             else:
                 continue
             made = records(node)[0]
@@ -123,6 +133,27 @@ def _of_gather(node: Node, end: Node, program: PlainProgram) -> tuple[_Key, list
         keys = _shape(args["k"])
         each = prod(keys[:-2]) * keys[-1] ** 2 + state * (2 if end.target is meshc.delta_rule_ends.default else 1)
     return (record(node).source.module, ENDS[end.target], axes, ranks, 0), [node], each * ranks
+
+
+def _scanned(gather: Node) -> Node | None:
+    """The scan whose ends are gathered: one position of its result, or of where its extremes stand, in a new dim."""
+    x, wanted = gather.args[0], [aten.unsqueeze.default, aten.slice.Tensor]
+    while isinstance(x, Node) and (is_getitem(x) or x.target in (*wanted[:1], aten.add.Tensor)):
+        if x.target in wanted:
+            wanted.remove(x.target)
+        elif wanted:
+            return None
+        x = x.args[0]
+    return x if isinstance(x, Node) and x.target in SCANS and not wanted else None
+
+
+def _of_scan(node: Node, scan: Node, program: PlainProgram) -> tuple[_Key, list[Node], float]:
+    """A gather of what running sums of stretches come to: a position of each."""
+    axes, args = tuple(node.args[1]), _arguments(scan)  # type: ignore[arg-type]
+    shape, dim = _shape(args["self"] if "self" in args else args["x"]), args["dim"]
+    assert isinstance(dim, int)
+    ranks = prod(program.axis_sizes[axis] for axis in axes)
+    return (record(node).source.module, SCANS[scan.target], axes, ranks, 0), [node], prod(shape) / max(1, shape[dim]) * ranks
 
 
 def _state(args: dict[str, object]) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshc.ir.mesh import Mesh
-from meshc.ir.sharding import Part, Sharding, local_shape, part_shape, tile_count, tile_start
+from meshc.ir.sharding import Part, Sharding, local_shape, part_shape, tile_count, tile_start, zigzag_halves
 
 Coordinates = Mapping[str, int]
 Range = tuple[int, int]
@@ -70,10 +70,12 @@ def _narrow(x: Tensor, ranges: Iterable[Range]) -> Tensor:
 
 def take_tile(full: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinates: Coordinates) -> Tensor:
     """The padded tile of a whole tensor at `coordinates`: a new contiguous tensor of `local_shape`, zero in the padding."""
-    parts = [part.size for _, _, part in sharding.parts()]
     ranges = _real(sharding, sizes, coordinates)
+    full = full.reshape([part.size for _, _, part in sharding.parts()])
+    for dim, order in _orders(sharding, sizes):
+        full = full.index_select(dim, order.to(full.device))
     tile = full.new_zeros(part_shape(sharding, sizes))
-    _narrow(tile, ((0, length) for _, length in ranges)).copy_(_narrow(full.reshape(parts), ranges))
+    _narrow(tile, ((0, length) for _, length in ranges)).copy_(_narrow(full, ranges))
     return tile.view(local_shape(sharding, sizes))
 
 
@@ -85,7 +87,18 @@ def put_tiles(tiles: Iterable[tuple[Coordinates, Tensor]], sharding: Sharding, s
     for coordinates, tile in tiles:
         ranges = _real(sharding, sizes, coordinates)
         _narrow(full, ranges).copy_(_narrow(tile.reshape(local), ((0, length) for _, length in ranges)))
-    return full.view(sharding.shape)
+    for dim, order in _orders(sharding, sizes):
+        full = full.index_select(dim, torch.argsort(order).to(full.device))
+    return full.reshape(sharding.shape)
+
+
+def _orders(sharding: Sharding, sizes: Mapping[str, int]) -> Iterator[tuple[int, Tensor]]:
+    """Of parts that lie in zigzag order their positions, as the ranks' tiles have them one after the other."""
+    for dim, (_, _, part) in enumerate(sharding.parts()):
+        if part.order:
+            count = sizes[part.axes[0]]
+            halves = [half for place in range(count) for half in zigzag_halves(part.size, count, place)]
+            yield dim, torch.cat([torch.arange(start, start + length) for start, length in halves])
 
 
 def same_layout(one: Sharding, other: Sharding, mesh: Mesh) -> bool:

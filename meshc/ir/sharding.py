@@ -4,6 +4,12 @@ A dim is a product of factors, major to minor. Axes split a factor one after the
 129 over 2 and 2 is 65, then 33, so every rank holds 33 positions, of which 33, 32, 33, 31 are real. Taking the innermost axis away
 gives the layout of the rest, which is what makes a gather over one axis exact. What padding must hold is written in
 `passes/partition/local.py`.
+
+The tiles of the first axis may lie in another order than that of their positions, which then is part of the sharding:
+
+    seq 4096/cp            rank r of n has tile r
+    seq 4096/cp~zigzag     rank r has the first half of tile r and the second half of tile n - 1 - r: of 16 over 2, 0-3 4-7 | 8-11 12-15 is
+                           0-3 12-15 | 8-11 4-7
 """
 
 from __future__ import annotations
@@ -11,21 +17,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Final
 
 from meshc.ir.likeness import like
 from meshc.ir.sizes import braced
 
+ZIGZAG: Final = "zigzag"
+ORDERS: Final = (ZIGZAG,)
+"""In which tiles may lie, beside the natural one."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """One factor's place in a dim: its name, its global size, and the axes that split it, major to minor."""
+    """One factor's place in a dim: its name, its global size, the axes that split it, major to minor, and in which order the tiles of the
+    first of these lie, if not in that of their positions (`ORDERS`)."""
 
     factor: str
     size: int
     axes: tuple[str, ...] = ()
+    order: str = ""
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The axes, the first with the order of its tiles: `cp~zigzag`. Equal cuts of equal parts give a rank the same positions."""
+        return (f"{self.axes[0]}~{self.order}", *self.axes[1:]) if self.order else self.axes
 
     def __str__(self) -> str:
-        return f"{self.factor} {braced(self.size)}" + "".join(f"/{axis}" for axis in self.axes)
+        return f"{self.factor} {braced(self.size)}" + "".join(f"/{cut}" for cut in self.cuts)
 
 
 @dataclass(frozen=True)
@@ -65,15 +83,16 @@ class Sharding:
 
     def whole(self) -> Sharding:
         """The same dims, split by nothing and pending over nothing."""
-        return Sharding(tuple(tuple(like(part, axes=()) for part in parts) for parts in self.dims))
+        return Sharding(tuple(tuple(like(part, axes=(), order="") for part in parts) for parts in self.dims))
 
     def without_pending(self) -> Sharding:
         return like(self, pending=())
 
     def with_axes(self, dim: int, position: int, axes: tuple[str, ...]) -> Sharding:
-        """The same sharding with the axes of one part replaced."""
+        """The same sharding with the axes of one part replaced; another first axis has its tiles in natural order."""
         dims = [list(parts) for parts in self.dims]
-        dims[dim][position] = like(dims[dim][position], axes=axes)
+        part = dims[dim][position]
+        dims[dim][position] = like(part, axes=axes, order=part.order if axes[:1] == part.axes[:1] else "")
         return like(self, dims=tuple(tuple(parts) for parts in dims))
 
     def __str__(self) -> str:
@@ -82,6 +101,14 @@ class Sharding:
         if self.pending:
             text += " pending(" + ", ".join(f"{reduction}: {axis}" for axis, reduction in self.pending) + ")"
         return text
+
+
+def zigzag_halves(size: int, count: int, place: int) -> list[tuple[int, int]]:
+    """(first position, length) of both halves that the rank at `place` of `count` has in zigzag order; of a tile of odd length the first
+    half is the longer one. Tiles are not padded: `zigzag_halves(16, 2, 0) == [(0, 4), (12, 4)]`."""
+    tile = size // count
+    keep = tile - tile // 2
+    return [(place * tile, keep), ((count - 1 - place) * tile + keep, tile - keep)]
 
 
 def tile_sizes(size: int, counts: Sequence[int]) -> list[int]:

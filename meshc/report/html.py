@@ -77,7 +77,7 @@ class _Colours:
         self.of = {axis: f"axis a{at % COLOURS}" for at, axis in enumerate(axes)}
 
     def axis(self, name: str) -> Markup:
-        return tag("span", name, class_=self.of.get(name, "axis"))
+        return tag("span", name, class_=self.of.get(name.partition("~")[0], "axis"))
 
     def axes(self, names: Sequence[str]) -> Markup:
         return join(map(self.axis, names), " ")

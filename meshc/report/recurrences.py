@@ -1,4 +1,5 @@
-"""Recurrences whose sequence ranks split, as a table: how they take their steps, and what they send for it, by the program and by formula.
+"""Recurrences and running sums whose sequence ranks split, as a table: how they take their steps, and what they send for it, by the program
+and by formula.
 
     steps along a split sequence, bytes of a rank forward and backward (a layer, in one call)
       layers    count    steps of    along    ranks    taken               forward    by formula    backward    by formula
@@ -32,4 +33,4 @@ def told(program: PlainProgram) -> str:
 def _row(one: Recurrence, count: int) -> list[str]:
     taken = f"in {one.turns} turns, {one.parts} part{'s' * (one.parts > 1)}" if one.parts else "at once, joined"
     bytes = [bytes_text(size) for pair in zip(one.sent, one.formula, strict=True) for size in pair]
-    return [one.path, str(count), one.kind, ", ".join(one.axes), str(one.ranks), taken, *bytes]
+    return [one.path or "the model", str(count), one.kind, ", ".join(one.axes), str(one.ranks), taken, *bytes]

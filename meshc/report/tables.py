@@ -19,7 +19,7 @@ def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
 
 def part_text(part: Part) -> str:
     plain = "." in part.factor or not part.factor or re.fullmatch(r"f\d+", part.factor)
-    return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{axis}" for axis in part.axes)
+    return (f"{part.size}" if plain else f"{part.factor} {part.size}") + "".join(f"/{cut}" for cut in part.cuts)
 
 
 def table(rows: Iterable[Sequence[object]], headers: list[str], title: str) -> str:

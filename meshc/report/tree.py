@@ -33,7 +33,7 @@ def lies(sharding: Sharding | None, shape: Sequence[int]) -> Lies:
     """As `tables.placement` has it, with the axes apart."""
     if sharding is None:
         return tuple(((str(size), ()),) for size in shape)
-    return tuple(tuple((part_text(part).partition("/")[0], part.axes) for part in parts) or (("1", ()),) for parts in sharding.dims)
+    return tuple(tuple((part_text(part).partition("/")[0], part.cuts) for part in parts) or (("1", ()),) for parts in sharding.dims)
 
 
 class Leaf(NamedTuple):

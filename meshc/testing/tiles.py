@@ -1,7 +1,8 @@
 """What every rank holds of a value, and the value again from what the ranks hold: the plain definition that checks lean on.
 
 Nothing here comes from the code under test. A factor of `size` split by axes of sizes a, b, ... lies in tiles of ceil(size / a), each of
-these in tiles of ceil(tile / b), and so on; `owner_ranges` says so by cutting lists of indices.
+these in tiles of ceil(tile / b), and so on; in zigzag order a rank has the first half of its tile, and the second one of the mirrored
+rank's. `owned` says so by cutting lists of indices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshc.ir.mesh import Mesh
-from meshc.ir.sharding import Part, Sharding
+from meshc.ir.sharding import ZIGZAG, Part, Sharding
 
 BEYOND = 1_000_003
 """An index beyond any dim."""
@@ -35,7 +36,11 @@ def owned(part: Part, sizes: Mapping[str, int], coordinates: Mapping[str, int]) 
     for axis in part.axes:
         length = -(-length // sizes[axis])
         start = length * coordinates[axis]
-        indices = indices[start : start + length]
+        tile = indices[start : start + length]
+        if axis == part.axes[0] and part.order == ZIGZAG:
+            mirrored = indices[length * (sizes[axis] - 1 - coordinates[axis]) :][:length]
+            tile = tile[: -(-length // 2)] + mirrored[-(-length // 2) :]
+        indices = tile
     return indices, length
 
 

@@ -23,7 +23,7 @@ from meshc.ir import PHASES, Record, Source
 from meshc.ir.functions import Function
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.regions import set_region
-from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.ir.sharding import ORDERS, Part, Sharding, local_shape
 from meshc.ir.sharing import WORDS, set_sharing
 from meshc.ir.sizes import Dynamic, Number, from_ast
 from meshc.ir.sizes import parse as parse_size
@@ -174,8 +174,16 @@ def _dim(dim: str, text: str, hints: Mapping[str, int]) -> int | tuple[Part, ...
         match = _PART.fullmatch(piece.strip())
         if match is None:
             raise ArtifactError(f"{text!r} is no type: {piece.strip()!r} is not FACTOR SIZE/AXIS/...; {TYPE_EXAMPLE}")
-        parts.append(Part(match[1], _size(match[2], hints), tuple(match[3].split("/")[1:])))
+        parts.append(Part(match[1], _size(match[2], hints), *_cuts(match[3], text)))
     return tuple(parts)
+
+
+def _cuts(said: str, text: str) -> tuple[tuple[str, ...], str]:
+    """The axes of a part, and the order of the first one's tiles."""
+    cuts = [cut.partition("~") for cut in said.split("/")[1:]]
+    if any(not axis or (mark and (at or order not in ORDERS)) for at, (axis, mark, order) in enumerate(cuts)):
+        raise ArtifactError(f"{text!r} is no type: {said!r} is not /AXIS/..., or /AXIS~ORDER/... with an order of {', '.join(ORDERS)}")
+    return tuple(axis for axis, _, _ in cuts), cuts[0][2] if cuts else ""
 
 
 def _pending(clause: str | None, text: str) -> tuple[tuple[str, str], ...]:

@@ -18,6 +18,7 @@ lists dynamic sizes, with their ranges and the integers that stand for them whil
 A type is the dtype, a dim at a time the factors with the axes that split them, then what is not the default:
 
     f32[batch 8/dp/cp, heads 4/tp * head 32]     axes major to minor; `1` is a dim without a factor, `f32[]` a scalar
+    f32[batch 8/dp, seq 64/cp~zigzag]            the tiles of the first axis in another order (`meshc/ir/sharding.py`)
     f32[8, 128]                                  a value without a sharding: its plain shape
     ... pending(sum: tp, max: dp)                waits for these reductions
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
@@ -226,8 +227,9 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
     if sharding is None:
         return f"{dtype}[{', '.join(map(braced, value.shape))}]" + _place(value)
     for word in (*(part.factor for _, _, part in sharding.parts()), *sharding.axes()):
-        if not WORD.fullmatch(word):
-            raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space")
+        if not WORD.fullmatch(word) or "~" in word and word in sharding.axes():
+            raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space, "
+                                "an axis no ~")  # fmt: skip
     text = f"{dtype}[{', '.join(' * '.join(map(str, parts)) or '1' for parts in sharding.dims)}]"
     if sharding.pending:
         text += f" pending({', '.join(f'{reduction}: {axis}' for axis, reduction in sharding.pending)})"

@@ -16,7 +16,7 @@ from meshc.ir.likeness import like
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
-from meshc.passes.phases.order import natural
+from meshc.passes.phases.order import told
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class Builder:
         node = called(self.graph, target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
-        sharding = None if sharding is None else natural(sharding)
+        sharding = None if sharding is None else told(sharding)
         changes = {"sharding": sharding} if reason is None else {"sharding": sharding, "reason": reason}
         known = [argument for argument in operands(node) if argument in self.shapes]
         near = [self.shapes[argument] for argument in known]
@@ -99,7 +99,7 @@ class Builder:
     def lying(self, node: Node, sharding: Sharding) -> Node:
         """A value whose type is to say that it lies so; where its own says that axes split other dims, a view: a tile of one position may
         be in either, and the operands of a view that changes no shape on a rank would be taken for its result."""
-        sharding = natural(sharding)
+        sharding = told(sharding)
         own = record(node).sharding if self.shapes.get(node) is not None else None
         if own is None or _splits(own) == _splits(sharding):
             return node
@@ -181,5 +181,5 @@ def _told(argument: object) -> object:
 
 
 def _splits(sharding: Sharding) -> list[list[tuple[str, ...]]]:
-    """The axes that split each dim."""
-    return [[part.axes for part in dim if part.axes] for dim in sharding.dims]
+    """What cuts each dim."""
+    return [[part.cuts for part in dim if part.axes] for dim in sharding.dims]

@@ -29,7 +29,7 @@ from meshc.passes.partition.reasons import differing, lines, moved, reader, summ
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.phases.order import is_zigzag, natural, plain_tokens, turned
+from meshc.passes.phases.order import is_zigzag, natural, plain_tokens, told, turned
 from meshc.passes.place.orders import in_any_order
 from meshc.passes.place.spread import backward_map, forward_map, spread
 from meshc.passes.rules.bounds import Bound
@@ -369,7 +369,7 @@ class Partitioner:
             zero = self._zero(instance, index, operands, sharding)
             form = Form(result, replace(sharding, zero=zero), phase)
             if result.op == "call_function" and record(result).sharding is None:
-                update(result, sharding=natural(form.sharding), of=f"{node.name}.{index}")
+                update(result, sharding=told(form.sharding), of=f"{node.name}.{index}")
             if self._existing((node, index), form.sharding) is None:
                 self._add((node, index), form)
 

@@ -25,7 +25,7 @@ from meshc.ir import spmd, update
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
-from meshc.passes.phases.order import is_zigzag, natural, plain, zigzag
+from meshc.passes.phases.order import is_zigzag, plain, told, zigzag
 
 aten = torch.ops.aten
 
@@ -243,7 +243,7 @@ def _exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason:
     moved, dim = _expose(build, x, sharding, part, always=True)
     moved = build.exchanged(moved, dim, plain(sharding.dims[part[0]][part[1]].axes), reason)
     moved = _restore(build, moved, sharding)
-    update(moved, sharding=natural(sharding))
+    update(moved, sharding=told(_in_other_order(sharding, part)))
     return moved
 
 
@@ -317,7 +317,7 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
     else:
         moved = _exchange(build, x, now, after, step, reason, size, count)
     moved = _restore(build, moved, after)
-    update(moved, sharding=natural(after))
+    update(moved, sharding=told(after))
     return moved
 
 

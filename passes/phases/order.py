@@ -1,23 +1,23 @@
-"""Order: a value that an axis splits may lie in zigzag order along it; while a program is partitioned, its sharding says so.
+"""Order: a value that an axis splits may lie in zigzag order along it (`meshc/ir/sharding.py`); its sharding says so.
 
-    seq 4096/cp            the tiles of the ranks, one after the other
-    seq 4096/cp~zigzag     of each tile the second half is that of the mirrored rank: rank r has the halves 2 r and 2 n - 1 - 2 r
+    ("cp~zigzag",)         the axes of a part while it is decided who splits what: what is split so is split by another axis
+    seq 4096/cp~zigzag     the part as types say it, whose axis is cp and whose order is zigzag
 
-What treats each position by itself computes on either alike, so of what it makes no more than the order is said. The per-rank program
-speaks of axes alone: there the exchange of halves that a change of order is stands as a line of its own.
+What treats each position by itself computes on either alike, so of what it makes no more than the order is said. In the per-rank program
+the exchange of halves that a change of order is stands as a line of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from meshc.ir.sharding import Sharding
+from meshc.ir.sharding import ZIGZAG, Part, Sharding
 
 Key = TypeVar("Key")
 
-_MARK: Final = "~zigzag"
+_MARK: Final = f"~{ZIGZAG}"
 
 
 def zigzag(axis: str) -> str:
@@ -45,6 +45,15 @@ def turned(sharding: Sharding) -> bool:
 
 def natural(sharding: Sharding) -> Sharding:
     """The same in natural order."""
+    return _each(sharding, lambda part: replace(part, axes=plain(part.axes)))
+
+
+def told(sharding: Sharding) -> Sharding:
+    """The same as a value's type says it."""
+    return _each(sharding, lambda part: replace(part, axes=plain(part.axes), order=ZIGZAG) if is_zigzag(part.axes[0]) else part)
+
+
+def _each(sharding: Sharding, of: Callable[[Part], Part]) -> Sharding:
     if not turned(sharding):
         return sharding
-    return replace(sharding, dims=tuple(tuple(replace(part, axes=plain(part.axes)) for part in parts) for parts in sharding.dims))
+    return replace(sharding, dims=tuple(tuple(of(part) if part.axes else part for part in parts) for parts in sharding.dims))

@@ -20,7 +20,7 @@ from typing import Final
 
 from torch.fx import Graph, Node
 
-from meshc.ir import op_name, records, value_of
+from meshc.ir import records, value_of
 from meshc.ir.graph import results_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.sizes import Size
@@ -30,15 +30,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.order import zigzag
 from meshc.passes.place.spread import spread
-
-ANY_ORDER: Final = frozenset({
-    "aten.embedding", "aten.embedding_dense_backward", "aten.addmm", "aten._log_softmax", "aten._log_softmax_backward_data",
-    "aten._softmax", "aten._softmax_backward_data", "aten.mean", "aten.sum", "aten.native_layer_norm", "aten.native_layer_norm_backward",
-    "meshc.take", "meshc.take_backward", "meshc.one_hot", "aten.full", "aten.zeros", "aten.ones", "aten.full_like", "aten.zeros_like",
-    "aten.ones_like", "aten.new_zeros", "aten.new_full", "aten.new_ones", "aten.scatter", "meshc.counts_of_rows",
-})  # fmt: skip
-"""Operators with a lowering of their own that looks at where a tile begins along `major` letters alone (an embedding's vocabulary), or not
-at all. Those without one are called on tiles as they are, wherever these begin."""
+from meshc.passes.rules import orders
 
 ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""
@@ -67,12 +59,14 @@ def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
 
 
 def _along(assignment: Assignment, node: Node) -> _Along | None:
-    """What a ring passes along, if none of its tiles is padded."""
+    """What a ring passes along, if none of its tiles is padded, and halves of them are whole positions of the factor that is split."""
     instance = assignment.factors.instances[node]
     ((letter, passing),) = instance.rule.rings.items()
     factor, (axis,) = instance.factor[letter, 0], assignment.chosen[node][letter, 0]
     size = assignment.factors.size[factor]
     if instance.factor[passing.letter, 0] != factor or isinstance(size, Size) or size % assignment.sizes[axis]:
+        return None
+    if (letter, 1) in instance.factor and size // assignment.sizes[axis] % 2:
         return None
     return _Along(factor, axis)
 
@@ -81,11 +75,7 @@ def in_any_order(instance: Instance, tokens: Collection[Token]) -> bool:
     """Whether an operator does the same to each position along these tokens, in whatever order they are."""
     if instance.kind == "unknown" or any(token in instance.tied or token in instance.whole for token in tokens):
         return False
-    if instance.kind == "layout" or instance.rule.lower is None:
-        return True
-    name = op_name(instance.node)
-    known = name in ANY_ORDER or name.rpartition(".")[0] in ANY_ORDER
-    return known and not any(token[0] in instance.rule.major for token in tokens)
+    return all(orders.in_any_order(instance.node, instance.rule, letter) for letter, _ in tokens)
 
 
 class _Ordering:

@@ -45,6 +45,7 @@ from meshc.passes.rules import (
     turns,
 )
 from meshc.passes.rules.linear import linear_in
+from meshc.passes.rules.orders import in_any_order
 from meshc.passes.rules.pending import deferrals
 from meshc.passes.rules.registered import registered
 from meshc.passes.rules.rule import Rule
@@ -96,4 +97,4 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
     return registered(node, tensors) or elementwise.tagged(node, tensors)
 
 
-__all__ = ["FAMILIES", "Rule", "deferrals", "rule_of"]
+__all__ = ["FAMILIES", "Rule", "deferrals", "in_any_order", "rule_of"]

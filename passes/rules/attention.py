@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 meshc = torch.ops.meshc
 
 Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
+ZIGZAG = frozenset("qk")
 ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
@@ -77,11 +78,11 @@ def _block_backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _zigzag(node: Node, tensors: list[Node]) -> Rule:
-    return einsum(f"b h q! d!, {K}, {K} -> b h q! d! | b h q!", node, tensors)
+    return einsum(f"b h q! d!, {K}, {K} -> b h q! d! | b h q!", node, tensors, zigzag=ZIGZAG)
 
 
 def _zigzag_backward(node: Node, tensors: list[Node]) -> Rule:
-    return einsum(f"b h q! d!, b h q! d!, {K}, {K}, b h q! d!, b h q! -> b h q! d! | {K} | {K}", node, tensors)
+    return einsum(f"b h q! d!, b h q! d!, {K}, {K}, b h q! d!, b h q! -> b h q! d! | {K} | {K}", node, tensors, zigzag=ZIGZAG)
 
 
 def _merge(node: Node, tensors: list[Node]) -> Rule:

@@ -39,7 +39,7 @@ EXPERTS = {"q": "experts", "g": "experts"}
 
 
 def _choices(node: Node, tensors: list[Node]) -> Rule:
-    return einsum("t k! -> q t m! | q t m!", node, tensors, lower=_lower_choices, self_masked=True)
+    return einsum("t k! -> q t m! | q t m!", node, tensors, lower=_lower_choices, self_masked=True, major=frozenset("q"))
 
 
 def _lower_choices(local: Local) -> Node:

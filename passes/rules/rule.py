@@ -124,6 +124,7 @@ class Rule:
     major    letters whose first factor only may be sharded (their positions must be a range)
     settles  a layout operator past which no reduction may be deferred
     accumulates  its result is pending over the microbatches
+    zigzag   letters whose tiles lie in zigzag order, as its kernel takes them
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
     rings    letter -> what can pass round where one axis splits that letter
     steps    the letter that it steps along, if it does
@@ -148,6 +149,7 @@ class Rule:
     major: frozenset[str] = frozenset()
     settles: bool = False
     accumulates: bool = False
+    zigzag: frozenset[str] = frozenset()
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
     rings: Mapping[str, Passing] = field(default_factory=dict)
     steps: Stepping | None = None

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
+from meshc.testing import tiles as expected
 
 MESH = Mesh("dp=2,tp=2")
 SIZES = {"dp": 2, "tp": 2}
@@ -149,3 +150,14 @@ def test_chunks_are_torchs_own(case: tuple[Sharding, Mesh]) -> None:
                 place = at[axis.name]
                 want = pieces[place] if place < len(pieces) else want.narrow(placement.dim, 0, 0)
         assert torch.equal(layouts.take_chunk(full, placements, mesh, at), want)
+
+
+def test_tiles_in_zigzag_order_are_halves_of_two() -> None:
+    """As `meshc.testing.tiles`, which knows nothing of these, has them; a tile of odd length has the longer half of its own."""
+    for size, axes in ((12, ("a",)), (9, ("a",)), (24, ("a", "b"))):
+        sharding = Sharding(((Part("rows", 2),), (Part("seq", size, axes, "zigzag"), Part("inner", 2))))
+        mesh = Mesh("a=3,b=2")
+        full = counted(2, size * 2)
+        tiles = [(mesh.coordinates(rank), tile) for rank, tile in zip(mesh.ranks, expected.tiles(full, sharding, mesh), strict=True)]
+        assert all(torch.equal(layouts.take_tile(full, sharding, layouts.axis_sizes(mesh), at), tile) for at, tile in tiles)
+        assert torch.equal(layouts.put_tiles(tiles, sharding, layouts.axis_sizes(mesh)), full)

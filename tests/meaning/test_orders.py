@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc.check import check_program
 from meshc.ir import calls, record, spmd
+from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from tests.broad import broad
 from tests.captured import Captured
 from tests.meaning.test_rings import RING
 from tests.models import FACTORIES
-from tests.zoo.run import adamw
+from tests.zoo.run import adamw, case
 
 SEQ = 36
 """Divided by two, three and four ranks; of twelve ranks each has three positions: halves of two and of one."""
@@ -86,6 +88,13 @@ class Prefix(nn.Module):
         return x.cumsum(1) / 8
 
 
+class Features(nn.Module):
+    """Running sums of each position by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(2) / 8
+
+
 class Mean(nn.Module):
     """Reads all positions, in whatever order."""
 
@@ -109,6 +118,18 @@ class Picks(nn.Module):
         return x + x[:, others] + scores.gather(1, others.expand(x.shape[0], -1))[..., None]
 
 
+class Windows(nn.Module):
+    """Looks at the positions as windows of some, of which each rank has whole ones."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(1, (self.count, -1))
+        return (y - y.mean(2, keepdim=True)).flatten(1, 2)
+
+
 class Turned(nn.Module):
     """Looks at the same positions under another shape."""
 
@@ -127,6 +148,9 @@ BETWEEN: list[Any] = [
     (nn.Identity(), "cp=2", 1),
     (Mean(), "cp=2", 1),
     (Turned(), "cp=2", 1),
+    (Windows(4), "cp=2", 1),
+    broad(Features(), "cp=2", 1),
+    (Windows(6), "cp=2", 18),
     (nn.LayerNorm(16), "cp=3", 1),
     (Places(), "cp=2", 2),
     (Neighbours(), "cp=2", None),
@@ -141,7 +165,8 @@ BETWEEN: list[Any] = [
 @pytest.mark.parametrize("between, mesh, count", BETWEEN, ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None)
 def test_what_reads_positions_neighbours_or_a_prefix_has_them_in_their_own_order(between: nn.Module, mesh: str, count: int | None) -> None:
     """What treats each position by itself costs no exchange: what the model is given is exchanged, once. What does not costs two in
-    forward and two in backward, around it; of dropout the mask is exchanged in place of two of these."""
+    forward and two in backward, around it; of dropout the mask is exchanged in place of two of these. Three windows of a rank have no
+    halves, so that each attention exchanges its own operands."""
     if isinstance(between, nn.GRU):
         between = First(between)
     program = trained(Layers(between), mesh, RING)
@@ -175,3 +200,21 @@ def test_tiles_that_are_padded_are_exchanged_at_each_ring(length: int, whole: bo
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
     assert isinstance(program.compiled, PlainProgram)
     assert (len(exchanged(program.compiled)) == 1) == whole
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("kind, mesh, plan", [
+    ("mixtral", "cp=2,ep=2", "cp: seq\nep: experts > batch"),
+    ("qwen3_moe", "dp=2,cp=2", "dp: experts@*.mlp.experts > batch\ncp: seq"),
+])  # fmt: skip
+def test_routed_rows_stay_in_the_order_of_the_ring(kind: str, mesh: str, plan: str) -> None:
+    """A router and its experts treat each row by itself. Zeros that torch's gradient of the largest scores begins with are made whole."""
+    asked = case(kind)
+    step = meshc.TrainStep(asked.model, optimizer=torch.optim.SGD(asked.model.parameters(), lr=0.1), loss=asked.loss)
+    program = meshc.compile(step, meshc.Mesh(mesh), kwargs=asked.call_kwargs, plan=plan, options=meshc.Options(attention="zigzag"))
+    assert meshc.verify(program, dtype=torch.float64).ok
+    assert isinstance(program.compiled, PlainProgram)
+    check_program(program.compiled, "the program", rules)
+    mirrored = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if node.target is spmd.mirror]
+    assert {record(node).dtype for node in mirrored if record(node).phase == "forward"} == {torch.int64}
+    assert {record(node).reason.partition(" of ")[0] for node in mirrored if record(node).phase != "forward"} <= {"gradient new_zeros"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
-from meshc.report import summary
+from meshc.cost.recurrence_traffic import Recurrence, traffic
+from meshc.report import recurrences, summary
 from tests.broad import broad
 from tests.passes.stepped import around, changed
 
@@ -61,6 +63,15 @@ SCANS = {
 }
 
 
+SENT = {
+    "cumsum": {"running sum": (1, 1)},
+    "logcumsumexp": {"running log-sum": (1, 2)},  # of what is positive and of what is negative in the gradient
+    "cumprod": {"running product": (1, 1), "running sum": (0, 3)},  # as torch writes the gradient of a product with zeros
+    "cummax": {"running maximum": (3, 0)},  # where it stands is an i64; a gradient goes there
+}
+"""How many positions of float32 a rank is given of each rank for each scan, forward and backward."""
+
+
 @pytest.mark.parametrize("name", ["cumsum", broad("logcumsumexp"), broad("cumprod"), broad("cummax")])
 def test_no_scan_gathers_a_split_dim(name: str) -> None:
     """Forward and backward: the largest thing that is gathered is a position of each rank, with its place if that is asked for."""
@@ -72,3 +83,7 @@ def test_no_scan_gathers_a_split_dim(name: str) -> None:
     gathers = [use.bytes_per_rank for use in summary.collectives(program.compiled) if use.kind == "all_gather"]
     position = 2 * 8 * 4 * 3
     assert gathers and max(gathers) <= 2 * position
+    both = {kind: (one * position, other * position) for kind, (one, other) in SENT[name].items()}
+    assert traffic(program.compiled) == [Recurrence("", kind, ("cp",), 3, 0, bytes, bytes) for kind, bytes in both.items()]
+    kinds = re.findall(r"^ +the model +1 +(running [a-z-]+) +cp +3 +at once, joined", recurrences.told(program.compiled), re.MULTILINE)
+    assert kinds == list(both)

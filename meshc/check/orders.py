@@ -1,0 +1,102 @@
+"""In which order the tiles of what is split lie (`meshc/ir/sharding.py`): what operators take, and the exchange that changes it.
+
+    cumsum of [batch 4, seq 8/cp~zigzag] along seq               does not go: it takes natural order
+    add of [seq 8/cp~zigzag] and [seq 8/cp]                      does not go: it takes one order
+    attention_zigzag of [batch 4, heads 2, seq 8/cp, head 8]     does not go: it takes zigzag order
+    cat([x[:half], mirror(x[half:], ["cp"])]) of [seq 8/cp]      gives [seq 8/cp~zigzag], and of that [seq 8/cp]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check.spread import Parts, Spread, shown
+from meshc.check.types import Wrong
+from meshc.ir import op_name, spmd
+from meshc.ir.sharding import ZIGZAG, local_size
+
+if TYPE_CHECKING:
+    from meshc.check.ruled import Rule, Rules
+
+aten = torch.ops.aten
+
+
+def check(
+    node: Node, names: Sequence[str], rule: Rule, rules: Rules, given: Sequence[Spread], piece: bool, sizes: Mapping[str, int]
+) -> None:
+    """Raises Wrong for operands whose order is not the one that the operator takes. `names` are the operands'. A `piece` of what a rule
+    makes of an operator may take any order: what it gives is looked at where a line says again how a value lies."""
+    found: dict[str, tuple[Parts, str]] = {}
+    for name, dims, spread in zip(names, rule.operands, given, strict=True):
+        for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
+            if parts is None:
+                continue
+            here = f"dim {place} of {name}"
+            if letter in rule.zigzag and not turned(parts):
+                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in {ZIGZAG} order")
+            if letter in rule.zigzag and not _halved(parts, sizes):
+                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in halves, and half a rank's tile is no whole position")
+            if not piece and turned(parts) and not rules.in_any_order(node, rule, letter):
+                raise Wrong(f"{here} is [{shown(parts)}]: {op_name(node)} takes it in natural order")
+            known, who = found.setdefault(letter, (parts, here))
+            if _axes(known) == _axes(parts) and _cuts(known) != _cuts(parts):
+                raise Wrong(f"{who} is [{shown(known)}] and {here} is [{shown(parts)}]: {op_name(node)} takes them in one order")
+
+
+def check_natural(given: Spread, dim: int, does: str) -> None:
+    """Raises Wrong where what reads neighbours, or counts positions, would read another order."""
+    parts = given.dims[dim]
+    if parts is not None and turned(parts):
+        raise Wrong(f"it {does} along dim {dim} of its operand, which is [{shown(parts)}] and not in natural order")
+
+
+def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]], sizes: Mapping[str, int]) -> Spread | None:
+    """What lies in the other order, of a line that joins the first half of a tile to the second one of the mirrored rank; else None."""
+    halves, dim = ir.operands(node), node.args[1] if len(node.args) > 1 else 0
+    if node.target is not aten.cat.default or len(halves) != 2 or halves[1].target is not spmd.mirror:
+        return None
+    mine, mirrored = halves[0], halves[1].args[0]
+    axes = halves[1].args[1]
+    both = [half.args for half in (mine, mirrored) if isinstance(half, Node) and half.target is aten.slice.Tensor and not half.kwargs]
+    if len(both) != 2 or both[0][0] is not both[1][0] or not isinstance(x := both[0][0], Node) or not isinstance(dim, int):
+        return None
+    size = ir.record(x).shape[dim]
+    keep = size - size // 2
+    if [list(half[1:]) for half in both] != [[dim, 0, keep], [dim, keep, size]]:
+        return None
+    (given,) = spreads[x]
+    parts = given.dims[dim]
+    split = [place for place, part in enumerate(parts or ()) if part.axes]
+    if parts is None or len(split) != 1 or list(parts[split[0]].axes) != axes or not _halved(parts, sizes):
+        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
+    part = parts[split[0]]
+    other = replace(part, order="" if part.order else ZIGZAG)
+    row = tuple(other if one is part else one for one in parts)
+    return replace(given, dims=tuple(row if d == dim else each for d, each in enumerate(given.dims)))
+
+
+def turned(parts: Parts) -> bool:
+    """Whether anything of a dim lies in another order than the natural one."""
+    return any(part.order for part in parts)
+
+
+def _halved(parts: Parts, sizes: Mapping[str, int]) -> bool:
+    """Whether the halves of a rank's positions of a dim are those of the tile of the part that is split."""
+    place = next(place for place, part in enumerate(parts) if part.axes)
+    before, inside = (prod(part.size for part in some) for some in (parts[:place], parts[place + 1 :]))
+    return before == 1 and (inside == 1 or local_size(parts[place], sizes) % 2 == 0)
+
+
+def _axes(parts: Parts) -> list[tuple[str, ...]]:
+    return [part.axes for part in parts if part.axes]
+
+
+def _cuts(parts: Parts) -> list[tuple[str, ...]]:
+    return [part.cuts for part in parts if part.axes]
