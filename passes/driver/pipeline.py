@@ -15,6 +15,7 @@ from meshc.passes.lower.fetch_ahead import fetch_ahead
 from meshc.passes.lower.fuse_updates import fuse_updates
 from meshc.passes.lower.group_regions import group_regions
 from meshc.passes.lower.keep_used_rows import keep_used_rows
+from meshc.passes.lower.overlap_exchanges import overlap_exchanges
 from meshc.passes.lower.schedule_collectives import schedule_collectives
 from meshc.passes.lower.send_rows import send_rows
 from meshc.passes.lower.share_memory import share_memory
@@ -111,6 +112,7 @@ CUT: Final[Pass[Lowered, Lowered]] = Pass("cut", cut_backward, "likewise: what l
 LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
     Pass("divide_updates", divide_updates, "once it is settled which rank updates what; before collectives, of which it makes others"),
     Pass("collectives", schedule_collectives, "once it is settled which stage a collective is in"),
+    Pass("exchanges", overlap_exchanges, "after what travels together is joined; before fuse_updates, which goes by where gradients are"),
     Pass("fuse_updates", fuse_updates),
     Pass("fetch", fetch_ahead, "once updates are one for many; before regions, which end where a copy starts"),
     Pass("regions", group_regions, "what stands in a region is what runs in it"),
