@@ -266,7 +266,7 @@ class _Walk:
         code = function.__code__
         name = f"{function.__module__}.{function.__qualname__}"
         self._put(place, f"function {name}")
-        if found.is_apart(function.__module__):
+        if found.is_unread(function):
             return
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # nothing stands there yet

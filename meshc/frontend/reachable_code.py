@@ -32,6 +32,8 @@ TYPING: Final = (typing._GenericAlias, typing._SpecialForm, typing.TypeVar)  # t
 APART: Final = frozenset("huggingface_hub filelock httpx httpx2 httpcore httpcore2 requests urllib3 truststore psutil".split())
 """Packages that fetch files and lock them, which stock code names and no forward runs: they are not looked into, and what a trace runs of
 them counts as not found."""
+FETCHING: Final = frozenset(("transformers.utils.hub",))
+"""Modules of which the same is true of their functions, in packages that are looked into. What other code reads of them counts."""
 
 _SPECS: Final = [spec for name in ("torch", "numpy", "sympy", "triton") if (spec := importlib.util.find_spec(name)) is not None]
 _INSTALLED: Final = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
@@ -93,6 +95,11 @@ def is_foreign(value: object) -> bool:
 def is_apart(module: str | None) -> bool:
     """Whether a module is of a package that is not looked into."""
     return module is not None and module.partition(".")[0] in APART
+
+
+def is_unread(function: types.FunctionType) -> bool:
+    """Whether a function's code is not looked into, since no forward runs it."""
+    return is_apart(function.__module__) or function.__module__ in FETCHING
 
 
 def short_file(code: types.CodeType) -> str:

@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.utils import hub
 
 import meshc
 from meshc.frontend import reachable_code
@@ -224,6 +225,27 @@ def test_a_stock_model_whose_code_names_the_hub_can_be_compared() -> None:
     config = Qwen3_5TextConfig(**sizes, **heads, **linear, layer_types=["linear_attention", "full_attention"])
     one, same = (reachable(Qwen3_5ForCausalLM(config), {}) for _ in range(2))
     assert one.why == "" and difference(one.places, same.places) == ""
+
+
+def test_two_processes_have_one_key_of_a_model_whose_configuration_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's configuration leads to how configurations are fetched, by a function that names a number which each process draws."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, num_key_value_heads=1, layer_types=["full_attention"]))
+    mine = reachable(model, {})
+    assert mine.why == "" and mine.places["transformers.configuration_utils.cached_file"] == "function transformers.utils.hub.cached_file"
+    monkeypatch.setattr(hub, "SESSION_ID", "another process's")
+    assert difference(reachable(model, {}).places, mine.places) == ""
+    assert "not found" in mine.beyond([hub.cached_files.__code__])
+
+
+def reads_a_session(x: Tensor) -> Tensor:
+    return x + len(hub.SESSION_ID)
+
+
+def test_what_a_forward_reads_of_a_module_that_fetches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = reachable(nn.Module(), {"a": reads_a_session}).places
+    monkeypatch.setattr(hub, "SESSION_ID", "shorter")
+    assert "transformers.utils.hub.SESSION_ID" in difference(reachable(nn.Module(), {"a": reads_a_session}).places, before)
 
 
 def test_a_stock_model_is_known_whole() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -389,4 +390,6 @@ CHECKS = (
 
 
 def run(mesh: str, *names: str) -> None:
+    """Rank 0 compiles for all ranks: where another does for itself, that is an error here."""
+    warnings.filterwarnings("error", "(rank|every rank).* compiles this program for itself")
     run_checks(CHECKS, mesh, names)

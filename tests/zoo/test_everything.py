@@ -53,9 +53,15 @@ def test_a_model_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
     assert in_a_child(ENTRIES["causal llama"])["outcome"] == "too slow"
 
 
-@pytest.mark.parametrize("key", [broad("causal jetmoe"), broad("seq2seq m2m_100"), broad("image levit"), broad("masked funnel")])
+@pytest.mark.parametrize("key", [broad("causal xglm"), broad("seq2seq t5gemma2"), broad("image levit"), broad("masked funnel")])
 def test_a_type_equals_one_device(key: str) -> None:
     assert tried(ENTRIES[key]) | {"seconds": 0} == {"outcome": "equal", "why": "", "seconds": 0}
+
+
+@pytest.mark.parametrize("key, line", [broad("causal jetmoe", "modeling_jetmoe.py:"), broad("seq2seq m2m_100", "modeling_m2m_100.py:")])
+def test_a_type_that_is_refused_names_its_line(key: str, line: str) -> None:
+    row = tried(ENTRIES[key])
+    assert row["outcome"] == "refused" and line in row["why"] and "what to do:" in row["why"]
 
 
 def test_the_table_counts_and_names_what_is_not_equal() -> None:
