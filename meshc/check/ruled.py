@@ -95,6 +95,7 @@ def ruled(
     owing = [_owed(rule, index, letters) for index in range(len(rule.results))]
     pending = _deferred(node, names, deferrals, given, owing)
     varies = any(spread.varies for spread in given) or bool(lost)
+    lost += _maybe_lost(rule, letters, given)
     results = []
     for owed, dims in zip(owing, rule.results, strict=True):
         found = tuple(letters.get(letter) for letter in dims)
@@ -136,10 +137,22 @@ def _is_view(one: Spread, other: Spread) -> bool:
 
 def _lost(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:
     """Letters that are split and of which no result has anything: an operator that finishes what it makes of them by itself."""
+    kept = _kept(rule)
+    return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
+
+
+def _maybe_lost(rule: Rule, letters: Mapping[str, Parts], given: Sequence[Spread]) -> list[str]:
+    """Likewise letters of which nobody knows whether they are split: a tile of one position may stand in any of several dims."""
+    kept = _kept(rule) | {ONE}
+    dims = [(letter, spread) for row, spread in zip(rule.operands, given, strict=True) for letter in row]
+    return [letter for letter, spread in dims if letter not in kept and letter not in letters and spread.split() != frozenset()]
+
+
+def _kept(rule: Rule) -> set[str]:
+    """Letters of which a result has something: themselves, sums over them, what holds the same elements."""
     kept = {letter for dims in rule.results for letter in dims} | {letter for sums in rule.sums for letter in sums}
     kept |= {letter for relation in rule.relations for letter in (*relation.inside, *relation.outside)}
-    kept |= {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
-    return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
+    return kept | {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
 
 
 def _owed(rule: Rule, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:

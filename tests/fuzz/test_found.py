@@ -87,12 +87,18 @@ def matrices_that_tokens_choose(x: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("td,tkdn->tkn", tokens, w[index]).sum(1)
 
 
+def norm_over_groups_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    """A rank has one group of three rows, and no line says in which dim of what is masked the one stands."""
+    return F.normalize(x * w, dim=0) + x.unflatten(0, (2, 3)).cos().flatten(0, 1)
+
+
 TYPED: list[tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], str, str]] = [
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "b=3", "b: batch"),
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "a=2,b=3", "a: -\nb: batch"),
     (product_of_no_columns, (12, 8), (12, 8, 0), "a=2", "a: -"),
     (all_rows_written_alike, (8, 10, 4), (8, 1, 4), "a=2", "a: -"),
     (matrices_that_tokens_choose, (3, 12, 1), (6, 1, 5), "a=4", "a: batch"),
+    (norm_over_groups_of_rows, (6, 9), (9,), "a=4", "a: batch"),
     (cuts_that_do_not_meet, (5, 2, 6, 5), (5,), "a=3", "a: -"),
 ]
 """Programs that were right, and whose types were taken for wrong."""
