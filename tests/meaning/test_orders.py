@@ -109,6 +109,18 @@ class Picks(nn.Module):
         return x + x[:, others] + scores.gather(1, others.expand(x.shape[0], -1))[..., None]
 
 
+class Groups(nn.Module):
+    """Looks at positions group by group: how many groups there are is what an axis splits."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.unflatten(1, (self.groups, -1))
+        return (y - 0.5 * y.mean(2, keepdim=True)).flatten(1, 2)
+
+
 class Turned(nn.Module):
     """Looks at the same positions under another shape."""
 
@@ -172,6 +184,15 @@ def test_what_a_model_gives_is_in_its_own_order() -> None:
 @pytest.mark.parametrize("length, whole", [(12, True), (13, False)])
 def test_tiles_that_are_padded_are_exchanged_at_each_ring(length: int, whole: bool) -> None:
     program = trained(Layers(nn.Identity()), "cp=4", RING, length)
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
+    assert isinstance(program.compiled, PlainProgram)
+    assert (len(exchanged(program.compiled)) == 1) == whole
+
+
+@pytest.mark.parametrize("groups, whole", [(4, True), (6, False)])
+def test_half_of_an_odd_number_of_groups_is_exchanged_at_each_ring(groups: int, whole: bool) -> None:
+    """Each of two ranks has two groups of three positions, or three of two: half of six positions is no number of groups of two."""
+    program = trained(Layers(Groups(groups)), "cp=2", RING)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
     assert isinstance(program.compiled, PlainProgram)
     assert (len(exchanged(program.compiled)) == 1) == whole
