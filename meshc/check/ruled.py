@@ -111,8 +111,11 @@ def _letters(
     """What each letter of the operands stands for, but for those that a piece does not keep to."""
     found: dict[str, tuple[Parts, str, Spread]] = {}
     broken: set[str] = set()
+    unknown: set[str] = set()
     for name, dims, spread in zip(names, rule.operands, given, strict=True):
         for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
+            if parts is None:
+                unknown |= {letter}
             if parts is None or letter == ONE:
                 continue
             here = f"dim {place} of {name}"
@@ -127,6 +130,7 @@ def _letters(
             if why and not piece and not _is_view(spread, other):
                 raise Wrong(why)
             broken |= {letter} if why else set()
+    broken |= {letter for letter in unknown & found.keys() if not found[letter][0]}  # one position, and what may be a tile of one
     return {letter: parts for letter, (parts, _, _) in found.items() if letter not in broken}
 
 
