@@ -77,7 +77,7 @@ def _along(assignment: Assignment, node: Node) -> _Along | None:
 
 
 def has_halves(instance: Instance, letter: str, ranks: int) -> bool:
-    """Whether half of a ring's tile is half of a tile of what the axis splits: no tile is padded, nor is one odd that inner factors follow."""
+    """Whether half of a ring's tile is half of what the axis splits: no tile is padded, nor is one odd that inner factors follow."""
     size = instance.size[letter, 0]
     if isinstance(size, Size) or size % ranks:
         return False
