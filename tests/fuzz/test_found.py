@@ -211,6 +211,20 @@ class LastReadByNothing(nn.Module):
         return torch.addmm(self.bias, x, y).mean()
 
 
+class UpdatedWhole(nn.Module):
+    """The parameter is stored split, the momentum whole: what forward reads and what is updated are gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 5, dtype=torch.float64))
+        self.register_buffer("largest", torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = (self.weight - self.largest).sum()
+        self.largest.lerp_(self.weight.detach().amax(0), 0.2)
+        return found + (x * y).sum()
+
+
 class Biased(nn.Module):
     """A bias that is the same for the whole batch."""
 
@@ -263,6 +277,7 @@ class InTurns(nn.Module):
     "model, mesh, plan, shapes",
     [
         (LastReadByNothing(), "a=4,b=2", "a: batch > bias.1; store params, state\nb: bias.1", ((2, 4), (4, 2))),
+        (UpdatedWhole(), "a=2", "a: batch; store params", ((2, 5), (2, 5))),
         (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())),
         (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
         (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
