@@ -99,6 +99,7 @@ def ruled(
     owing = [_owed(rule, index, letters) for index in range(len(rule.results))]
     pending = _deferred(node, names, deferrals, given, owing)
     varies = any(spread.varies for spread in given) or bool(lost)
+    lost += _maybe_lost(rule, letters, given)
     results = []
     for owed, dims in zip(owing, rule.results, strict=True):
         found = tuple(letters.get(letter) for letter in dims)
@@ -114,8 +115,11 @@ def _letters(
     """What each letter of the operands stands for, but for those that a piece does not keep to."""
     found: dict[str, tuple[Parts, str, Spread]] = {}
     broken: set[str] = set()
+    unknown: set[str] = set()
     for name, dims, spread in zip(names, rule.operands, given, strict=True):
         for place, (letter, parts) in enumerate(zip(dims, spread.dims, strict=True)):
+            if parts is None:
+                unknown |= {letter}
             if parts is None or letter == ONE:
                 continue
             here = f"dim {place} of {name}"
@@ -130,6 +134,7 @@ def _letters(
             if why and not piece and not _is_view(spread, other):
                 raise Wrong(why)
             broken |= {letter} if why else set()
+    broken |= {letter for letter in unknown & found.keys() if not found[letter][0]}  # one position, and what may be a tile of one
     return {letter: parts for letter, (parts, _, _) in found.items() if letter not in broken}
 
 
@@ -140,10 +145,22 @@ def _is_view(one: Spread, other: Spread) -> bool:
 
 def _lost(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:
     """Letters that are split and of which no result has anything: an operator that finishes what it makes of them by itself."""
+    kept = _kept(rule)
+    return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
+
+
+def _maybe_lost(rule: Rule, letters: Mapping[str, Parts], given: Sequence[Spread]) -> list[str]:
+    """Likewise letters of which nobody knows whether they are split: a tile of one position may stand in any of several dims."""
+    kept = _kept(rule) | {ONE}
+    dims = [(letter, spread) for row, spread in zip(rule.operands, given, strict=True) for letter in row]
+    return [letter for letter, spread in dims if letter not in kept and letter not in letters and spread.split() != frozenset()]
+
+
+def _kept(rule: Rule) -> set[str]:
+    """Letters of which a result has something: themselves, sums over them, what holds the same elements."""
     kept = {letter for dims in rule.results for letter in dims} | {letter for sums in rule.sums for letter in sums}
     kept |= {letter for relation in rule.relations for letter in (*relation.inside, *relation.outside)}
-    kept |= {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
-    return [letter for letter, parts in letters.items() if letter not in kept and any(part.axes for part in parts)]
+    return kept | {letter for one, (other, _) in rule.windows.items() for letter in (one, other)}
 
 
 def _owed(rule: Rule, index: int, letters: Mapping[str, Parts]) -> dict[str, str] | None:

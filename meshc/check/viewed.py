@@ -67,11 +67,12 @@ def _dims(spread: Spread) -> str:
 
 def _alike(one: Sequence[Parts | None], other: Sequence[Parts | None]) -> Iterator[tuple[list[Part], list[Part]]]:
     """Runs of dims that hold the same elements, of which one side's cuts go into the other's: 12, 25 and 3, 4, 25 do, 12, 25 and 5, 2, 6, 5
-    do not, and then no part of one is a part of the other, though both may end in 5."""
+    do not, and then no part of one is a part of the other, though both may end in 5. Parts cut as dims do: 3 * 7 * 7 and 7, 3, 7 do not."""
     ends = [[*accumulate((prod(part.size for part in dim or ()) for dim in side), mul)] for side in (one, other)]
+    inner = {end for side in (one, other) for end in accumulate((part.size for dim in side for part in dim or ()), mul)}
     shared = sorted({1, *ends[0]} & {1, *ends[1]})
     for low, high in pairwise(shared):
-        cuts = sorted({end for side in ends for end in side if low <= end <= high})
+        cuts = sorted(end for end in {low, high, *inner} if low <= end <= high)
         if all(after % before == 0 for before, after in pairwise(cuts)):
             rows = [[dim for dim, end in zip(side, ends[at], strict=True) if low < end <= high] for at, side in enumerate((one, other))]
             yield [part for dim in rows[0] for part in dim or ()], [part for dim in rows[1] for part in dim or ()]

@@ -84,9 +84,10 @@ def _cut(all_members: list[Node], places: Places | None, limit: int | None, wind
 
 def _kept_apart(member: Node) -> bool:
     """Whether what it would write is read once more: of an expert that nobody has chosen (`passes/trace/keep_unchosen.py`)."""
-    written = [x for x in member.args[: 2 + len(WRITTEN[member.target])] if isinstance(x, Node)]  # type: ignore[index]
+    written = [x for x in (member.args[place] for place in WRITTEN[member.target]) if isinstance(x, Node)]  # type: ignore[index]
     held = {x for value in written for x in (value, *value.all_input_nodes)}
-    return any(user.target is torch.ops.aten.where.self and user.args[2] in held for x in held for user in x.users)
+    chosen = [user for x in held for user in x.users if user.target is torch.ops.aten.where.self and user.args[2] in held]
+    return any(records(user)[0].phase == "update" for user in chosen)
 
 
 def _results(member: Node) -> dict[Node, Argument]:

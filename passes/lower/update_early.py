@@ -182,7 +182,7 @@ def _written(member: Node) -> set[Node]:
 
 
 def _roots(node: Node) -> Iterator[Node]:
-    if is_view(node) or node.target in WIDENS:
+    if is_view(node) or node.target in WIDENS or spmd.is_collective(node.target):
         for operand in node.all_input_nodes:
             yield from _roots(operand)
     else:
@@ -190,9 +190,9 @@ def _roots(node: Node) -> Iterator[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads a value's memory, in whatever way it looks at it."""
+    """What reads a value's memory, in whatever way it looks at it; a collective of one rank gives back what it got."""
     for user in node.users:
         if user.op == "call_function":
             yield user
-            if may_view(user) or spmd.is_collective(user.target):  # of one rank, which gives back what it got
+            if may_view(user) or spmd.is_collective(user.target):
                 yield from _readers(user)

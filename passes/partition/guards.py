@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import records
+from meshc.ir import operands, records
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take  # noqa: F401 - registers them
 from meshc.passes.partition.builder import Builder
@@ -53,13 +53,13 @@ class Guards:
             check(value, instance, bounds)
             self.whole.add(value)
 
-    def of_operands(self, instance: Instance, operands: list[Node], clean: Callable[[int], Node]) -> list[Node]:
+    def of_operands(self, instance: Instance, given: list[Node], clean: Callable[[int], Node]) -> list[Node]:
         """An operator's operands on a rank, with those checked that were not checked whole. `clean` gives one with its padding 0."""
-        checked = list(operands)
+        checked = list(given)
         if instance.node.target in BOUNDS:
             for bound in self._bounds(instance):
                 if instance.values[bound.operand] not in self.whole:
-                    key = (operands[bound.operand], bound)
+                    key = (given[bound.operand], bound)
                     if key not in self._done:
                         self._done[key] = self.emit(instance, clean(bound.operand), bound)
                     checked[bound.operand] = self._done[key]
@@ -78,7 +78,7 @@ class Guards:
         split = any(letter == "v" and axes for (letter, _), axes in self.assignment.chosen.get(node, {}).items())
         if self.on_device and not split and node.target not in MASKING:
             return []
-        tensors = [value[0] for value in instance.values]
+        tensors = operands(node)
         found = BOUNDS[node.target](node, tensors)
         return [bound for bound in found if bound.high > 0 and not fits(tensors[bound.operand], bound)]
 

@@ -59,16 +59,21 @@ def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
 
 
 def _along(assignment: Assignment, node: Node) -> _Along | None:
-    """What a ring passes along, if none of its tiles is padded, and halves of them are whole positions of the factor that is split."""
+    """What a ring passes along, if values may lie in its order."""
     instance = assignment.factors.instances[node]
     ((letter, passing),) = instance.rule.rings.items()
     factor, (axis,) = instance.factor[letter, 0], assignment.chosen[node][letter, 0]
-    size = assignment.factors.size[factor]
-    if instance.factor[passing.letter, 0] != factor or isinstance(size, Size) or size % assignment.sizes[axis]:
-        return None
-    if (letter, 1) in instance.factor and size // assignment.sizes[axis] % 2:
+    if instance.factor[passing.letter, 0] != factor or not has_halves(instance, letter, assignment.sizes[axis]):
         return None
     return _Along(factor, axis)
+
+
+def has_halves(instance: Instance, letter: str, ranks: int) -> bool:
+    """Whether half of a ring's tile is half of what the axis splits: no tile is padded, nor is one odd that inner factors follow."""
+    size = instance.size[letter, 0]
+    if isinstance(size, Size) or size % ranks:
+        return False
+    return (letter, 1) not in instance.size or size // ranks % 2 == 0
 
 
 def in_any_order(instance: Instance, tokens: Collection[Token]) -> bool:

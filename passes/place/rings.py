@@ -6,7 +6,7 @@
     ring         n blocks, and n - 1 times a message beside one       a block of them at a time, the messages beside the work
 
     zigzag       the ring in an order that gives every rank as much to do (rules/zigzag.py): half of the work, and two exchanges of halves
-                 where tiles are padded; elsewhere values lie in that order already (orders.py)
+                 where tiles have no halves of their own; elsewhere values lie in that order already (orders.py)
 
 Where nothing is said, what the clock's figures make faster: short sequences are gathered, since n - 1 messages wait n - 1 times, long ones
 pass round. The two give the same up to the order of sums. Forward and backward of an attention are priced together, so they go alike.
@@ -29,6 +29,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
+from meshc.passes.place.orders import has_halves
 from meshc.passes.place.spread import spread
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.attention import shape_of_mask
@@ -100,7 +101,7 @@ class Rings:
         split: dict[Token, tuple[str, ...]] = {(passing.letter, 0): (axis,)}
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link = link_of(self.mesh, (axis,), device)
-        found = _Sizes.of(instance, self.factors, self.sizes, passing.operands, {**chosen, **split}, device, ranks)
+        found = _Sizes.of(instance, self.factors, self.sizes, passing, {**chosen, **split}, device, ranks)
 
         def moved(kind: str, size: float) -> float:
             return device.collective_s + fastest(kind, ranks, size, link).seconds(link)
@@ -117,7 +118,7 @@ class Rings:
         keys = passing.operands
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
-        found = _Sizes.of(instance, self.factors, self.sizes, keys, split, device, ranks)
+        found = _Sizes.of(instance, self.factors, self.sizes, passing, split, device, ranks)
 
         def gathered(kind: str, size: float) -> float:
             return len(keys) * (device.collective_s + fastest(kind, ranks, ranks * size, link).seconds(link))
@@ -137,13 +138,13 @@ class Rings:
         gather = gathered("all_gather", found.small) + found.work_s
         ring = block + found.steps * (beside(block, passed(found.small)) + joined)
         part = found.work_s / blocks / 2 + device.launch_s
-        zigzag = part + (exchanged(found.asked, found.asked, found.small, found.small) if found.padded else 0.0)
+        zigzag = part + (exchanged(found.asked, found.asked, found.small, found.small) if found.exchanges else 0.0)
         zigzag += found.steps * (beside(part, passed(found.small)) + joined)
         if self.grad:  # 2.5 times the work, keys again, and their gradients, which share a link with them
             gather += gathered("all_gather", found.small) + 2.5 * found.work_s + gathered("reduce_scatter", found.large)
             ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
             zigzag += 2.5 * part + passed(found.small)
-            zigzag += exchanged(*[found.asked] * 3, *[found.small] * 2) if found.padded else 0.0
+            zigzag += exchanged(*[found.asked] * 3, *[found.small] * 2) if found.exchanges else 0.0
             zigzag += found.steps * (beside(2.5 * part, 2 * passed(found.small)) + joined)
         return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances and passing.zigzag else inf}
 
@@ -151,8 +152,8 @@ class Rings:
 @dataclass(frozen=True)
 class _Sizes:
     """Of one rank: bytes of the keys that travel, before layout makes them larger and after it, and of the queries; seconds of the work and
-    of joining two parts; how often a block is passed on; whether the order may be zigzag; whether tiles are padded, which are exchanged at
-    each attention (`orders.py`)."""
+    of joining two parts; how often a block is passed on; whether the order may be zigzag; whether halves are exchanged at each attention
+    (`orders.py`)."""
 
     small: float
     large: float
@@ -161,12 +162,13 @@ class _Sizes:
     joined_s: float
     steps: int
     balances: bool
-    padded: bool
+    exchanges: bool
 
     @staticmethod
     def of(
-        instance: Instance, factors: Factors, sizes: Mapping[str, int], keys: Sequence[int], split: Tokens, device: Device, ranks: int
+        instance: Instance, factors: Factors, sizes: Mapping[str, int], passing: Passing, split: Tokens, device: Device, ranks: int
     ) -> _Sizes:
+        keys, letter = passing.operands, passing.letter
         value, dims = instance.values[keys[0]], instance.operands[keys[0]]
         asked, rows = instance.values[keys[0] - 1], instance.operands[keys[0] - 1]
         made = records(value[0])[value[1]]
@@ -174,15 +176,15 @@ class _Sizes:
         tile, queries = _tile(value, dims, factors, sizes, split), _tile(asked, rows, factors, sizes, split)
         whole, length = made.shape[2], records(asked[0])[asked[1]].shape[2]
         causal, window, offset = shape_of_mask(instance.node)
-        passing = steps(length, whole, tile[2], ranks, causal, window, offset)
+        steps_on = steps(length, whole, tile[2], ranks, causal, window, offset)
         seen = min(whole, window + tile[2]) if window else whole
         large = prod(tile) * made.dtype.itemsize
         work_s = 4.0 * prod(queries) * seen / device.rate(made.dtype, attention=True)
         joined_s = 4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s
         balances = can_balance(length, whole, tile[2], causal, window, offset)
         asked_bytes = prod(queries) * made.dtype.itemsize
-        small, padded = large * _made_larger(value, factors), tile[2] * ranks != whole
-        return _Sizes(small, large, asked_bytes, work_s, joined_s, passing, balances, padded)
+        small, exchanges = large * _made_larger(value, factors), not has_halves(instance, letter, ranks)
+        return _Sizes(small, large, asked_bytes, work_s, joined_s, steps_on, balances, exchanges)
 
 
 def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, sizes: Mapping[str, int], split: Tokens) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from meshc.ir import value_of
+from meshc.ir import records, value_of
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
 from meshc.passes.rules.index import index_tensors
 from meshc.passes.rules.rule import dtype_of, integer, shape_of
@@ -96,7 +96,7 @@ PLACES: dict[object, tuple[int, int | None]] = {
     aten.topk.default: (2, -1), aten.sort.default: (1, -1), aten.sort.stable: (2, -1), aten.max.dim: (1, -1), aten.min.dim: (1, -1),
     aten.argmax.default: (1, None), aten.argmin.default: (1, None), aten.argsort.default: (1, -1),
 }  # fmt: skip
-"""Operators that say where in a dim something stands: which of their arguments is that dim, and what it is if it is left out."""
+"""Operators whose last result says where in a dim something stands: which of their arguments is that dim, and what it is otherwise."""
 
 MOVES: set[object] = {
     aten.reshape.default, aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
@@ -123,9 +123,9 @@ def fits(index: Node, bound: Bound) -> bool:
     found = origin(index)
     if found.op != "call_function":
         return False
-    made, _ = value_of(found)
+    made, result = value_of(found)
     args: Any = made.args
-    if made.target in PLACES:
+    if made.target in PLACES and result == len(records(made)) - 1:
         place, default = PLACES[made.target]
         shape = shape_of(made.all_input_nodes[0]) or (1,)
         dim = args[place] if len(args) > place else made.kwargs.get("dim", default)

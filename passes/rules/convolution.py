@@ -28,9 +28,12 @@ aten = torch.ops.aten
 
 
 class _Shape:
-    """A convolution's letters and windows, from the shapes of x and weight and from (stride, padding, dilation, transposed, ...)."""
+    """A convolution's letters and windows, from the shapes of x, weight and y and from (stride, padding, dilation, transposed, ...).
 
-    def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], settings: Sequence[Argument]) -> None:
+    Shapes say whether it is depthwise: a rank that has one of its channels is told of one group.
+    """
+
+    def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], settings: Sequence[Argument]) -> None:
         count = len(x) - 2
         stride, padding, dilation = (_each(setting, count) for setting in settings[:3])
         self.transposed, groups = bool(settings[3]), integer(settings[5])
@@ -43,8 +46,8 @@ class _Shape:
         self.i, self.o, self.reduced = "i", "o", groups == 1
         self.roles = {"i": "contracts", "o": "makes"}
         self.weight = f"i o {kernel}" if self.transposed else f"o i {kernel}"
-        if groups == x[1] == weight[0] > 1 and weight[1] == 1:
-            self.i = self.o = "c"
+        if x[1] == weight[0] == y[1] > 1 and weight[1] == 1:
+            self.i, self.o, self.reduced = "c", "c", False
             self.roles = {}  # it makes no width of another
             self.weight = f"c _ {kernel}"
         elif groups != 1:
@@ -62,7 +65,7 @@ def _each(setting: object, count: int) -> list[int]:
 
 
 def _convolution(node: Node, tensors: list[Node]) -> Rule:
-    shape = _Shape(shape_of(tensors[0]), shape_of(tensors[1]), list(node.args[3:]))
+    shape = _Shape(shape_of(tensors[0]), shape_of(tensors[1]), result_shapes(node)[0], list(node.args[3:]))
     bias = [shape.o] * (len(tensors) - 2)
     operands = ", ".join([shape.dims(shape.i, shape.x), shape.weight, *bias])
     # a transposed convolution's padding would be summed into its neighbours' results
@@ -107,7 +110,7 @@ def _lower_convolution(local: Local) -> Node:
 
 def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
     """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient sums batch and space; it knows no input channel."""
-    shape = _Shape(shape_of(tensors[1]), shape_of(tensors[2]), list(node.args[4:]))
+    shape = _Shape(shape_of(tensors[1]), shape_of(tensors[2]), shape_of(tensors[0]), list(node.args[4:]))
     x, y = shape.dims(shape.i, shape.x), shape.dims(shape.o, shape.y)
     sums = " ".join(f"+{letter}" for letter in ["b", *shape.tile])
     over = " ".join(f"+{letter}" for letter in ["b", *shape.y])

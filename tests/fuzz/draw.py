@@ -258,7 +258,8 @@ def outcome(sketch: Sketch, noise: float = 0.0, seed: int = 0) -> list[Tensor]:
     """Floating outputs and gradients on one device; with `noise`, every floating value is off by that part of itself.
 
     Noisy values and their gradients also lie in row-major order: some kernels of torch are wrong about others (batch norm's backward, where
-    input and gradient lie differently), and are no reference then.
+    input and gradient lie differently), and are no reference then. Nor is a noisy zero negative: what kernel or decomposition of torch sums
+    negative zeros says which zero that is, and so do tiles that are padded.
     """
     generator = torch.Generator().manual_seed(seed)
     leaves = {leaf.name: leaf.value() for leaf in sketch.leaves}
@@ -270,7 +271,8 @@ def outcome(sketch: Sketch, noise: float = 0.0, seed: int = 0) -> list[Tensor]:
         for name in step.outs if noise else ():
             value = env[name]
             if value.is_floating_point() and bool((value != value.round()).any()):
-                env[name] = _RowMajor.apply(value * (1 + noise * torch.randn(value.shape, generator=generator, dtype=value.dtype)))
+                noisy = value * (1 + noise * torch.randn(value.shape, generator=generator, dtype=value.dtype))
+                env[name] = _RowMajor.apply(noisy + 0.0)
     outputs = [env[name] for name in sketch.outputs]
     wanting = [value for value in leaves.values() if value.requires_grad]
     given = [value for value in outputs if value.requires_grad]

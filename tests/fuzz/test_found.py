@@ -87,12 +87,34 @@ def matrices_that_tokens_choose(x: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("td,tkdn->tkn", tokens, w[index]).sum(1)
 
 
+def norm_over_groups_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    """A rank has one group of three rows, and no line says in which dim of what is masked the one stands."""
+    return F.normalize(x * w, dim=0) + x.unflatten(0, (2, 3)).cos().flatten(0, 1)
+
+
+def groups_of_other_sizes(x: Tensor, w: Tensor) -> Tensor:
+    """3 * 7 * 7 is cut at 3 and at 21, 7, 3, 7 at 7 and at 21: that both end in 7 ties nothing."""
+    return x.flatten(1, 3).reshape(7, 7, 3, 7) * w
+
+
+def a_channel_a_rank(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv1d(w, x, groups=2)
+
+
+def channels_of_a_row_a_rank(x: Tensor, w: Tensor) -> Tensor:
+    return F.conv1d(x, w, groups=4) + F.conv_transpose1d(x, w, groups=4)[..., 1:3]
+
+
 TYPED: list[tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], str, str]] = [
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "b=3", "b: batch"),
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "a=2,b=3", "a: -\nb: batch"),
     (product_of_no_columns, (12, 8), (12, 8, 0), "a=2", "a: -"),
     (all_rows_written_alike, (8, 10, 4), (8, 1, 4), "a=2", "a: -"),
     (matrices_that_tokens_choose, (3, 12, 1), (6, 1, 5), "a=4", "a: batch"),
+    (norm_over_groups_of_rows, (6, 9), (9,), "a=4", "a: batch"),
+    (groups_of_other_sizes, (7, 3, 7, 7), (7,), "b=2", "b: -"),
+    (a_channel_a_rank, (2, 1, 3), (5, 2, 6), "a=2", "a: batch"),
+    (channels_of_a_row_a_rank, (2, 4, 4), (4, 1, 3), "a=2,b=2", "a: batch\nb: weight.0"),
     (cuts_that_do_not_meet, (5, 2, 6, 5), (5,), "a=3", "a: -"),
 ]
 """Programs that were right, and whose types were taken for wrong."""
@@ -189,6 +211,20 @@ class LastReadByNothing(nn.Module):
         return torch.addmm(self.bias, x, y).mean()
 
 
+class UpdatedWhole(nn.Module):
+    """The parameter is stored split, the momentum whole: what forward reads and what is updated are gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1, 5, dtype=torch.float64))
+        self.register_buffer("largest", torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = (self.weight - self.largest).sum()
+        self.largest.lerp_(self.weight.detach().amax(0), 0.2)
+        return found + (x * y).sum()
+
+
 class Biased(nn.Module):
     """A bias that is the same for the whole batch."""
 
@@ -241,6 +277,7 @@ class InTurns(nn.Module):
     "model, mesh, plan, shapes",
     [
         (LastReadByNothing(), "a=4,b=2", "a: batch > bias.1; store params, state\nb: bias.1", ((2, 4), (4, 2))),
+        (UpdatedWhole(), "a=2", "a: batch; store params", ((2, 5), (2, 5))),
         (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())),
         (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
         (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
@@ -286,3 +323,23 @@ def test_rows_of_all_microbatches_are_refused_where_nothing_is_summed_over_them(
     with pytest.raises(meshc.CompileError, match=r"mm at test_found.py:\d+ mixes the whole batch") as raised:
         meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x, "y": y}, plan="a: batch")
     assert not isinstance(raised.value, meshc.errors.CompilerFault) and "microbatches=1" in str(raised.value)
+
+
+class Resized(nn.Module):
+    """Which columns are read is made once for all microbatches; a rank has one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x * self.weight, size=(4, 2), mode="nearest").sin().mean()
+
+
+def test_a_column_a_rank_is_read_by_every_microbatch() -> None:
+    x = torch.randn(2, 2, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = Resized()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
+    program = meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x}, plan="a: f3")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok

@@ -72,6 +72,13 @@ MEAN = Sketch(
 )
 
 
+def test_a_program_that_reads_the_sign_of_a_zero_is_not_steady() -> None:
+    steps = (Step("one", "{out} = torch.relu({0}) * -1.0", ("x0",), ("v0",)),)
+    assert steady(Sketch((Leaf("x0", "input", (6, 5), seed=1),), steps, ("v0",)))
+    steps += (Step("two", "{out} = torch.copysign({0}, {1})", ("x0", "v0"), ("v1",)),)
+    assert not steady(Sketch((Leaf("x0", "input", (6, 5), seed=1),), steps, ("v1",)))
+
+
 def test_a_planted_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean that divides by the rows of a rank instead of all."""
     case = Case(MEAN, False, "a=2", ("a: batch, p0.1; store params",))

@@ -60,3 +60,21 @@ def test_groups_are_updated_apart() -> None:
 
 def test_a_program_without_updates_is_left_alone() -> None:
     assert changed(*around("fuse_updates", Affine(), "dp=2", x=torch.zeros(4, 4))) == ""
+
+
+class Chosen(nn.Module):
+    """A gradient that is itself chosen: of a part of the numbers a constant, of others what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.smooth_l1_loss(x, self.weight)
+
+
+def test_a_parameter_whose_gradient_is_chosen_is_written_like_others() -> None:
+    model = Chosen()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    text = str(meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": torch.zeros(6)}, plan="a: -"))
+    assert "aten.where.self(" in text and text.count("meshc.sgd_many_(") == 1 and "meshc.sgd(" not in text

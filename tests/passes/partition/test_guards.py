@@ -90,6 +90,8 @@ READERS: dict[str, Reader] = {
     "index_select": lambda table, index: table.index_select(0, index),
     "index": lambda table, index: table[index],
     "index_of_both": lambda table, index: table[index, index],
+    "index_of_a_part": lambda table, index: torch.cat([table[:1], table]).split([1, ROWS])[1][index],
+    "index_by_sorted_values": lambda table, index: table[index.sort()[0]],
     "take": lambda table, index: table.t().take(index),
     "one_hot": lambda table, index: F.one_hot(index, ROWS).to(table.dtype) @ table,
     "scatter": lambda table, index: torch.zeros_like(table).scatter(0, index.unsqueeze(-1).expand(-1, table.shape[1]), table[: len(index)]),
