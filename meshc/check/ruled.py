@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending, tile
 from meshc.check.types import Wrong
-from meshc.ir import op_name
+from meshc.ir import is_getitem, op_name
 from meshc.ir.sharding import Part
 from meshc.ir.spmd import MICROBATCH
 
@@ -89,9 +89,10 @@ def ruled(
 ) -> list[Spread]:
     """How the results lie. `names` are the operands', for messages; `told` is what the lines say of the results.
 
-    Where they say nothing an operator is a piece of what a rule makes of one, and may do with tiles what whole values do not allow.
+    Where one that is read says nothing an operator is a piece of what a rule makes of one, and may do with tiles what whole values do not
+    allow.
     """
-    piece = all(spread.axes is None for spread in told)
+    piece = any(told[index].axes is None for index in _read(node))
     letters = _letters(node, names, rule, given, piece, sizes)
     lost = [] if any(not deferral.left for deferral in deferrals) else _lost(rule, letters)  # of operands that only say a shape
     if lost and not piece:
@@ -100,13 +101,20 @@ def ruled(
     pending = _deferred(node, names, deferrals, given, owing)
     varies = any(spread.varies for spread in given) or bool(lost)
     lost += _maybe_lost(rule, letters, given)
-    results = []
+    results, cut = [], _cut(rule, given)
     for owed, dims in zip(owing, rule.results, strict=True):
         found = tuple(letters.get(letter) for letter in dims)
-        results.append(Spread(found, None if lost or pending is None or owed is None else {**pending, **owed}, varies=varies))
+        unknown = lost or pending is None or owed is None or cut - set(dims)
+        results.append(Spread(found, None if unknown else {**(pending or {}), **(owed or {})}, varies=varies))
     if not piece:
         _related(rule, given, told)
     return results
+
+
+def _read(node: Node) -> set[int]:
+    """Which results are read; of an operator that makes one, that one."""
+    read = {user.args[1] for user in node.users if is_getitem(user) and isinstance(user.args[1], int)}
+    return read or {0}
 
 
 def _letters(
@@ -141,6 +149,12 @@ def _letters(
 def _is_view(one: Spread, other: Spread) -> bool:
     """Whether two values of one shape on a rank lie alike but for the dim in which a tile of one position stands: no line says which."""
     return one is not other and one.known and other.known and run_of(flat(one)) == run_of(flat(other))
+
+
+def _cut(rule: Rule, given: Sequence[Spread]) -> set[str]:
+    """Letters that are split though a rule takes them whole, as a piece may: what has nothing of them may be a part of a sum."""
+    rows = (zip(row, spread.dims, strict=True) for row, spread in zip(rule.operands, given, strict=True))
+    return {letter for row in rows for letter, parts in row if letter in rule.whole and any(part.axes for part in parts or ())}
 
 
 def _lost(rule: Rule, letters: Mapping[str, Parts]) -> list[str]:

@@ -17,11 +17,12 @@ from tests.fuzz.case import PLAIN, Case, How
 from tests.fuzz.check import Captured, Outcome, captured, check_once
 from tests.fuzz.plans import draw_how, draw_mesh, draw_parts, draw_plan
 from tests.fuzz.programs import draw_program
+from tests.fuzz.rare import directed
 from tests.fuzz.shrink import shrink
 from tests.fuzz.sketch import Sketch
 
-PLANS = 5
-"""Meshes and plans a program."""
+ANY, PLANS = 5, 8
+"""Meshes and plans a program: so many as they come, the others of what is rare among these (`rare.py`)."""
 
 
 @dataclass
@@ -65,6 +66,8 @@ def run_case(ready: Captured, seed: int, index: int, how: How = PLAIN) -> tuple[
     how = draw_how(chance, ready.sketch, ready.train, how, reparse=index % 5 == 4)
     mesh = draw_mesh(chance, ready.sketch.batch if how.inputs == "local" else 0)
     plan = draw_plan(chance, ready.placed, mesh)
+    if index >= ANY:
+        plan, how = directed(chance, ready.sketch, ready.placed, mesh, plan, how)
     found = ready.check(mesh, plan, how)
     if found.kind == "refused" and how.microbatches > 1 and not how.mean_of_parts:  # most likely it mixes the batch
         how = replace(how, microbatches=1)

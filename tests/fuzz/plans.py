@@ -69,7 +69,7 @@ def draw_plan(chance: random.Random, placed: Placed, mesh: Mesh) -> str:
     split = [name for name in SPLIT if name in sizes]
     if split and chance.random() < 0.5:  # what is rare among so many factors, and what most plans are about
         at, name = chance.randrange(len(lines)), chance.choice(split)
-        lines[at] = _first(chance, lines[at], name)
+        lines[at] = first_on(chance, lines[at], name)
     if chance.random() < 0.25:
         lines += _pin(chance, placed, mesh)
     return "\n".join(lines)
@@ -90,7 +90,7 @@ def _entry(chance: random.Random, axis: str, ranks: int, sizes: Mapping[str, int
     return f"{axis}: {text}" + (f"; store {', '.join(stored)}" if stored else "")
 
 
-def _first(chance: random.Random, line: str, name: str) -> str:
+def first_on(chance: random.Random, line: str, name: str) -> str:
     """The line, with a factor that comes before its others."""
     axis, _, rest = line.partition(": ")
     terms, *stored = rest.split("; ")

@@ -1,4 +1,4 @@
-"""25 random cases, 200 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
+"""40 random cases, 320 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
 found and made small."""
 
 from __future__ import annotations
