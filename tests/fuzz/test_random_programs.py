@@ -92,6 +92,15 @@ def test_a_planted_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch
     assert "class Model(nn.Module)" in small.script("") and "mean([0])" in text(small.sketch)
 
 
+def test_a_loss_that_is_zero_but_for_roundings_is_not_steady() -> None:
+    leaf = Leaf("x0", "input", (2, 3, 6), grad=True, seed=1)
+    norm = Step("norm", "{out} = F.layer_norm({0}, [3, 6])", ("x0",), ("v0",))
+    square = Step("square", "{out} = {0} * {0}", ("v0",), ("v1",))
+    assert not steady(Sketch((leaf,), (norm,), ("v0",), loss=True))
+    assert steady(Sketch((leaf,), (norm,), ("v0",)))
+    assert steady(Sketch((leaf,), (norm, square), ("v1",), loss=True))
+
+
 def test_a_program_that_hangs_on_its_last_digits_is_not_steady() -> None:
     leaf = Leaf("x0", "input", (5, 7), seed=3)
     third = Step("one", "{out} = {0} / 3.0", ("x0",), ("v0",))
