@@ -1,10 +1,9 @@
 """Caches of stock models: of which kind each layer's is, is asked of a configuration before the trace, not in it.
 
-    DynamicCache(config=config)   asks   config.get_text_config(decoder=True)         the same, or of an encoder and decoder a copy
-                                  asks   get_layer_types_and_kwargs(that)             ["full_attention"] * 32, [{}] * 32
+    DynamicCache(config=config)   asks   get_layer_types_and_kwargs(config)   which says   ["full_attention"] * 32, [{}] * 32
 
 transformers copies the configuration for each layer and asks the copies; Dynamo would follow that line by line, for most of the time that
-a trace of four layers takes. A copy of the whole, which an encoder with a decoder makes, Dynamo of torch 2.11 does not follow at all.
+a trace of four layers takes.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
     if ask is None:
         yield
         return
-    whole = {id(module.config): module.config for module in modules if hasattr(getattr(module, "config", None), "get_text_config")}
-    asked = {number: text for number, config in whole.items() if (text := _text(config)) is not None}
-    copies = {number: text for number, text in asked.items() if text is not _text(whole[number])}
-    configs = {id(config): config for config in asked.values()}
+    configs = {id(config): config for config in map(_config, modules) if config is not None}
     table = {number: kinds for number, kinds in ((number, _kinds(ask, config)) for number, config in configs.items()) if kinds is not None}
 
     def answer(config: Any) -> Kinds:
@@ -66,24 +62,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
             return ask(config)
         return list(found[0]), dict(found[1]) if isinstance(found[1], dict) else [dict(each) for each in found[1]]
 
-    with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer), _copied(copies):
-        yield
-
-
-@contextlib.contextmanager
-def _copied(copies: Mapping[int, Any]) -> Iterator[None]:
-    """Inside, a configuration (by its id) that makes a copy for its decoder at each call has made it."""
-    kind = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
-    if not copies or kind is None:
-        yield
-        return
-    own = kind.get_text_config
-
-    def text(self: Any, decoder: Any = None, encoder: Any = None) -> Any:
-        found = copies.get(id(self)) if decoder and not encoder else None
-        return own(self, decoder=decoder, encoder=encoder) if found is None else found
-
-    with mock.patch.object(kind, "get_text_config", text):
+    with mock.patch.object(sys.modules["transformers.cache_utils"], ASKED, answer):
         yield
 
 
@@ -136,11 +115,14 @@ def _ask() -> Callable[[Any], Kinds] | None:
     return getattr(sys.modules.get("transformers.cache_utils"), ASKED, None)
 
 
-def _text(config: Any) -> Any:
-    """What a cache would be made by; None where it has several texts."""
+def _config(module: nn.Module) -> Any:
+    """The one that a cache would be made by."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return None
     try:
         return config.get_text_config(decoder=True)
-    except ValueError:
+    except ValueError:  # it has several texts
         return None
 
 

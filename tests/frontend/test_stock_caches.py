@@ -32,17 +32,16 @@ def test_a_trace_asks_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked and not any(asked)
 
 
-def test_a_trace_copies_no_configuration() -> None:
-    """An encoder with a decoder makes a copy for its cache each time it is asked, which Dynamo of torch 2.11 cannot follow."""
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "vocab_size": 11}
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(num_layers=3, **sizes))
-    config, other = model.config, transformers.T5Config(num_layers=1, **sizes)
-    with known([model]):
-        assert config.get_text_config(decoder=True) is config.get_text_config(decoder=True)
-        assert config.get_text_config(encoder=True) is not config.get_text_config(encoder=True)
-        assert other.get_text_config(decoder=True) is not other.get_text_config(decoder=True)
-        assert cache_utils.get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0] == ["full_attention"] * 3
-    assert config.get_text_config(decoder=True) is not config.get_text_config(decoder=True)
+def test_a_configuration_that_forward_copies_and_changes_is_asked_itself() -> None:
+    """Whisper's, for a cache of as many layers as its decoder has."""
+    sizes = {"d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    lengths = {"num_mel_bins": 4, "max_source_positions": 4, "max_target_positions": 4, "vocab_size": 11}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(encoder_layers=2, decoder_layers=1, **sizes, **lengths, **tokens)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    inputs = {"input_features": torch.zeros(2, 4, 8), "labels": torch.zeros(2, 3, dtype=torch.int64)}
+    with torch.no_grad():
+        assert meshc.compile(model, meshc.Mesh("dp=2"), kwargs=inputs).compiled.outputs
 
 
 def test_what_is_answered_is_what_transformers_says_and_nobody_elses() -> None:
