@@ -374,10 +374,10 @@ class Store:
             if not layouts.shares_memory(sharding, home.mesh):
                 local = self._put(local, key, on_disk) if parked else local.clone(memory_format=torch.contiguous_format)
             stride = torch.empty(shape, device="meta").stride()
-            there = local.device.type != self.device.type
-            under = local.to("meta") if there else local  # torch would move it to the mesh's device
+            elsewhere = local.device.type != self.device.type
+            under = local.to("meta") if elsewhere else local  # torch would move it to the mesh's device
             live = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            if there:
+            if elsewhere:
                 live = DTensor(local, live._spec, requires_grad=False)
         shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
         held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shared, home)
