@@ -28,7 +28,7 @@ EXPERTS: Final = (
 class Options:
     """
     seed           of meshc's random numbers; default: rank 0's `torch.initial_seed()` at compile
-    cuda_graph     "auto", True or False: capture a step in one CUDA graph
+    cuda_graph     "auto", True or False: one CUDA graph of a step, or of a call with a cache; True: of other inference too (docs/gpu.md)
     dynamic        sizes that calls choose, in the form of torch.export's dynamic_shapes:
                    {"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}}; one program serves all sizes in the ranges
     kept_sizes     how many programs a Program keeps ready, one for each kind of call (sizes, dtypes, training or not): of more, the one
