@@ -25,6 +25,7 @@ from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
 from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
+from meshc.frontend.output_tree import AS_PASSED
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
 from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
 from meshc.ir import trees
@@ -95,7 +96,9 @@ class FilledCall:
         output that nobody knows how to cut."""
         if self.cache is not None:
             have = self.sizes.have
-            held_caches.put(self.cache, output[self.name], have["r"], self.past + have["t"], have.get("s", 0), self.first)
+            left = output[self.name]
+            held = self.kwargs[self.name] if left is AS_PASSED else held_caches.held_by(left)
+            held_caches.put(self.cache, held, have["r"], self.past + have["t"], have.get("s", 0), self.first)
         for name in [name for name in output if name != self.name]:
             output[name] = trees.mapped(self.sizes.cut(self.table, name, self.kept), output[name])
         if self.cache is not None:

@@ -163,7 +163,7 @@ class Program:
         else:
             leaves = session.leaves(session.run(tensors, {}), tensors)
         session.store.step += 1
-        return session.structured(session.parts(leaves, dealt))
+        return session.structured(session.parts(leaves, dealt), tensors)
 
     def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
         with self.world.refusable():

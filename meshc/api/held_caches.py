@@ -213,11 +213,20 @@ def _since(layer: Any, length: int) -> int | None:
     return getattr(layer, "since", length if getattr(layer, "record_past", False) else None)
 
 
-def put(cache: Any, left: Any, rows: int, length: int, source: int, first: int) -> None:
-    """What a call has left becomes what a cache holds: a layer for each of its own, which are made where there are none yet. first: the
-    token that comes first in buffers of windows."""
-    for part, found, filled in zip(parts_of(cache), parts_of(left), (length, source), strict=False):
-        _put(part, found.layers, rows, filled, first)
+def held_by(cache: Any) -> list[Any]:
+    """What a traced cache holds, layer by layer as `padded_caches.call` takes it; with an encoder's two of these."""
+    from meshc.frontend.padded_caches import held_by
+
+    found = [[held_by(layer) for layer in part.layers] for part in parts_of(cache)]
+    return found if len(found) > 1 else found[0]
+
+
+def put(cache: Any, left: Sequence[Any], rows: int, length: int, source: int, first: int) -> None:
+    """What a call has left becomes what a cache holds: a layer for each of its own, which are made where there are none yet. left: as the
+    call took it, or `held_by`. first: the token that comes first in buffers of windows."""
+    parts = parts_of(cache)
+    for part, found, filled in zip(parts, left if len(parts) > 1 else [left], (length, source), strict=False):
+        _put(part, found, rows, filled, first)
     for number in range(len(parts_of(cache)[-1].layers)) if hasattr(cache, "is_updated") else ():
         cache.is_updated[number] = True
 
@@ -235,26 +244,25 @@ def _put(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) ->
 
 @cache
 def _left() -> Callable[[Any, Any, int, int, int, int], Any]:
-    """What makes of a layer of the traced cache, of the one that was there, rows, length, first token and largest length what is there
-    behind a call; one that holds nothing is as it was."""
-    from meshc.frontend.padded_caches import held_by
+    """What makes of what a call has left of a layer, of the one that was there, rows, length, first token and largest length what is there
+    behind the call; one that holds nothing is as it was."""
     from meshc.runtime.run.cache_layers import CacheLayer
     from meshc.runtime.run.state_layers import MixedLayer, StateLayer
     from meshc.runtime.run.window_layers import WindowLayer
 
-    def left(layer: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
-        held = held_by(layer)
+    def left(held: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
         if not held:
             return old
         if type(old) is CacheLayer and isinstance(held, list):
-            return CacheLayer(held, rows, length, old.is_sliding, most)
+            old.buffers, old.rows, old.length, old.max_length = (held[0], held[1]), rows, length, most
+            return old
         slides, window = bool(getattr(old, "is_sliding", False)), _window_of(old)
         if window is not None:
             pair = held if isinstance(held, list) else held[WINDOW]
             return WindowLayer(pair, rows, length, window, first, _since(old, 0))
         if isinstance(held, list):
             return CacheLayer(held, rows, length, slides, most)
-        pair = held.pop(ATTENTION, None)
-        return StateLayer(held, rows, length) if pair is None else MixedLayer(held, pair, rows, length, slides, most)
+        pair, states = held.get(ATTENTION), {name: table for name, table in held.items() if name != ATTENTION}
+        return StateLayer(states, rows, length) if pair is None else MixedLayer(states, pair, rows, length, slides, most)
 
     return left

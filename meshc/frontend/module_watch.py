@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import chain, repeat
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ Held = dict[str, Any]
 _looked_at: Final = itemgetter("training", "_modules", "_parameters", *HOOKS)
 """Of each module: its mode, and dicts."""
 _DICTS: Final = 2 + len(HOOKS)
+_takes: Final = attrgetter("requires_grad")
 
 
 class State:
@@ -69,7 +70,7 @@ class Watch:
     def _holds(self) -> bool:
         return (
             self._places.hold()
-            and [parameter.requires_grad for parameter in self._tensors] == self._takes
+            and list(map(_takes, self._tensors)) == self._takes
             and all(_hooks(parameter) == hooks for parameter, hooks in self._hooked)
             and all(state_of(module) == then for module, then in self._others)
         )

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 from meshc.ir import trees
-from meshc.ir.paths import cache_paths, spec_paths
+from meshc.ir.paths import cache_paths, is_cache, leaves_around_caches, spec_paths
+
+AS_PASSED: Final = "the cache that was passed, each tensor where it lay"
+"""What stands in an output for a cache of which that is so; known by identity."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,21 @@ class OutputTree:
 
     def build(self, tensors: Sequence[object]) -> Any:
         """The output with these tensors, in the order of their leaves. Raises ValueError if their number is another."""
-        rest = iter(tensors)
         count = self.spec.num_leaves - len(self.plain)
         if len(tensors) != count:
             raise ValueError(f"{len(tensors)} tensors for an output of {count}")
-        leaves = [self.plain[index] if index in self.plain else next(rest) for index in range(count + len(self.plain))]
-        return trees.unflatten(leaves, self.spec)
+        rest = iter(tensors)
+        return trees.unflatten([self._leaf(number, rest) for number in range(self.spec.num_leaves)], self.spec)
+
+    def build_around(self, cache: object, tensors: Sequence[object]) -> Any:
+        """The output with `cache` in the place of each cache, of the tensors that lie in none."""
+        rest = iter(tensors)
+        leaves = [cache if number is None else self._leaf(number, rest) for number in self._around]
+        return trees.built(iter(leaves), self.spec, is_cache)
+
+    @cached_property
+    def _around(self) -> list[int | None]:
+        return leaves_around_caches(self.spec)
+
+    def _leaf(self, number: int, tensors: Iterator[object]) -> object:
+        return self.plain[number] if number in self.plain else next(tensors)

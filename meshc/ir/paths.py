@@ -23,6 +23,30 @@ def spec_paths(spec: trees.Spec) -> list[str]:
     return [".".join(path) or "output" for path, _ in _leaves(spec)]
 
 
+def is_cache(spec: trees.Spec) -> bool:
+    """Whether a node of a tree is a key-value cache."""
+    return getattr(spec.type, "__name__", "").endswith("Cache")
+
+
+def leaves_around_caches(spec: trees.Spec) -> list[int | None]:
+    """Numbers of leaves, with None for each key-value cache in place of those that lie in it."""
+    found: list[int | None] = []
+    first = 0
+    for node in _until_caches(spec):
+        found.append(None if is_cache(node) else first)
+        first += node.num_leaves
+    return found
+
+
+def _until_caches(spec: trees.Spec) -> Iterator[trees.Spec]:
+    """Leaves, and caches as wholes."""
+    if spec.is_leaf() or is_cache(spec):
+        yield spec
+        return
+    for child in spec.children():
+        yield from _until_caches(child)
+
+
 def cache_paths(spec: trees.Spec) -> list[str]:
     """Paths of the leaves that lie in a key-value cache."""
     return [".".join(path) for path, cached in _leaves(spec) if cached]
@@ -52,14 +76,14 @@ def _leaves(spec: trees.Spec, path: Path = (), cached: bool = False) -> Iterator
     if spec.is_leaf():
         yield path, cached
         return
-    is_cache = getattr(spec.type, "__name__", "").endswith("Cache")
+    here = is_cache(spec)
     keys = _keys(spec)
     for key, child in zip(keys, spec.children(), strict=True):
-        if is_cache and tuple(keys) == CACHE_PARTS:
+        if here and tuple(keys) == CACHE_PARTS:
             for (layer,), _ in _leaves(child):
                 yield (*path, layer, str(CACHE_PARTS.index(key))), True
         else:
-            yield from _leaves(child, (*path, key), cached or is_cache)
+            yield from _leaves(child, (*path, key), cached or here)
 
 
 def _keys(spec: trees.Spec) -> list[str]:

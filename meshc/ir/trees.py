@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import torch
+
 from meshc.private import TreeSpec as Spec
 from meshc.private import trees_of_fx as _of_fx
 from meshc.private import trees_of_torch as _of_torch
@@ -115,17 +117,20 @@ def unflatten(leaves: Sequence[object], spec: Spec) -> Any:
     """Raises ValueError if they are not as many as the spec has."""
     if len(leaves) != spec.num_leaves:
         raise ValueError(f"{len(leaves)} leaves for a tree of {spec.num_leaves}")
-    return _built(iter(leaves), spec)
+    return built(iter(leaves), spec)
 
 
-def _built(leaves: Iterator[object], spec: Spec) -> Any:
-    if spec.is_leaf():
+def built(leaves: Iterator[object], spec: Spec, whole: Callable[[Spec], bool] | None = None) -> Any:
+    """The tree with the next of these leaves. whole: which nodes are leaves here, in place of all that is in them."""
+    if spec.is_leaf() or whole is not None and whole(spec):
         return next(leaves)
-    children = [_built(leaves, child) for child in spec.children()]
+    children = [built(leaves, child, whole) for child in spec.children()]
     return children if spec.type is list else functions_of(spec.type)[1](children, spec.context)
 
 
 def leaves(tree: object) -> list[object]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     with known():
         return _of_torch.tree_leaves(tree)
 
@@ -137,5 +142,7 @@ def structure(tree: object) -> Spec:
 
 def mapped(function: Callable[[Any], object], tree: object) -> Any:
     """The tree with `function` of each leaf."""
+    if isinstance(tree, torch.Tensor):  # nearly all that a call asks for: there is nothing to take apart
+        return function(tree)
     with known():
         return _of_torch.tree_map(function, tree)

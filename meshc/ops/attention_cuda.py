@@ -1,10 +1,10 @@
 """The kernels of attention on CUDA: whichever of torch's takes these operands and is the fastest, as torch itself would choose.
 
     16 bits, no bias, as many keys as queries or no mask   cuDNN's or flash, by `torch.nn.attention.sdpa_kernel` and the hardware
-    else                                                   the memory-efficient one, heads filled up to what it reads at once
+    else                                                   the memory-efficient one
     64 bits                                                all scores at once (`attention_in_full.py`), which is there to compare with
 
-Which of them made `out` and `lse` does not matter to backward: they are the same values. What comes back lies as queries, then heads.
+Heads are filled up with zeros to what a kernel reads at once, which is 16 bytes. Which of them made `out` and `lse` does not matter to backward: they are the same values. What comes back lies as queries, then heads.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from meshc.ops.attention_in_full import in_full, in_full_backward, laid_out
 
 aten: Final = torch.ops.aten
 AT_ONCE: Final = 16
-"""Bytes that the memory-efficient kernel reads at once: a head is a multiple of them."""
+"""Bytes that kernels read at once: a head is a multiple of them."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of operands whose heads lie side by side."""
     if q.dtype == torch.float64:
         return in_full(q, k, v, bias, causal, scale)
+    head = q.shape[3]
+    q, k, v = (_filled_up(x) for x in (q, k, v))
     kernel = _chosen(q, k, v, bias, causal, scale)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-        return laid_out(out), lse.reshape(q.shape[:3])
-    if kernel == SDPBackend.FLASH_ATTENTION:
+    elif kernel == SDPBackend.FLASH_ATTENTION:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-        return laid_out(out), lse
-    head = q.shape[3]
-    q, k, v = (_filled_up(x) for x in (q, k, v))
-    out, lse, _, _ = aten._scaled_dot_product_efficient_attention(q, k, v, _spread(bias, q, k), True, 0.0, causal, scale=scale)
-    return laid_out(out[..., :head]), lse[:, :, : q.shape[2]].contiguous()
+    else:
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, _spread(bias, q, k), True, 0.0, causal, scale=scale)[:2]
+        lse = lse[:, :, : q.shape[2]]
+    return laid_out(out[..., :head]), lse.reshape(q.shape[:3]).contiguous()
 
 
 def backward(
@@ -47,7 +47,9 @@ def backward(
     """Gradients of q, k and v."""
     if q.dtype == torch.float64:
         return in_full_backward(grad, q, k, v, bias, out, lse, causal, scale)
-    kernel, queries, keys = _chosen(q, k, v, bias, causal, scale), q.shape[2], k.shape[2]
+    head, queries, keys = q.shape[3], q.shape[2], k.shape[2]
+    grad, q, k, v, out = (_filled_up(x) for x in (grad, q, k, v, out))
+    kernel = _chosen(q, k, v, bias, causal, scale)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         draw = torch.empty((), dtype=torch.int64, device=q.device)
         found = aten._scaled_dot_product_cudnn_attention_backward(
@@ -59,23 +61,19 @@ def backward(
             grad, q, k, v, out, lse.contiguous(), None, None, queries, keys, 0.0, causal, draws, draws[:0], scale=scale
         )
     else:
-        head = q.shape[3]
-        grad, q, k, v, out = (_filled_up(x) for x in (grad, q, k, v, out))
         padding = -queries % 32
         lse = F.pad(lse, (0, padding), value=math.inf) if padding else lse
         draw = torch.empty((), dtype=torch.int64, device=q.device)
         found = aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, _spread(bias, q, k), out, lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
         )
-        found = [x[..., :head] for x in found[:3]]
-    dq, dk, dv = map(laid_out, found)
+    dq, dk, dv = (laid_out(x[..., :head]) for x in found[:3])
     return dq, dk, dv
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> SDPBackend:
-    """Of the kernels that know no bias the one that torch would take. With a mask over fewer queries than keys they mean different ones;
-    heads are not filled up for them."""
-    if q.itemsize != 2 or bias is not None or q.shape[3] % 8 or causal and q.shape[2] != k.shape[2]:
+    """Of the kernels that know no bias the one that torch would take. With a mask over fewer queries than keys they mean different ones."""
+    if q.itemsize != 2 or bias is not None or causal and q.shape[2] != k.shape[2]:
         return SDPBackend.EFFICIENT_ATTENTION
     found = SDPBackend(aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale))
     return found if found in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) else SDPBackend.EFFICIENT_ATTENTION

@@ -7,7 +7,7 @@ executor, and hands outputs back as the model would.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -20,7 +20,7 @@ from meshc.cost.memory import uses_host
 from meshc.errors import InputError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import State
-from meshc.frontend.output_tree import OutputTree
+from meshc.frontend.output_tree import AS_PASSED, OutputTree
 from meshc.ir import layouts, spmd
 from meshc.ir.forms import Form
 from meshc.ir.functions import Function, Keywords
@@ -34,6 +34,7 @@ from meshc.runtime.comm import collectives
 from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.backwards import Backwards, Make
+from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.state.store import Store
@@ -99,9 +100,9 @@ class Session:
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self._placed: dict[str, tuple[Placement, ...]] = {}
-        self._tiles: dict[str, torch.Size] = {}
-        """By key of an input, of which shape a DTensor's local tensor is that is the program's tile as it is."""
-        self._same = _same(self.inputs, self.results, self.caches)
+        self._cached = CachePorts(self.inputs, self.results, self.caches)
+        self._stands = False
+        """Whether this call has found the model as it was."""
         self._fit: set[Form] = set()
         """Of calls whose inputs are such as the program takes."""
         self.calls = 0
@@ -127,13 +128,14 @@ class Session:
     def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """Every input by key, for the executor."""
         self.store.check_filled()
-        self.store.adopt_changes()
+        stands, self._stands = self._stands, False
+        self.store.adopt_changes(stands)
         if self.stream is not None:
             self._note(self.stream, numbers)
         values: dict[str, torch.Tensor] = dict(self._buffers)
         with torch.no_grad():
-            for port, tensor in zip(self.inputs, tensors, strict=True):
-                values[port.key] = self._as_it_lies(port, tensor)
+            for place, (port, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
+                values[port.key] = self._taken(place, port, tensor)
         for key, tensor in self.numbers.items():
             tensor.fill_(numbers[name_of(key)])
             values[key] = tensor
@@ -142,6 +144,15 @@ class Session:
             # a backward that draws again comes after other calls, maybe
             values[self.random] = self.seed_step if self.backwards is None else self.seed_step.clone()
         return values
+
+    def _taken(self, place: int, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+        if port.name not in self.caches:
+            return self._as_it_lies(port, tensor)
+        taken = self._cached.as_taken(place, tensor)
+        if taken is None:
+            taken = self._as_it_lies(port, tensor)
+            self._cached.note(place, tensor, taken)
+        return taken
 
     def _note(self, stream: Stream, numbers: Mapping[str, float]) -> None:
         """What this call takes, for the comparison with the other ranks; the step of random numbers as an offset, which rarely changes."""
@@ -162,13 +173,7 @@ class Session:
             return tensor.detach().to(self.device)
         if port.sharding is None:
             return self.store.transfers.full(tensor)
-        chunk = self.store.transfers.chunk_of(tensor, self._placements(port))
-        if chunk.shape == self._tiles.get(port.key):
-            return chunk
-        tile = self.store.transfers.to_tile(chunk, port.sharding)
-        if tile is chunk:
-            self._tiles[port.key] = chunk.shape
-        return tile
+        return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, self._placements(port)), port.sharding)
 
     def _placements(self, port: Port) -> tuple[Placement, ...]:
         """Of a port's DTensor."""
@@ -182,7 +187,7 @@ class Session:
         """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent. dealt: they are parts
         of as many rows as it says. form: what calls like it have in common, of which one is looked at; state: the model's, likewise."""
         self.store.refuse_unfilled()
-        self.store.refuse_changed_model(state)
+        self._stands = self.store.refuse_changed_model(state)
         if form is None or dealt is not None or form not in self._fit:
             self._refuse_misfits(tensors, dealt)
             if form is not None and dealt is None:
@@ -251,7 +256,7 @@ class Session:
         """The program's outputs, one after another. tensors: the call's inputs, of which a cache that was written where it lies is the
         output of its name."""
         found = []
-        for port, place in zip(self.results, self._same, strict=True):
+        for port, place in zip(self.results, self._cached.same, strict=True):
             value, given = env[port.key], tensors[place] if place is not None and tensors else None
             here = isinstance(given, DTensor) and given._local_tensor is value
             found.append(given if here and given is not None else self.output(port, value))
@@ -272,10 +277,13 @@ class Session:
             return found
         return {port.name: dealt.part(found[port.name], port.sharding, port.name) for port in ports}
 
-    def structured(self, leaves: Sequence[torch.Tensor]) -> object:
-        """Output tensors in the model's own structure, or by path if that is not known."""
+    def structured(self, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> object:
+        """Output tensors in the model's own structure, or by path if that is not known. tensors: the call's inputs; where all of a cache
+        is among them, AS_PASSED stands for it."""
         if self.output_tree is None:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
+        if tensors and self._cached.stand(leaves, tensors):
+            return self.output_tree.build_around(AS_PASSED, [leaves[at] for at in self._cached.beside])
         with _EmptyIsNothing():
             return self.output_tree.build(leaves)
 
@@ -339,14 +347,6 @@ def _partners(program: PlainProgram) -> list[list[int]]:
         place = program.mesh.coordinates(rank)
         found.setdefault(tuple(place[name] for name in axes), []).append(rank)
     return [ranks for ranks in found.values() if len(ranks) > 1]
-
-
-def _same(inputs: Sequence[Port], results: Sequence[Port], caches: Collection[str]) -> list[int | None]:
-    """For each output that is a part of a cache the place of the input that is the same before the call, if there is one."""
-    places = {port.name: place for place, port in enumerate(inputs) if port.name in caches}
-    found = [places.get(port.name) for port in results]
-    alike = [place is not None and inputs[place].sharding == port.sharding for place, port in zip(found, results, strict=True)]
-    return [place if same else None for place, same in zip(found, alike, strict=True)]
 
 
 def _due(call: int, every: int | None) -> bool:

@@ -33,12 +33,14 @@ class Standing:
         self._held = [one for one in mine if isinstance(one.live, DTensor)]
         self._distributed = [one.live for one in self._held]
         self._dtypes: list[torch.dtype] = [one.dtype for one in mine]
-        self._devices: list[str] = [one.buffer.device.type for one in mine]
+        plain = [one for one in mine if not isinstance(one.live, DTensor)]  # of the others the memory says where it is
+        self._plain = [one.live for one in plain]
+        self._devices: list[str] = [one.buffer.device.type for one in plain]
 
     def holds(self) -> bool:
         return (
             all(map(is_, map(dict.get, self._members, self._names), self._stand))
             and list(map(_dtype, self._lives)) == self._dtypes
-            and list(map(_device, self._lives)) == self._devices
+            and list(map(_device, self._plain)) == self._devices
             and all(map(is_, map(_local, self._distributed), map(_memory, self._held)))
         )

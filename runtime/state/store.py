@@ -188,10 +188,10 @@ class Store:
                     held.check_untouched()
                     self._refresh(held)
 
-    def adopt_changes(self) -> None:
-        """Before a program runs: reads back what was changed from outside since the last time."""
+    def adopt_changes(self, stands: bool = False) -> None:
+        """Before a program runs: reads back what was changed from outside since the last time. stands: the model was just found as it was."""
         with torch.no_grad(), self._taking() as taken:
-            stands = self._standing.holds()
+            stands = stands or self._standing.holds()
             for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:
                 current = self._current(held)
                 if held.swapped:
@@ -232,15 +232,18 @@ class Store:
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
             )
 
-    def refuse_changed_model(self, state: State | None = None) -> None:
+    def refuse_changed_model(self, state: State | None = None) -> bool:
         """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing. state: one
-        object as long as the same modules and parameters are in the model, which then need not be looked for again."""
+        object as long as the same modules and parameters are in the model, which then need not be looked for again. Returns whether all
+        stands where it was put."""
         if state is None or self._without_strangers() is not state:
             adoption.refuse_strangers(self.model, self._places, self._alias)
             self._without_strangers = _nobody if state is None else weakref.ref(state)
-        if not self._standing.holds():
+        stands = self._standing.holds()
+        if not stands:
             adoption.refuse_swapped(self.model, self.held.values())
             adoption.refuse_converted(self.held.values())
+        return stands
 
     @property
     def _standing(self) -> Standing:

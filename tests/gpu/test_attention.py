@@ -17,6 +17,10 @@ CASES = {
     "a window": (96, 96, 64, {"causal": True, "window": 20}),
     "a bias": (64, 48, 64, {"causal": False, "biased": True}),
     "heads of 20": (64, 64, 20, {"causal": True}),
+    "heads of 20, all keys": (64, 48, 20, {"causal": False}),
+    "heads of 20 and a bias": (64, 48, 20, {"causal": False, "biased": True}),
+    "heads of 24 behind a cache": (3, 40, 24, {"causal": True, "offset": 37}),
+    "heads of 72 and a bias": (64, 64, 72, {"causal": False, "biased": True}),
 }
 
 
