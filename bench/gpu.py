@@ -119,6 +119,11 @@ def timed(one: Contender, device: str) -> None:
     one.step_s.append(time.perf_counter() - start)
 
 
+def table(rows: list[list[object]], how: str) -> str:
+    heads = ["step", "ms", "of eager", "peak GiB", "predicted GiB", "five first steps, s"]
+    return tabulate(rows, headers=heads, floatfmt=("", ".1f", ".3f", ".2f", ".2f", ".1f"), tablefmt=how)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -145,7 +150,7 @@ def main() -> int:
             for policy in POLICIES for backend, graph in backends
         },
     }  # fmt: skip
-    rows = []
+    rows: list[list[object]] = []
     for title, make in makers.items():  # each lives alone with an eager model; what is held was looked at before that was made
         if not re.search(options.only, title):
             continue
@@ -162,15 +167,12 @@ def main() -> int:
         figures = [None if some is None else some / 2**30 for some in (one.held, one.predicted)]
         rows.append([title, 1e3 * statistics.median(one.step_s), statistics.median(ratios), *figures, begun])
         print(*rows[-1], file=sys.stderr, flush=True)
+        if options.write:  # after each row, so that a run that ends early leaves those that it had
+            about = f"{torch.cuda.get_device_name() if cuda else 'a CPU'}, torch {torch.__version__}, `{' '.join(['python', *sys.argv])}`"
+            PAGE.write_text(f"# A training step on one GPU\n\n{about}\n\n{table(rows, 'github')}\n")
         del one, base, each
         gc.collect()
-    heads = ["step", "ms", "of eager", "peak GiB", "predicted GiB", "five first steps, s"]
-    floats = ("", ".1f", ".3f", ".2f", ".2f", ".1f")
-    table = tabulate(rows, headers=heads, floatfmt=floats, tablefmt="github" if options.write else "simple")
-    print(table)
-    if options.write:
-        about = f"{torch.cuda.get_device_name() if cuda else 'a CPU'}, torch {torch.__version__}, `{' '.join(['python', *sys.argv])}`"
-        PAGE.write_text(f"# A training step on one GPU\n\n{about}\n\n{table}\n")
+    print(table(rows, "simple"))
     dist.destroy_process_group()
     return 0
 

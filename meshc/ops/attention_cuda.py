@@ -64,8 +64,9 @@ def backward(
         padding = -queries % 32
         lse = F.pad(lse, (0, padding), value=math.inf) if padding else lse
         draw = torch.empty((), dtype=torch.int64, device=q.device)
+        # what this kernel makes of 16 bits is right only where `out` lies as its forward lays it out (seen under torch 2.11)
         found = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, _spread(bias, q, k), out, lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
+            grad, q, k, v, _spread(bias, q, k), laid_out(out), lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
         )
     dq, dk, dv = (laid_out(x[..., :head]) for x in found[:3])
     return dq, dk, dv

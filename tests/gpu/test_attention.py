@@ -36,6 +36,7 @@ def test_as_all_scores(case, dtype):
     window, offset, scale = how.get("window", 0), how.get("offset", 0), 0.2
     out, lse = attention(q, k, v, bias, causal, scale, window, offset)
     found = attention_backward(grad, q, k, v, bias, out, lse, causal, scale, window, offset)
+    again = attention_backward(grad, q, k, v, bias, out.contiguous(), lse, causal, scale, window, offset)
     at = torch.arange(queries, device="cuda").unsqueeze(1) + offset
     places = torch.arange(keys, device="cuda")
     hidden = (places > at) | ((places <= at - window) if window else False) if causal else torch.zeros_like(places > at)
@@ -45,5 +46,5 @@ def test_as_all_scores(case, dtype):
     wanted = in_full(*wide[1:], over, False, scale)
     gradients = in_full_backward(*wide, over, *wanted, False, scale)
     near = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-10}[dtype]
-    for mine, theirs in zip((out, lse, *found), (*wanted, *gradients), strict=True):
+    for mine, theirs in zip((out, lse, *found, *again), (*wanted, *gradients, *gradients), strict=True):
         assert (mine.double() - theirs).norm() <= near * theirs.norm()
