@@ -138,6 +138,7 @@ REPLACED: Final = (
 
 OF_TRANSFORMERS: Final = (
     "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "transformers.utils.output_capturing:maybe_install_capturing_hooks",
+    "transformers.utils.output_capturing:install_all_output_capturing_hooks",
     "transformers.integrations.executorch:register_dynamic_cache_export_support", "transformers.cache_utils:LinearAttentionLayer",
     "transformers.cache_utils:LinearAttentionAndFullAttentionLayer", "transformers.cache_utils:DynamicLayer",
     "transformers.cache_utils:LinearAttentionAndSlidingWindowAttentionLayer", "transformers.cache_utils:DynamicSlidingWindowLayer",

@@ -19,6 +19,7 @@ from meshc.ir import trees
 from meshc.private import found
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+CAPTURING: Final = "transformers.utils.output_capturing"
 INSTALLED: Final = "_output_capturing_hooks_installed"
 """What transformers sets in a model whose hooks are there."""
 
@@ -32,8 +33,9 @@ def prepared(module: nn.Module) -> Iterator[None]:
         return
     before = [(child, {name: set(getattr(child, name)) for name in HOOKS}, INSTALLED in child.__dict__) for child in module.modules()]
     try:
-        for child in stock:
-            _install_hooks(child)
+        with _hooked_once():
+            for child in stock:
+                _install_hooks(child)
         with stock_caches.known(stock), stock_caches.masks(), _own_masks():
             yield
     finally:
@@ -44,6 +46,20 @@ def prepared(module: nn.Module) -> Iterator[None]:
                     del table[key]
             if not installed:
                 child.__dict__.pop(INSTALLED, None)
+
+
+@contextlib.contextmanager
+def _hooked_once() -> Iterator[None]:
+    """Inside, models that have hooks get no second ones with those of the model that they are in, which a call of the inner one leaves
+    without: transformers does not look, and all that is collected would be there twice."""
+    install = found(f"{CAPTURING}:install_all_output_capturing_hooks")
+
+    def unless_installed(model: nn.Module, prefix: str | None = None) -> None:
+        if INSTALLED not in model.__dict__:
+            install(model, prefix)
+
+    with mock.patch.object(sys.modules[CAPTURING], install.__name__, unless_installed):
+        yield
 
 
 @contextlib.contextmanager
@@ -75,8 +91,8 @@ def _install_hooks(child: nn.Module) -> None:
     """What collects hidden states and router logits. The first call that wants some installs it under a lock, which cannot be traced."""
     from transformers import PreTrainedModel
 
-    if isinstance(child, PreTrainedModel) and found("transformers.utils.output_capturing:_CAN_RECORD_REGISTRY").get(child):
-        found("transformers.utils.output_capturing:maybe_install_capturing_hooks")(child)
+    if isinstance(child, PreTrainedModel) and found(f"{CAPTURING}:_CAN_RECORD_REGISTRY").get(child):
+        found(f"{CAPTURING}:maybe_install_capturing_hooks")(child)
 
 
 def learn_caches() -> None:

@@ -4,7 +4,8 @@
     else                                                   the memory-efficient one
     64 bits                                                all scores at once (`attention_in_full.py`), which is there to compare with
 
-Heads are filled up with zeros to what a kernel reads at once, which is 16 bytes. Which of them made `out` and `lse` does not matter to backward: they are the same values. What comes back lies as queries, then heads.
+Heads are filled up with zeros to what a kernel reads at once, which is 16 bytes. Which of them made `out` and `lse` does not matter to
+backward: they are the same values. What comes back lies as queries, then heads.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def backward(
         return in_full_backward(grad, q, k, v, bias, out, lse, causal, scale)
     head, queries, keys = q.shape[3], q.shape[2], k.shape[2]
     grad, q, k, v, out = (_filled_up(x) for x in (grad, q, k, v, out))
+    out = laid_out(out)  # in 16 bits cuDNN's and the memory-efficient kernel give wrong gradients where it lies otherwise (torch 2.11)
     kernel = _chosen(q, k, v, bias, causal, scale)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         draw = torch.empty((), dtype=torch.int64, device=q.device)
@@ -64,9 +66,8 @@ def backward(
         padding = -queries % 32
         lse = F.pad(lse, (0, padding), value=math.inf) if padding else lse
         draw = torch.empty((), dtype=torch.int64, device=q.device)
-        # what this kernel makes of 16 bits is right only where `out` lies as its forward lays it out (seen under torch 2.11)
         found = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, _spread(bias, q, k), laid_out(out), lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
+            grad, q, k, v, _spread(bias, q, k), out, lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
         )
     dq, dk, dv = (laid_out(x[..., :head]) for x in found[:3])
     return dq, dk, dv

@@ -189,7 +189,7 @@ class Store:
                     self._refresh(held)
 
     def adopt_changes(self, stands: bool = False) -> None:
-        """Before a program runs: reads back what was changed from outside since the last time. stands: the model was just found as it was."""
+        """Before a program runs: reads back what was changed from outside since the last time. stands: the model was found as it was."""
         with torch.no_grad(), self._taking() as taken:
             stands = stands or self._standing.holds()
             for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:

@@ -103,3 +103,41 @@ def test_a_cache_that_is_written_where_it_lies_stays_what_it_is(mesh: DeviceMesh
     assert all(one is other for one, other in zip(buffers[2], buffers[3], strict=True)) and isinstance(buffers[3][0], DTensor)
     keys: Tensor = cache.layers[0].keys.to_local()
     assert keys.shape[2] == 9 and bool(keys.any(-1).all())
+
+
+def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    ids = torch.randint(3, 48, (1, 9))
+    plain, cache = DynamicCache(), DynamicCache()
+    parts = (ids[:, :6], *ids[:, 6:].split(1, 1))
+    with torch.no_grad():
+        wanted = [model(input_ids=part, cache=plain, output_hidden_states=True) for part in parts]
+        program = meshc.compile(model, mesh)
+        found = [program(input_ids=part, cache=cache, output_hidden_states=True) for part in parts]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert type(mine) is type(theirs) and list(mine) == list(theirs) and mine[cached_as(mine)] is cache
+        pairs = zip(mine.hidden_states, theirs.hidden_states, strict=True)
+        assert torch.allclose(mine.logits, theirs.logits) and all(torch.allclose(one, other) for one, other in pairs)
+
+
+def test_a_cache_that_lies_where_it_lay_is_cropped_and_goes_on(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    ids = torch.randint(3, 48, (2, 9))
+    with torch.no_grad():
+        program, cache = meshc.compile(model, mesh), DynamicCache()
+        for part in (ids[:, :6], *ids[:, 6:].split(1, 1)):
+            program(input_ids=part, cache=cache)
+        layer, buffers = cache.layers[0], cache.layers[0].buffers
+        cache.crop(-2)
+        cache.batch_select_indices(torch.tensor([1]))
+        found = program(input_ids=ids[1:, :1], cache=cache).logits
+        wanted = model(torch.cat([ids[1:, :7], ids[1:, :1]], 1)).logits[:, -1:]
+    assert torch.allclose(found, wanted) and cache.get_seq_length() == 8 and layer.buffers is not buffers
+
+
+def cached_as(output: Any) -> str:
+    return next(name for name in ("cache", "past_key_values") if name in output)

@@ -39,6 +39,16 @@ def test_what_is_data_comes_back_as_it_was(output: Any) -> None:
     assert output_tree_data.read(json.loads(json.dumps(output_tree_data.described(tree)))) == tree
 
 
+def test_an_output_around_its_cache() -> None:
+    cached, tree = stock_output(), OutputTree(trees.structure(stock_output()))
+    whole = tree.build(trees.leaves(cached))
+    around = tree.build_around("the cache", [torch.zeros(())])
+    assert list(around) == list(whole) and type(around) is type(whole)
+    assert around[CACHE] == "the cache" and around.loss == 0
+    nested = OutputTree(trees.structure({"of": [cached[CACHE], 1], "rest": 2, "plain": 3}), {4: "kept"})
+    assert nested.build_around(None, [10, 20]) == {"of": [None, 10], "rest": 20, "plain": "kept"}
+
+
 def test_what_is_no_data_is_said() -> None:
     local = namedtuple("local", "first")
     with pytest.raises(output_tree_data.NoData, match="which is no plain value"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+import meshc
 from meshc.frontend import stock
 from meshc.ir import trees
 from tests.captured import Captured
@@ -53,6 +54,18 @@ def test_a_cache_of_states_and_of_keys_goes_on_as_the_model_left_it(name: str) -
         again = trees.unflatten(*trees.flatten(made))
         assert [type(layer) for layer in again.layers] == [type(layer) for layer in made.layers]
         torch.testing.assert_close(model(ids[:, 5:], past_key_values=again).logits[:, -1], whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "collected"), [("llama", "hidden_states"), ("mixtral", "router_logits")])
+def test_what_a_model_collects_that_was_called_before_is_there_once(name: str, collected: str) -> None:
+    """A call leaves its hooks in the inner model; a mixture's loss of balance is of what they collect."""
+    one = case(name)
+    model, how = one.model.eval(), {**one.call_kwargs, f"output_{collected}": True, "use_cache": False}
+    wanted = model(**how)
+    hooks = [list(module._forward_hooks) for module in model.modules()]
+    program = meshc.compile(model, meshc.Mesh("dp=2"), kwargs=how)
+    found = [port for port in program.compiled.outputs if port.name.startswith(f"{collected}.")]
+    assert len(found) == len(wanted[collected]) and hooks == [list(module._forward_hooks) for module in model.modules()]
 
 
 def test_flags_among_the_inputs_are_no_inputs_of_the_program() -> None:
