@@ -45,7 +45,8 @@ ADVICE: Final = (
 
 OF_LENGTH: Final = (
     "  beside that: this call hands the model its cache, and one program serves all lengths of it, so that the length is a tensor, as\n"
-    "  it is for a StaticCache of transformers. A model that takes no StaticCache generates with use_cache=False, a program for each length"
+    "  it is for a StaticCache of transformers. To a model that makes positions of the length pass position_ids, as generate does;\n"
+    "  another that takes no StaticCache generates with use_cache=False, a program for each length"
 )
 
 

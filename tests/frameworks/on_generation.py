@@ -32,7 +32,7 @@ for _what, _check in (
     ROWS.row(_what)(_check)
 
 ROWS.row("caches that are offloaded, calls with labels or gradients", refused="says which, and what to call")(generation.refusals)
-ROWS.row("models that want a cache's length as a number (OPT)", refused="use_cache=False, a program for each length")(generation.lengths)
+ROWS.row("calls by hand without positions, of models that make them of a length (OPT)", refused="pass position_ids")(generation.lengths)
 
 
 def flexible() -> nn.Module:

@@ -361,12 +361,16 @@ def refusals(mesh: Any) -> None:
 
 
 def lengths(mesh: Any) -> None:
-    """A model that wants its cache's length as a number is refused, with the line; without a cache each length is a program."""
+    """A model that makes positions of its cache's length, as a number, where none are passed: generate passes them, and a call by hand
+    that does not is refused, with what to do; without a cache each length is a program."""
     program, model, twin = compiled(opt, mesh)
-    with pytest.raises(meshc.CaptureError, match=r"(?s)modeling_opt.py.*takes no StaticCache generates with use_cache=False"):
-        model.generate(prompts(), max_new_tokens=4, do_sample=False)
+    same(model, twin, **padded())
+    assert count(program) == 2
+    cache = DynamicCache()
+    program(input_ids=prompts(), cache=cache)
+    with pytest.raises(meshc.CaptureError, match=r"(?s)the length is a tensor.*pass position_ids.*use_cache=False"):
+        program(input_ids=prompts(3, 1), cache=cache)
     same(model, twin, input_ids=prompts(), max_new_tokens=2, use_cache=False)
-    assert count(program) == 3  # the prompt with a cache, whose length is no matter yet, and two without
 
 
 def seeds(mesh: Any) -> None:
