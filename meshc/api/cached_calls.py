@@ -24,7 +24,7 @@ from torch import Tensor
 from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
-from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes, Table
+from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, Sizes, Table
 from meshc.frontend.output_tree import AS_PASSED
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
 from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
@@ -115,7 +115,7 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
         return None
     _refuse_release()
     name, cache, rest, named = _apart(asked, args, kwargs)
-    table = BOTH if hasattr(cache, "cross_attention_cache") else ALONE
+    table = ALONE if not hasattr(cache, "cross_attention_cache") else BOTH if _reads(asked) else SEEN
     held_caches.refuse_others(cache)
     _refuse_calls(asked, named)
     have = _sizes(named, table)
@@ -167,7 +167,8 @@ def explained(kwargs: Mapping[str, object]) -> Iterator[None]:
 def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
     takes = [parameter.name for parameter in asked.traced.parameters or ()]
     named = {**dict(zip(takes, args, strict=False)), **kwargs}
-    if MASK not in takes or asked.inputs != "global" or _takes_gradient(asked):
+    reads = MASK in takes and any(named.get(name) is not None for name in FIRST["s"])  # of sound and pictures each size is a program
+    if not reads or asked.inputs != "global" or _takes_gradient(asked):
         return None
     have = _sizes(named, ENCODER)
     sizes = Sizes(have, _filled(asked, named, ENCODER, have, 0))
@@ -187,7 +188,7 @@ def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
                     raise InputError(f"{name} has rows and tokens, [rows, tokens]")
                 found |= {"r": int(first.shape[0]), letter: int(first.shape[1])}
                 break
-    wanted = {letters[1] for letters in table.inputs.values()}
+    wanted = {letters[1] for letters in table.inputs.values()} - {"."}
     if missing := wanted - found.keys():
         ways = " or ".join(name for name, letters in table.inputs.items() if letters[1] in missing)
         raise InputError(f"a call with a cache takes tokens, [rows, tokens]: {ways}")
@@ -205,8 +206,14 @@ def _filled(
     if states:
         return {**have, "r": rows_of(have["r"], asked.data_ranks)}
     most = _positions(asked)
-    filled = {letter: tokens_of(have[letter], most - (past if letter == "t" else 0)) for letter in have if letter != "r"}
-    return {"r": rows_of(have["r"], asked.data_ranks), **filled}
+    as_they_are = "rs" if table is SEEN else "r"
+    filled = {letter: tokens_of(have[letter], most - (past if letter == "t" else 0)) for letter in have if letter not in as_they_are}
+    return {**have, "r": rows_of(have["r"], asked.data_ranks), **filled}
+
+
+def _reads(asked: Asked) -> bool:
+    """Whether the model's encoder takes tokens, which a mask says there are; one of sound or pictures takes something else."""
+    return getattr(asked.module, "main_input_name", "input_ids") == "input_ids"
 
 
 def _apart(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:

@@ -56,6 +56,13 @@ BOTH: Final = Table(
     },
 )  # fmt: skip
 """A decoder with its encoder."""
+SEEN: Final = Table(
+    {name: letters for name, letters in BOTH.inputs.items() if name.startswith(("decoder", "encoder"))} | {"attention_mask": "r."},
+    {"decoder_attention_mask": "rk"},
+    BOTH.outputs,
+)
+"""A decoder with an encoder of sound or pictures, of which rows alone are filled up: what attends to it may have no mask, and one that is
+passed is of what the encoder got."""
 PAIRS: Final = "r.tk"
 """A mask of pairs, [rows, heads or 1, tokens, keys]."""
 
@@ -81,7 +88,7 @@ class Sizes:
             return leaf
         begin = max(leaf.dim() - len(letters), 0) if not leaf.dtype.is_floating_point else 0  # positions of several kinds stand before
         for dim, letter in enumerate(letters, begin):
-            if leaf.shape[dim] == self.have[letter]:
+            if letter != "." and leaf.shape[dim] == self.have[letter]:
                 leaf = repeated(leaf, dim, self.filled[letter])
         return leaf
 

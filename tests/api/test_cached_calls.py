@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MambaConfig, StaticCache
 
 import meshc
-from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, Sizes
+from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, Sizes
 
 IDS = torch.arange(1, 34).reshape(3, 11)
 MESH = meshc.Mesh("dp=2,tp=2")
@@ -58,6 +58,14 @@ def test_masks_of_tokens_of_pairs_and_by_kind_of_layer() -> None:
     assert found["full_attention"][..., 11:].max() == torch.finfo(torch.float32).min and not found["sliding_attention"][..., 11:].any()
     source: Any = SIZES.longer(ENCODER, "attention_mask", torch.ones(3, 5))
     assert source.sum(1).tolist() == [5] * 4
+
+
+def test_of_sound_and_pictures_rows_alone_are_filled_up() -> None:
+    """Nothing may mask them, and a mask is of what the encoder got, which may be longer."""
+    heard = Sizes({"r": 3, "t": 1, "k": 1, "s": 6}, {"r": 4, "t": 1, "k": 1, "s": 6})
+    mask: Any = heard.longer(SEEN, "attention_mask", torch.ones(3, 24, dtype=torch.int64))
+    states: Any = heard.longer(SEEN, "encoder_outputs", {"last_hidden_state": torch.ones(3, 6, 2)})
+    assert mask.shape == (4, 24) and states["last_hidden_state"].shape == (4, 6, 2)
 
 
 def test_outputs_are_cut() -> None:

@@ -1,4 +1,4 @@
-"""A stock model's own generate, compiled. Rows of docs/ecosystem.md by checks of `tests/processes/generation.py`, and what is refused."""
+"""A stock model's own generate, compiled. Rows of docs/ecosystem.md by checks of `tests/processes/generation.py` and `heard.py`, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
 from tests.frameworks.rows import Rows, refuses
-from tests.processes import generation
+from tests.processes import generation, heard
 from tests.processes.session import run_checks
 
 ROWS = Rows("generation")
@@ -26,6 +26,8 @@ for _what, _check in (
     ("crop, reorder_cache, selection of rows; a cache that a plain model has filled", generation.rows),
     ("a copy of a cache", generation.copies),
     ("decoders with encoders (T5, BART)", generation.encoders),
+    ("speech to text (Whisper, Speech2Text)", heard.heard),
+    ("pictures to text (VisionEncoderDecoderModel)", heard.seen),
     ("hidden states, attentions, logits beside tokens", generation.looked_at),
     ("transformers.pipeline", generation.pipelines),
 ):

@@ -32,3 +32,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 )  # fmt: skip
 def test_generation_equals_the_plain_model(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
     assert run("generation", ranks, mesh, *names).split() == [*names]
+
+
+@pytest.mark.parametrize("mesh, ranks", [broad("tp=2", 2), broad("dp=2", 2), broad("dp=2,tp=2", 4)])
+def test_generation_from_sound_and_pictures_equals_the_plain_model(mesh: str, ranks: int) -> None:
+    assert run("heard", ranks, mesh, "heard", "seen").split() == ["heard", "seen"]

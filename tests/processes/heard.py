@@ -1,0 +1,85 @@
+"""Generation from sound and pictures on real ranks: an encoder's outputs are as long as they are, and no mask says which there are."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    Speech2TextConfig,
+    Speech2TextForConditionalGeneration,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from tests.processes.generation import compiled, same
+from tests.processes.session import run_checks
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+    decoder_ffn_dim=16, max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+)  # fmt: skip
+
+
+def whisper() -> nn.Module:
+    config = WhisperConfig(**SIZES, num_mel_bins=8, max_source_positions=15, suppress_tokens=None, begin_suppress_tokens=None)
+    return WhisperForConditionalGeneration(config)
+
+
+def speech() -> nn.Module:
+    config = Speech2TextConfig(**SIZES, input_feat_per_channel=8, input_channels=1, conv_channels=16, max_source_positions=64)
+    return Speech2TextForConditionalGeneration(config)
+
+
+def pictures() -> nn.Module:
+    sees = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=4)
+    tells = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    model = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_encoder_decoder_configs(sees, tells))
+    model.generation_config.decoder_start_token_id, model.generation_config.pad_token_id = 1, 0
+    return model
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+
+
+def heard(mesh: Any) -> None:
+    """Three rows, which are filled up to four, and of speech a mask of frames, of which the encoder leaves a quarter."""
+    _, model, twin = compiled(whisper, mesh)
+    same(model, twin, input_features=numbers(3, 8, 30), min_new_tokens=12)
+    same(model, twin, input_features=numbers(3, 8, 30), num_beams=2)
+    _, model, twin = compiled(speech, mesh)
+    mask = torch.ones(3, 24, dtype=torch.int64)
+    mask[0, 12:] = 0
+    scored(model, twin, input_features=numbers(3, 24, 8), attention_mask=mask)
+
+
+def seen(mesh: Any) -> None:
+    """An encoder whose outputs nothing masks."""
+    _, model, twin = compiled(pictures, mesh)
+    scored(model, twin, pixel_values=numbers(3, 3, 16, 16))
+    same(model, twin, pixel_values=numbers(3, 3, 16, 16), num_beams=2)
+
+
+def scored(model: Any, twin: Any, **kwargs: Any) -> None:
+    """Tokens may be the same where what they are drawn from is not."""
+    how = dict(do_sample=False, max_new_tokens=12, min_new_tokens=12, output_scores=True, return_dict_in_generate=True)
+    mine, theirs = (one.generate(**kwargs, **how) for one in (model, twin))
+    assert torch.equal(mine.sequences, theirs.sequences)
+    for one, other in zip(mine.scores, theirs.scores, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+CHECKS = heard, seen
+
+
+def run(mesh: str, *names: str) -> None:
+    """Rank 0 compiles for all ranks: where another does for itself, that is an error here."""
+    warnings.filterwarnings("error", "(rank|every rank).* compiles this program for itself")
+    run_checks(CHECKS, mesh, names)
