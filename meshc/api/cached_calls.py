@@ -201,7 +201,7 @@ def _filled(
     """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows. Tokens stay as many where there are
     states of recurrent layers, which any token changes."""
     known = {*table.inputs, *table.masks, KEPT}
-    if any(isinstance(value, Tensor) and key not in known for key, value in named.items()):
+    if any(_holds_tensors(value) for key, value in named.items() if key not in known):
         return dict(have)
     if states:
         return {**have, "r": rows_of(have["r"], asked.data_ranks)}
@@ -209,6 +209,12 @@ def _filled(
     as_they_are = "rs" if table is SEEN else "r"
     filled = {letter: tokens_of(have[letter], most - (past if letter == "t" else 0)) for letter in have if letter not in as_they_are}
     return {**have, "r": rows_of(have["r"], asked.data_ranks), **filled}
+
+
+def _holds_tensors(value: object) -> bool:
+    """Whether it is a tensor or a tree of some: of images a dict of what their encoder has made."""
+    is_tree = isinstance(value, Mapping | list | tuple)
+    return isinstance(value, Tensor) or is_tree and any(isinstance(leaf, Tensor) for leaf in trees.leaves(value))
 
 
 def _reads(asked: Asked) -> bool:

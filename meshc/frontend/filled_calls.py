@@ -106,12 +106,16 @@ class Sizes:
         return mask
 
     def cut(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
-        """What cuts leaves of an output. kept: how many tokens have logits. Raises InputError for one that nobody knows how to cut."""
+        """What cuts leaves of an output. kept: how many tokens have logits. Raises InputError for one that nobody knows how to cut, where
+        something was filled up; a call with images is as it was passed."""
+        as_passed = all(self.filled[letter] == size for letter, size in self.have.items())
 
         def cut(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             if name not in table.outputs:
+                if as_passed:
+                    return leaf
                 raise InputError(
                     f"the model returns {name} beside its logits, and of a call with a cache meshc knows only {', '.join(table.outputs)}\n"
                     f"  what to do: call the model without output of {name}, or without its cache (use_cache=False)"

@@ -29,9 +29,9 @@ OWN_MODULES: Final = ("random", "time", "uuid", "secrets", "socket", "platform",
 """Modules of Python's whose functions answer anew each time."""
 TYPING: Final = (typing._GenericAlias, typing._SpecialForm, typing.TypeVar)  # type: ignore[attr-defined]
 
-APART: Final = frozenset("huggingface_hub filelock httpx httpx2 httpcore httpcore2 requests urllib3 truststore psutil".split())
-"""Packages that fetch files and lock them, which stock code names and no forward runs: they are not looked into, and what a trace runs of
-them counts as not found."""
+APART: Final = frozenset("huggingface_hub filelock httpx httpx2 httpcore httpcore2 requests urllib3 truststore psutil tqdm".split())
+"""Packages that fetch files, lock them and show how far they are, which stock code names and no forward runs: they are not looked into, and
+what a trace runs of them counts as not found."""
 FETCHING: Final = frozenset(("transformers.utils.hub",))
 """Modules of which the same is true of their functions, in packages that are looked into. What other code reads of them counts."""
 

@@ -74,6 +74,8 @@ def test_outputs_are_cut() -> None:
     assert SIZES.cut(ALONE, "attentions", 2)(scores).shape == (3, 2, 11, 11)  # type: ignore[attr-defined]
     with pytest.raises(meshc.InputError, match=r"(?s)returns router_logits beside its logits.*what to do: call the model without"):
         SIZES.cut(ALONE, "router_logits", 2)(torch.ones(64, 4))
+    same = Sizes({"r": 3, "t": 11, "k": 11}, {"r": 3, "t": 11, "k": 11})
+    assert same.cut(ALONE, "image_outputs", 2)(torch.ones(64, 4)).shape == (64, 4)  # type: ignore[attr-defined]
 
 
 def recording() -> DynamicCache:

@@ -1,4 +1,4 @@
-"""A stock model's own generate, compiled. Rows of docs/ecosystem.md by checks of `tests/processes/generation.py` and `heard.py`, and what is refused."""
+"""A stock model's own generate, compiled. Rows of docs/ecosystem.md by checks of `tests/processes`, and what is refused."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ for _what, _check in (
     ("decoders with encoders (T5, BART)", generation.encoders),
     ("speech to text (Whisper, Speech2Text)", heard.heard),
     ("pictures to text (VisionEncoderDecoderModel)", heard.seen),
+    ("prompts with images (Llava, Gemma 3)", heard.read_beside_images),
     ("hidden states, attentions, logits beside tokens", generation.looked_at),
     ("transformers.pipeline", generation.pipelines),
 ):

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Speech2TextConfig,
     Speech2TextForConditionalGeneration,
     VisionEncoderDecoderConfig,
@@ -18,7 +24,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from tests.processes.generation import compiled, same
+from tests.processes.generation import compiled, prompts, same
 from tests.processes.session import run_checks
 
 SIZES: dict[str, Any] = dict(
@@ -45,6 +51,26 @@ def pictures() -> nn.Module:
     return model
 
 
+TEXT: dict[str, Any] = dict(
+    vocab_size=80, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+SIGHT: dict[str, Any] = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)
+IMAGE = 70
+"""The token that stands for a part of an image."""
+
+
+def llava() -> nn.Module:
+    parts = dict(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**SIGHT, projection_dim=16))
+    return LlavaForConditionalGeneration(LlavaConfig(**parts, image_token_id=IMAGE))
+
+
+def gemma3() -> nn.Module:
+    parts = dict(text_config=dict(**TEXT, head_dim=8, sliding_window=8), vision_config=dict(**SIGHT, vision_use_head=False))
+    tokens = dict(image_token_id=IMAGE, boi_token_index=71, eoi_token_index=72, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(Gemma3Config(**parts, **tokens, attn_implementation="sdpa"))
+
+
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
 
@@ -67,6 +93,17 @@ def seen(mesh: Any) -> None:
     same(model, twin, pixel_values=numbers(3, 3, 16, 16), num_beams=2)
 
 
+def read_beside_images(mesh: Any) -> None:
+    """A causal model whose prompt has images: what their encoder has made is handed to the first call, which is not filled up."""
+    ids = prompts(2, 9)
+    ids[:, 1:5] = IMAGE
+    how = dict(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=numbers(2, 3, 16, 16))
+    _, model, twin = compiled(llava, mesh)
+    scored(model, twin, **how)
+    _, model, twin = compiled(gemma3, mesh)
+    scored(model, twin, **how, token_type_ids=(ids == IMAGE).long())
+
+
 def scored(model: Any, twin: Any, **kwargs: Any) -> None:
     """Tokens may be the same where what they are drawn from is not."""
     how = dict(do_sample=False, max_new_tokens=12, min_new_tokens=12, output_scores=True, return_dict_in_generate=True)
@@ -76,7 +113,7 @@ def scored(model: Any, twin: Any, **kwargs: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-CHECKS = heard, seen
+CHECKS = heard, seen, read_beside_images
 
 
 def run(mesh: str, *names: str) -> None:
