@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 MARK: Final = "_is_distributed_loading_by_transformers"
 ITEMS: Final = "num_items_in_batch"
-DEEP: Final = 16
+DEEP: Final = 32
 """How many frames there may be between the Trainer and the model's call: torch's, and those of contexts around forward."""
 
 
