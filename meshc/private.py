@@ -129,7 +129,7 @@ REPLACED: Final = (
     "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",
     "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
     "torch.nn.attention.flex_attention:BlockMask._flatten", "torch.nn.attention.flex_attention:BlockMask._unflatten",
-    "torch.nn.attention.flex_attention:BlockMask._flatten_with_keys",
+    "torch.nn.attention.flex_attention:BlockMask._flatten_with_keys", "torch.nn.modules.transformer:_detect_is_causal_mask",
     "torch.utils._pytree:SUPPORTED_NODES", "torch.utils._pytree:NodeDef", "torch.utils._pytree:SequenceKey",
     "torch.utils._pytree:_deregister_pytree_node",
     "torch.fx._pytree:SUPPORTED_NODES", "torch.fx._pytree:_deregister_pytree_flatten_spec",

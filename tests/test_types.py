@@ -39,6 +39,8 @@ meshc.init_weights(model, seed=3)
 meshc.load_pretrained(program, "folder", adapter="default")
 program.save_pretrained("folder")
 program.load_state_dict(program.state_dict(full=True))
+rate: float = program.metrics["lr"][0]
+print(program.metrics["loss"].item(), program.state_dict(full=True)["model"]["weight"].norm(), rate)
 
 meshc.compile(step)
 meshc.Options(sed=0)
@@ -48,7 +50,7 @@ program.init_weights(3)
 program.summry()
 meshc.init_weights(program)
 '''
-REVEALED = ["meshc.api.handle.Program", "str", "dict[str, object]", "bool", "meshc.plan.plan.Plan"]
+REVEALED = ["meshc.api.handle.Program", "str", "dict[str, Any]", "bool", "meshc.plan.plan.Plan"]
 WRONG = ["call-arg", "call-arg", "arg-type", "call-arg", "arg-type", "attr-defined", "arg-type"]
 
 

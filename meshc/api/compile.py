@@ -13,7 +13,7 @@ from meshc.api.asked import Asked
 from meshc.api.handle import Program
 from meshc.api.options import Options
 from meshc.api.world import World
-from meshc.frontend import admission
+from meshc.frontend import admission, exported
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.plan.recipes import PlanLike
@@ -40,7 +40,8 @@ def compile(
     """Compile a module, a TrainStep, a function or an ExportedProgram for a mesh.
 
     mesh      a torch.distributed.DeviceMesh with axis names, or a `meshc.Mesh("dp=2,tp=4")`, which needs no process group
-    args, kwargs  example inputs, as in torch.export; meta tensors will do. A module with trainable parameters needs them
+    args, kwargs  example inputs, as in torch.export; meta tensors will do. A module with trainable parameters needs them;
+              an ExportedProgram brings its own, unless each rank passes a part
     plan      None: what each axis's name stands for, and a search for an axis whose name stands for nothing. A recipe ("fsdp+megatron_sp"),
               or lines of the plan grammar (docs/plans.md). "auto": what all axes do is searched for (docs/planner.md)
     inputs    "global": the same whole tensors on every rank. "local": each rank's part of the batch
@@ -56,6 +57,8 @@ def compile(
     with together(board, "compile"):
         admission.refuse_examples(args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
+        if not args and not kwargs and inputs == "global":
+            args, kwargs = exported.examples(what)
         mesh, plan = with_parts(
             what, mesh, plan, args, kwargs, inputs=inputs, outputs=outputs, backend=backend, names=names, options=options
         )

@@ -18,7 +18,7 @@ from meshc.cost import call
 from meshc.errors import StateError
 from meshc.frontend import own_init, stock, transforms
 from meshc.frontend.expert_load import with_loads
-from meshc.frontend.stock_trainer import tell_trainer
+from meshc.frontend.stock_trainer import as_trainer_counts, is_told, tell_trainer
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
@@ -63,7 +63,7 @@ class Program:
     def __init__(self, asked: Asked, world: World) -> None:
         self.world = world
         self.compilations = Compilations(asked, world, self.run_by_model)
-        self.metrics: dict[str, object] = {}
+        self.metrics: dict[str, Any] = {}
         self._counts: Counts | None = None
         self._adding: Program | None = None
         """Of a training step, what adds gradients up."""
@@ -83,8 +83,9 @@ class Program:
         called = self.asked.called
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
-        run_calls(called, self.__call__)
-        tell_trainer(called, self.asked.inputs)
+        tell_trainer(called)
+        counts = self.asked.inputs == "local" and is_told(called)
+        run_calls(called, as_trainer_counts(called, self.__call__) if counts else self.__call__)
         path = stock.encoder_of(called) if called is self.asked.module else None
         if path is not None and self.encoder is None:
             self.encoder = Program(self.asked.part(path), self.world)
@@ -376,7 +377,7 @@ class Program:
             raise StateError("this program has no state yet: it needs a process group, and a first call or example inputs")
         return self.compilations.store
 
-    def state_dict(self, full: bool = False) -> dict[str, object]:
+    def state_dict(self, full: bool = False) -> dict[str, Any]:
         """Model and optimizer by name, seed and step, as DTensors; with `full`, whole CPU tensors on rank 0."""
         with self.world.together("state_dict"):
             return self.store.state_dict(full)

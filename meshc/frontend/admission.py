@@ -33,6 +33,10 @@ MODULES: Final[Mapping[str, tuple[str, str]]] = {
         "{where} was given to torch's fully_shard, which splits its parameters itself",
         'build the model without fully_shard; plan="fsdp" stores parameters as it does',
     ),
+    "torch._dynamo.eval_frame.OptimizedModule": (
+        "{where} is what torch.compile has made of a module, which compiles its calls for one device",
+        'give meshc the module inside ({where}._orig_mod); meshc.compile(..., backend="inductor") compiles what each rank runs',
+    ),
     "torch.jit._script.ScriptModule": (
         "{where} is a {name} of torch.jit, whose Python is gone: there is nothing left to trace",
         "give meshc the module that torch.jit.script or torch.jit.trace was given",

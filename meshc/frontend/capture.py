@@ -24,6 +24,7 @@ from meshc.frontend.double import wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
+from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.side_effects import leave_out_checks, observed, unchecked
 from meshc.frontend.sources import source_of
@@ -224,6 +225,7 @@ def torch_graph(
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
         listed_experts(module),
+        unhinted_masks(),
         apart(),
         unasked(),
         unwritten(),

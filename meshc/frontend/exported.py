@@ -52,6 +52,12 @@ def opened(what: Any) -> Any:
     return what
 
 
+def examples(what: Any) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The inputs that an ExportedProgram was exported with, if it holds them; of all else none."""
+    held = what.example_inputs if _is_a(what, PROGRAM) else None
+    return ((), {}) if held is None else (tuple(held[0]), dict(held[1]))
+
+
 def is_module(what: object) -> bool:
     """Whether it is the module of an ExportedProgram."""
     return _is_a(what, MODULE)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from meshc.ir import value_of
 from meshc.ir.keys import key_of, kind_of, name_of
+from meshc.optimizer.spec import GRADIENT, SUM
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.traced import Joint
 
 
 def alike(joint: Joint) -> list[tuple[Value, Value]]:
-    """Gradients, new values and tangents with what they are gradients, new values and tangents of."""
+    """Gradients, sums of them, new values and tangents with what they are gradients, sums, new values and tangents of."""
     inputs = joint.placeholders()
     results = {port.key: value_of(node) for port, node in zip(joint.outputs, joint.results(), strict=True)}
     pairs = []
@@ -21,4 +22,5 @@ def alike(joint: Joint) -> list[tuple[Value, Value]]:
         tangent = inputs.get(key_of("tangent", name))
         if kind == "output" and tangent is not None:
             pairs.append((value, (tangent, 0)))
-    return pairs
+    sums = [port for port in joint.inputs if port.kind == "state" and port.name in (f"{port.of}/{GRADIENT}", f"{port.of}/{SUM}")]
+    return pairs + [((inputs[port.key], 0), (inputs[key_of("parameter", port.of)], 0)) for port in sums]

@@ -198,6 +198,8 @@ BIG = torch.ones(12, 8)
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "DataParallel": (lambda: nn.DataParallel(plain()), "torch's DataParallel, which splits work between devices itself"),
     "DistributedDataParallel": (lambda: wrapped(nn.parallel.DistributedDataParallel), "give meshc the module inside (model.module)"),
+    "torch.compile": (lambda: torch.compile(plain()), "give meshc the module inside (model._orig_mod)"),
+    "torch.compile inside": (lambda: nn.Sequential(torch.compile(plain())), "model.0 is what torch.compile has made of a module"),
     "ScriptModule": (lambda: torch.jit.script(plain()), "the module that torch.jit.script or torch.jit.trace was given"),
     "traced": (lambda: nn.Sequential(torch.jit.trace(plain(), X)), "model.0 is a TopLevelTracedModule of torch.jit"),
     "an exported module": (lambda: nn.Sequential(torch.export.export(plain(), (X,)).module()), "the module of an ExportedProgram inside"),

@@ -84,6 +84,26 @@ def dealt_out(mesh: Any) -> None:
         torch.testing.assert_close(torch.as_tensor(found), wanted.logits, rtol=1e-6, atol=1e-6)
 
 
+@ROWS.row('gradient_accumulation_steps, each label counted once, with inputs="local"', mesh="dp=2")
+def accumulated(mesh: Any) -> None:
+    """Batches of a step have different numbers of labels, of which the mean over all is one device's; the last step has one batch alone."""
+    model, twin = compiled(mesh, "local", 2)
+    given = dict(gradient_accumulation_steps=2, max_steps=2, max_grad_norm=0.0, logging_steps=1)
+    for averaged in (True, False):
+        said = arguments(shared_folder(), average_tokens_across_devices=averaged, **given)
+        trainer = Trainer(model=model, args=said, train_dataset=texts())
+        trainer.train()
+        losses, optimizer = [], torch.optim.SGD(twin.parameters(), lr=0.1)
+        for rows in (texts()[:8], texts()[8:]):
+            losses.append(twin(**default_collate(rows)).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        _close(model, twin)
+        logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        torch.testing.assert_close(logged, [loss.item() for loss in losses], rtol=1e-5, atol=1e-5)
+
+
 class Whole(Trainer):
     """The same batch on every rank: its loader does not deal out."""
 

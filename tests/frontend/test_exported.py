@@ -46,6 +46,12 @@ def test_a_program_and_its_module_are_what_they_mean(training: bool) -> None:
     assert ("meshc.dropout" in str(trained)) is training and "meshc.attention" in str(trained)
 
 
+def test_a_program_brings_its_inputs() -> None:
+    program = meshc.compile(exported(nn.Sequential(nn.Linear(8, 4))), meshc.Mesh("dp=2"))
+    assert [port.shape for port in program.compiled.inputs if port.kind == "input"] == [(4, 6, 8)]
+    assert meshc.verify(program).ok
+
+
 def test_sizes_that_were_left_open_are_open_and_others_are_refused() -> None:
     rows = torch.export.Dim("rows", max=64)
     found = exported(Attends().eval(), dynamic_shapes={"x": {0: rows}})

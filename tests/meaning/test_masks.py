@@ -185,3 +185,25 @@ def test_a_bias_is_no_pattern() -> None:
     assert pattern_of(causal - 0.5, 5) is None
     assert pattern_of(torch.where(causal == 0, 0.0, -1e4), 5) is None  # a weight of exp(-10000) is not none: scores may differ by more
     assert pattern_of(torch.where(causal == 0, 0.0, torch.nan), 5) is None
+
+
+class Translator(nn.Module):
+    """torch asks of the target's mask whether it is causal, by its values, unless `tgt_is_causal` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(16, 2, 1, 1, 24, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor, reach: int) -> Tensor:
+        near = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype).tril(reach)
+        found: Tensor = self.layers(source, target, tgt_mask=near)
+        return found
+
+
+@pytest.mark.parametrize("reach", [9, 1])
+def test_a_mask_of_torchs_own_transformer_needs_no_hint(reach: int) -> None:
+    """The causal one, and one that hides the next token alone."""
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 5, 16), torch.randn(2, 6, 16), reach)
+    program = meshc.compile(Translator(), meshc.Mesh("dp=2,tp=2"), args=inputs)
+    assert meshc.verify(program, inputs, dtype=torch.float64).worst < 1e-10

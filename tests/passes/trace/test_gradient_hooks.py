@@ -152,6 +152,34 @@ def test_gradients_of_calls_are_added_up() -> None:
     assert meshc.verify(step, dtype=torch.float64).worst < 1e-10
 
 
+class Looked(nn.Module):
+    """A table of rows, whose gradient no operator has together with the table itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.table(x))
+        return found
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_a_sum_lies_alike_in_calls_that_step_and_in_those_that_do_not(build: Any) -> None:
+    """Both programs read and write one buffer, so that the second to be loaded is refused if it wants another."""
+    x = torch.arange(8)
+    model = Looked()
+    step = meshc.TrainStep(model, optimizer=build(model.parameters(), lr=1e-2), loss=F.cross_entropy)
+    options = meshc.Options(keep_gradients=True, accumulate=True)
+    program = meshc.compile(step, meshc.Mesh("tp=2"), args=(x,), kwargs={"target": x}, options=options)
+    adds = meshc.Program(program.asked.adding(), program.world)
+    adds.prepare((x,), {"target": x})
+    wanted = {port.key: str(port.sharding) for port in program.compiled.inputs if port.kind == "state"}
+    found = {port.key: str(port.sharding) for port in adds.compiled.inputs if port.kind == "state"}
+    assert found == {key: wanted[key] for key in found}
+    assert found["state:table.weight/meshc.sum"].startswith("[vocab 8/tp")
+
+
 @pytest.mark.broad
 def test_over_a_pipeline() -> None:
     """Hooks of parameters of two stages, gradients that are kept and summed."""
