@@ -59,8 +59,14 @@ CASES = [
     broad("llama", "dp=2,cp=2", "dp: batch\ncp: seq"),
     ("llama", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     ("gemma3", "cp=3", RING),
+    broad("gemma3", "cp=2", RING),
     broad("gemma3", "cp=4", RING),
+    broad("gemma3", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("gemma3", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("whisper", "cp=2", RING),
     broad("whisper", "cp=3", RING),
+    broad("whisper", "cp=4", RING),
+    broad("whisper", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("whisper", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     ("gpt_oss", "cp=3", RING),
     broad("gpt_oss", "cp=2", RING),
@@ -69,12 +75,13 @@ CASES = [
     broad("gpt_oss", "cp=2,tp=2", "cp: seq\ntp: heads"),
     ("t5", "cp=2", RING),
     broad("t5", "cp=3", RING),
+    broad("t5", "cp=4", RING),
     broad("t5", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("t5", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     ("llama", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
     broad("llama", "cp=3,hp=2", "cp: seq\nhp: heads@attention > seq"),
     broad("nanogpt", "cp=2,hp=4", "cp: seq\nhp: heads@attention > seq"),
-    broad("gpt_oss", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
+    *(broad(kind, "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq") for kind in ("gpt_oss", "gemma3", "t5", "whisper")),
     broad("llama", "dp=2,cp=2,hp=2", "dp: batch\ncp: seq\nhp: heads@attention > seq"),
 ]
 
@@ -90,7 +97,7 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     assert "all_gather" not in kinds(source.latest) or kind != "t5"
 
 
-@pytest.mark.parametrize("kind", ["llama", broad("gpt_oss")])
+@pytest.mark.parametrize("kind", ["llama", *map(broad, ("gpt_oss", "gemma3", "t5", "whisper"))])
 def test_pipeline_stages_have_rings_of_their_own(kind: str) -> None:
     source = captured(kind)
     source.verify_training("pp=2,cp=2", RING, adamw, attention="ring", microbatches=2)
@@ -406,6 +413,7 @@ def test_attention_that_cannot_pass_round_says_why() -> None:
     program = trained(Differs(), "cp=2", x)
     (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
     assert "keys of attention are gathered" in note and "it is written out in several operators" in note and "test_rings.py" in note
+    assert "what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`" in note
     assert "ring_shift" not in kinds(program.compiled)
     program = trained(Attends(), "cp=2,tp=2", x, plan="cp: seq\ntp: seq")
     (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
