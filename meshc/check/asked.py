@@ -19,11 +19,14 @@ from meshc import ir
 from meshc.check.ruled import Deferral, Rule, Rules
 from meshc.check.spread import Spread, flat
 from meshc.errors import MeshcError
-from meshc.ir import Record
+from meshc.ir import Record, spmd
 from meshc.ir.sharding import local_size
 
 BY_POSITION = (torch.ops.aten.slice_backward.default,)
 """Operators whose arguments are positions of a rank's tile: these have no other sizes."""
+
+BY_CHANNELS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+"""Operators that are one thing or another by their channels, also where of their space, which goes by windows, nothing is known."""
 
 Shape = tuple[int, ...]
 
@@ -51,8 +54,9 @@ class Asked:
         rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]
         told = [record if place in used else Record() for place, record in enumerate(ir.records(node))]
         local = [record.shape for _, record, _ in rows], [record.shape for record in told]
-        full = [self._full(spread) for _, _, spread in rows], [
-            self._full(spread) if place in used else () for place, spread in enumerate(declared)
+        full = [self._full(node, spread, record.shape) for _, record, spread in rows], [
+            self._full(node, self._summed(node, spread), record.shape) if place in used else ()
+            for place, (spread, record) in enumerate(zip(declared, told, strict=True))
         ]
         ways: list[tuple[list[Shape], list[Shape]]] = [local]
         ones = any(_is_one(spread, self.sizes) for spread in (*given, *declared))
@@ -81,10 +85,19 @@ class Asked:
             return {0}
         return {user.args[1] for user in node.users if ir.is_getitem(user)}
 
-    def _full(self, spread: Spread) -> Shape | None:
-        if None in spread.dims:
+    def _full(self, node: Node, spread: Spread, local: Shape) -> Shape | None:
+        if None in spread.dims and node.target not in BY_CHANNELS:
             return None
-        return tuple(prod(max(part.size, 2) if part.axes else part.size for part in parts) for parts in spread.dims if parts is not None)
+        return tuple(
+            extent if parts is None else prod(max(part.size, 2) if part.axes else part.size for part in parts)
+            for parts, extent in zip(spread.dims, local, strict=True)
+        )
+
+    def _summed(self, node: Node, declared: Spread) -> Spread:
+        """What is declared of a result; where that is nothing, what is of the sum of its windows, which lies alike but for its space."""
+        while not declared.known and len(node.users) == 1 and (user := next(iter(node.users))).target is spmd.halo_sum:
+            node, declared = user, Spread.of(ir.record(user))
+        return declared
 
 
 def _is_one(spread: Spread, sizes: Mapping[str, int]) -> bool:

@@ -3,6 +3,7 @@
     reshape [batch 4/dp, seq 8, heads 4/tp * head 4] to [2 * 8, 8]      gives [batch 4/dp * seq 8, heads 4/tp * head 4]
     slice   [qkv 3 * heads 4/tp * head 4] from 8 to 16                  gives [heads 4/tp * head 4]: the second of three tiles
     slice   [qkv 3 * heads 4/tp * head 4] from 4 to 12                  cuts through what tp splits
+    slice   [ffn 72/tp * two 2] from 1 in steps of 2                    gives [ffn 72/tp]: the second of each two
 """
 
 from __future__ import annotations
@@ -116,6 +117,9 @@ def cut(dim: Parts, start: int, length: int, step: int, sizes: Mapping[str, int]
     rest = tile(dim[split:], sizes)
     if rest == 0:
         return None
+    inner = next((place for place in range(split + 1, len(dim)) if prod(part.size for part in dim[place:]) == step), None)
+    if inner is not None and start < step and length * step == whole and not any(part.axes for part in dim[inner:]):
+        return dim[:inner]
     if step != 1 or start % rest or length % rest:
         if piece:
             return None

@@ -54,6 +54,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "step runs; of that of a value within forward, or of what the model returns: h.register_hook there"
     )),
     (r"data_ptr", "take the address out of the model: a traced tensor has none"),
+    (r"requires_grad_\(\).* by a functorch transform", (
+        "a function that torch calls for all positions at once (the mask of a flex_attention) reads a tensor from outside of the model: "
+        "keep that in a buffer (register_buffer), or pass it as an argument"
+    )),
     (r"requires_grad_\(\)", "set requires_grad on the input before the call, or on parameters"),
     (r"not linked with support for cuda|device mismatch|Torch not compiled with CUDA", (
         "make tensors on the device of an input or a parameter (device=x.device), and leave out .cuda() and .to(\"cuda\"): a program "
@@ -113,6 +117,9 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
         return CaptureError(returned)
     raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
     lines = [line for line in text.splitlines() if line.strip()]
+    if raised and raised[1] in (kind.__name__ for kind in MeshcError.__subclasses__()):  # what stands for a part of the model
+        said, _, advice = raised[3].partition("; what to do: ")
+        return CaptureError(f"{said}{where}" + (f"\n  what to do: {advice}" if advice else ""))
     reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
     refused = "when making fake tensor call" in reason
     if refused and "no fake impl registered" in text:

@@ -90,7 +90,9 @@ def _no_rings(placed: Placed, rings: Rings) -> list[str]:
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
     found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.decided())]
     return [
-        f"Options(attention='{rings.how}'): the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}"
+        f"Options(attention='{rings.how}'): the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}\n"
+        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave it, with all keys on "
+        "each rank"
         for record, why in found
     ]
 

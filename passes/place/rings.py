@@ -221,7 +221,9 @@ def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> s
     return ""
 
 
-WRITTEN_OUT: Final = "it is written out in several operators, as it is with values of another size than keys, or weights that it returns"
+WRITTEN_OUT: Final = (
+    "it is written out in several operators, as it is with a score_mod, values of another size than keys, or weights that it returns"
+)
 
 
 def gathered_written_out(assignment: Assignment) -> list[Node]:

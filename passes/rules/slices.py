@@ -1,6 +1,7 @@
 """Slices, their gradients, padding: along some dims y[t] = x[t * step + start], and zero, or a number, where x has no such element.
 
     x[:, 4:8] of [2, 12]                    one of three tiles of its dim, beside slices that take the others: a split of the dim
+    x[:, 1::2] of [2, 12]                   every other position, beside a slice that takes the rest: likewise, 6 * 2
     y = convolution(x, w); y[..., :seq]     beside windows: a tile of the result goes with a window of the operand, by a halo
     pad(x, (0, 0, 1, -1))                   as many positions more at one end as fewer at the other: likewise
     x[:, 1:]                                elsewhere: the dim is whole
@@ -39,12 +40,14 @@ class Crop:
     windows  dim -> (start, step) of those that go by windows
     value    what stands where x has no element
     tiles    whether it may take, or fill, one of several equal tiles of a dim
+    every    (start, step) where it takes, or fills, every so many positions of its one dim
     """
 
     dims: tuple[int, ...] = ()
     windows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     value: float = 0.0
     tiles: bool = True
+    every: tuple[int, int] | None = None
 
 
 def crop_of(node: Node) -> Crop:
@@ -59,9 +62,10 @@ def crop_of(node: Node) -> Crop:
         dim %= len(target)
         if source[dim] == target[dim]:
             return Crop()
-        return Crop((dim,), {dim: (-start, 1)}) if step == 1 else Crop((dim,))
+        return Crop((dim,), {dim: (-start, 1)}) if step == 1 else Crop((dim,), every=(start, step))
     dim, start, length, step = slice_bounds(node)
-    return Crop() if length == source[dim] and step == 1 else Crop((dim,), {dim: (start, step)})
+    every = (start, step) if step != 1 else None
+    return Crop() if length == source[dim] and step == 1 else Crop((dim,), {dim: (start, step)}, every=every)
 
 
 def slice_bounds(node: Node) -> tuple[int, int, int, int]:
@@ -107,26 +111,33 @@ def _cropped(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _tile(node: Node, found: Crop, inside: Sequence[str], out: Sequence[str]) -> Relation | None:
-    """What is cut out, or filled, as one of equal tiles of a dim: a split only where all of them are cut out, else softly."""
+    """What is cut out, or filled, as one of equal tiles of a dim, or as every so many of its positions: a split only where all of them
+    are cut out, else softly."""
     (dim,) = found.dims
-    start, step = found.windows.get(dim, (0, 0))
     source, target = shape_of(operands(node)[0])[dim], result_shapes(node)[0][dim]
     (small, part), (large, whole) = sorted([(source, inside[dim]), (target, out[dim])])
-    if step != 1 or small <= 1 or large % small or start % small:
+    if small <= 1:
         return None
-    return Relation((whole,), (f"#{large // small}", part), soft=source == small or not _tiled_by_siblings(node))
+    if found.every is not None:
+        start, step = found.every
+        if start >= step or small * step != large:
+            return None
+        parts: tuple[str, ...] = (part, f"#{step}")
+    else:
+        start, _ = found.windows[dim]
+        if large % small or start % small:
+            return None
+        parts = (f"#{large // small}", part)
+    return Relation((whole,), parts, soft=source == small or not _tiled_by_siblings(node))
 
 
 def _tiled_by_siblings(node: Node) -> bool:
-    """All equal parts of the dim are taken by slices of the same value: only then is it a split."""
-    dim, _, length, _ = slice_bounds(node)
+    """All such parts of the dim are taken by slices of the same value: only then is it a split."""
+    dim, _, length, step = slice_bounds(node)
     (x,) = node.all_input_nodes
-    size = shape_of(x)[dim]
-    starts = set()
-    for user in x.users:
-        if user.target is aten.slice.Tensor and slice_bounds(user)[0] == dim and slice_bounds(user)[2] == length:
-            starts.add(slice_bounds(user)[1])
-    return starts >= set(range(0, size, length))
+    cuts = {slice_bounds(user) for user in x.users if user.target is aten.slice.Tensor}
+    starts = {at for where, at, size, every in cuts if (where, every) == (dim, step) and (size == length or step != 1)}
+    return starts >= set(range(step) if step != 1 else range(0, shape_of(x)[dim], length))
 
 
 # ------------------------------------------------------------------------------------------------------------------- beside windows
@@ -214,11 +225,14 @@ def _lower_slice(local: Local) -> Node:
     size = shape_of(local.node.all_input_nodes[0])[dim]
     if length == size and step == 1:
         return x
-    if step == 1 and length and size % length == 0 and local.shape(x)[dim] != size:
-        tile = local.out_shape(0)[dim]
-        start = start // length * tile
-        return local.emit(aten.slice.Tensor, x, dim, start, start + tile)
-    return local.emit(aten.slice.Tensor, x, dim, start, start + length, step)
+    here = local.shape(x)[dim]
+    if here == size:
+        return local.emit(aten.slice.Tensor, x, dim, start, start + length, step)
+    if step != 1:
+        return local.emit(aten.slice.Tensor, x, dim, start, here, step)
+    tile = local.out_shape(0)[dim]
+    start = start // length * tile
+    return local.emit(aten.slice.Tensor, x, dim, start, start + tile)
 
 
 def _lower_slice_backward(local: Local) -> Node:
@@ -231,7 +245,9 @@ def _lower_slice_backward(local: Local) -> Node:
     length = shape_of(node.all_input_nodes[0])[dim]
     if length == total[dim]:
         return grad
-    if shape[dim] != total[dim]:
+    if shape[dim] != total[dim] and step != 1:
+        end = shape[dim]
+    elif shape[dim] != total[dim]:
         tile = local.shape(grad)[dim]
         start, end = start // length * tile, start // length * tile + tile
     return local.emit(aten.slice_backward.default, grad, list(shape), dim, start, min(end, shape[dim]), step)

@@ -85,7 +85,9 @@ POSITIONS = (
     aten._unsafe_masked_index_put_accumulate,
 )
 REDUCTIONS = (aten.aminmax, aten._safe_softmax)
-DECOMPOSED = (*NORMS, *LOSSES, *PRODUCTS, *DRAWN, *LAYOUTS, *POSITIONS, *REDUCTIONS)
+CONSTANTS = (aten.new_zeros, aten.new_ones, aten.new_full)
+"""That read a value for its dtype alone: without it they are split as they are read, and it is not kept for them."""
+DECOMPOSED = (*NORMS, *LOSSES, *PRODUCTS, *DRAWN, *LAYOUTS, *POSITIONS, *REDUCTIONS, *CONSTANTS)
 """Taken apart by torch's own decompositions."""
 
 

@@ -131,6 +131,29 @@ def main(
     assert name == "y" and why in said
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('y: "f32[ffn 6/tp]" = aten.slice.Tensor(x, 0, 1, 6, 2)', ""),
+        ('y: "f32[two 6/tp]" = aten.slice.Tensor(x, 0, 1, 6, 2)', "its operator makes dim 0 [ffn 6/tp], declared is [two 6/tp]"),
+        ('y: "f32[ffn 4/tp]" = aten.slice.Tensor(x, 0, 1, 6, 3)', "it cuts positions 1 to 3 in steps of 3 out of [ffn 6/tp * two 2]"),
+        ('y: "f32[ffn 4/tp]" = aten.slice.Tensor(x, 0, 2, 6, 2)', "it cuts positions 2 to 4 in steps of 2 out of [ffn 6/tp * two 2]"),
+    ],
+)
+def test_every_other_position_of_a_split_dim_is_taken_where_it_is_made_of_twos(line: str, why: str) -> None:
+    text = f'''@ranks("tp=2")
+def main(
+    x: "f32[ffn 6/tp * two 2]" = "input:x",
+):
+    {line}
+    return {{
+        "output:y": y,
+    }}
+'''
+    found = list(follow.faults(parse_stage(text), {"tp": 2}, rules))
+    assert [name for name, _ in found] == (["y"] if why else []) and all(why in said for _, said in found), found
+
+
 def test_a_later_phase_is_not_read(decoder: PlainProgram) -> None:
     stage = decoder.stages["main"]
     table = side_table(stage)

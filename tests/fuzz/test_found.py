@@ -105,6 +105,14 @@ def channels_of_a_row_a_rank(x: Tensor, w: Tensor) -> Tensor:
     return F.conv1d(x, w, groups=4) + F.conv_transpose1d(x, w, groups=4)[..., 1:3]
 
 
+def channels_and_windows(x: Tensor, w: Tensor) -> Tensor:
+    """A rank has one channel, and a tile of what its kernel goes over: no line says how that lies between the halos and their sums."""
+    settings: dict[str, int] = {"padding": 1, "groups": x.shape[1]}
+    if x.dim() == 3:
+        return F.conv1d(x, w, **settings) + F.conv_transpose1d(x, w, **settings)
+    return F.conv2d(x, w, **settings) + F.conv_transpose2d(x, w, **settings)
+
+
 TYPED: list[tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], str, str]] = [
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "b=3", "b: batch"),
     (product_of_rows_and_their_weights, (3, 2), (3, 2, 9), "a=2,b=3", "a: -\nb: batch"),
@@ -115,6 +123,8 @@ TYPED: list[tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int
     (groups_of_other_sizes, (7, 3, 7, 7), (7,), "b=2", "b: -"),
     (a_channel_a_rank, (2, 1, 3), (5, 2, 6), "a=2", "a: batch"),
     (channels_of_a_row_a_rank, (2, 4, 4), (4, 1, 3), "a=2,b=2", "a: batch\nb: weight.0"),
+    (channels_and_windows, (2, 3, 8), (3, 1, 3), "a=2,b=3", "a: length\nb: weight.0"),
+    (channels_and_windows, (1, 2, 4, 5), (2, 1, 3, 3), "a=2,b=2,c=2", "a: height\nb: weight.0\nc: width"),
     (cuts_that_do_not_meet, (5, 2, 6, 5), (5,), "a=3", "a: -"),
 ]
 """Programs that were right, and whose types were taken for wrong."""

@@ -151,6 +151,17 @@ def test_against_the_operator_itself(name: str, differentiable: None) -> None:
     calls_alike(block(name), inputs(), calls=1)
 
 
+LEFT_OUTSIDE = torch.rand(SEQ, SEQ) > 0.5
+
+
+def test_a_mask_that_reads_a_tensor_from_outside_of_the_model_is_told_where_to_keep_it() -> None:
+    def attend(own: Block, q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+        return flex_attention(q, k, v, block_mask=mask(lambda b, h, i, j: LEFT_OUTSIDE[i, j] | (i == j)), enable_gqa=True)
+
+    with pytest.raises(meshc.CaptureError, match=r"in your model: .*test_flex.py(.|\n)*reads a tensor from outside(.|\n)*register_buffer"):
+        meshc.compile(Block(attend), meshc.Mesh("cp=2"), plan="cp: seq", kwargs=inputs())
+
+
 @pytest.mark.broad
 def test_the_logarithm_against_the_operator_itself(differentiable: None) -> None:
     """Without the greatest scores, which torch gives on CUDA only."""

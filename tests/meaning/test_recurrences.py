@@ -33,6 +33,7 @@ CASES = [
     ("mamba", "cp=2", "cp: seq"),
     ("mamba", "cp=5", "cp: seq"),
     broad("mamba", "cp=3", "cp: seq"),
+    broad("mamba", "cp=4", "cp: seq"),
     broad("mamba", "cp=8", "cp: seq"),
     broad("mamba", "dp=2,cp=2", "dp: batch\ncp: seq"),
     ("mamba", "cp=2,tp=2", "cp: seq\ntp: ffn"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad
 from tests.captured import Captured
-from tests.models import FACTORIES
+from tests.models import FACTORIES, Case
 from tests.zoo.run import adamw, case
 
 SEQ = 39
@@ -33,9 +34,21 @@ SEQ = 39
 RING = "cp: seq"
 
 
+DOCUMENTS = ((5, 9, 25), (39,), (1, 20, 18), (13, 13, 13))
+"""How long the documents are that share a row."""
+
+
+def packed() -> Case:
+    """Llama on rows of several documents, which its positions tell apart, where it keeps no cache: each begins with 0."""
+    found = FACTORIES["llama"](seq=SEQ, batch=len(DOCUMENTS))
+    found.model.config.use_cache = False  # type: ignore[union-attr, assignment]
+    places = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
+    return replace(found, kwargs={**found.kwargs, "position_ids": places})
+
+
 @cache
 def captured(kind: str) -> Captured:
-    found = FACTORIES[kind](seq=SEQ, batch=4) if kind in FACTORIES else case(kind)
+    found = packed() if kind == "packed" else FACTORIES[kind](seq=SEQ, batch=4) if kind in FACTORIES else case(kind)
     return Captured(found, train=True, double=True)
 
 
@@ -59,22 +72,35 @@ CASES = [
     broad("llama", "dp=2,cp=2", "dp: batch\ncp: seq"),
     ("llama", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     ("gemma3", "cp=3", RING),
+    broad("gemma3", "cp=2", RING),
     broad("gemma3", "cp=4", RING),
+    broad("gemma3", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("gemma3", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("whisper", "cp=2", RING),
     broad("whisper", "cp=3", RING),
+    broad("whisper", "cp=4", RING),
+    broad("whisper", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("whisper", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     ("gpt_oss", "cp=3", RING),
     broad("gpt_oss", "cp=2", RING),
     broad("gpt_oss", "cp=4", RING),
     broad("gpt_oss", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("gpt_oss", "cp=2,tp=2", "cp: seq\ntp: heads"),
+    ("packed", "cp=3", RING),
+    broad("packed", "cp=2", RING),
+    broad("packed", "cp=4", RING),
+    broad("packed", "dp=2,cp=2", "dp: batch\ncp: seq"),
+    broad("packed", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("packed", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
     ("t5", "cp=2", RING),
     broad("t5", "cp=3", RING),
+    broad("t5", "cp=4", RING),
     broad("t5", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("t5", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     ("llama", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
     broad("llama", "cp=3,hp=2", "cp: seq\nhp: heads@attention > seq"),
     broad("nanogpt", "cp=2,hp=4", "cp: seq\nhp: heads@attention > seq"),
-    broad("gpt_oss", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
+    *(broad(kind, "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq") for kind in ("gpt_oss", "gemma3", "t5", "whisper")),
     broad("llama", "dp=2,cp=2,hp=2", "dp: batch\ncp: seq\nhp: heads@attention > seq"),
 ]
 
@@ -90,11 +116,20 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     assert "all_gather" not in kinds(source.latest) or kind != "t5"
 
 
-@pytest.mark.parametrize("kind", ["llama", broad("gpt_oss")])
+@pytest.mark.parametrize("kind", ["llama", *map(broad, ("gpt_oss", "gemma3", "t5", "whisper", "packed"))])
 def test_pipeline_stages_have_rings_of_their_own(kind: str) -> None:
     source = captured(kind)
     source.verify_training("pp=2,cp=2", RING, adamw, attention="ring", microbatches=2)
     assert "ring_shift" in kinds(source.latest)
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    """What the cells of packed rows are about: the model itself gives another loss where positions go on."""
+    found = packed()
+    apart, together = (found.model(**{**found.kwargs, "position_ids": places}).loss.item() for places in (
+        found.kwargs["position_ids"], torch.arange(SEQ).expand(len(DOCUMENTS), -1)
+    ))  # fmt: skip
+    assert abs(apart - together) > 1e-4
 
 
 class Attends(nn.Module):
@@ -406,6 +441,7 @@ def test_attention_that_cannot_pass_round_says_why() -> None:
     program = trained(Differs(), "cp=2", x)
     (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
     assert "keys of attention are gathered" in note and "it is written out in several operators" in note and "test_rings.py" in note
+    assert "what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`" in note
     assert "ring_shift" not in kinds(program.compiled)
     program = trained(Attends(), "cp=2,tp=2", x, plan="cp: seq\ntp: seq")
     (note,) = [note for note in program.compiled.notes if "Options(attention" in note]

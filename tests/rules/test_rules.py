@@ -173,6 +173,15 @@ def test_only_the_major_factor_of_an_indexed_dim_may_be_split() -> None:
     assert [token for token in one.tokens() if token[0] == "v"] == [("v", 0)]
 
 
+def test_every_other_position_is_a_split_of_a_dim() -> None:
+    """Of 5 * 3 positions every third: 5, of which ranks may have parts, and one of three, which is on all of them."""
+    forward = Sample(aten.slice.Tensor, (f(15, 4), 0, 1, 15, 3), refine={0: (5, 3, 4)})
+    backward = Sample(aten.slice_backward.default, (f(5, 4), [15, 4], 0, 1, 15, 3), refine={~0: (5, 3, 4)})
+    for sample in (forward, backward):
+        one = build(sample)
+        assert sorted(one.instance.size[token] for token in one.tokens()) == [4, 5]
+
+
 CROPS = [
     Sample(aten.slice.Tensor, (f(2, 3, 8), 2, 0, 5), {}),
     Sample(aten.slice.Tensor, (f(2, 7, 4), 1, 2, -1), {}),

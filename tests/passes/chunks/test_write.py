@@ -197,3 +197,19 @@ def test_a_step_of_a_stock_model_means_what_it_means(
     program = step(make(batch=8), mesh, "\n".join(lines), microbatches, **options)
     assert said(program) == []
     assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in meshc.verify(program, dtype=torch.float64).rows}
+
+
+@pytest.mark.parametrize(
+    "mesh, line, options, height",
+    [
+        broad("cp=2", "cp: seq", {"attention": "ring"}, 16),
+        broad("cp=2", "cp: seq", {"attention": "zigzag"}, 16),
+        broad("cp=2", "cp: heads@attention > seq", {}, 16),
+        broad("cp=4", "cp: heads*seq@attention > seq", {"attention": "ring"}, 8),
+    ],
+)  # fmt: skip
+def test_a_split_sequence_goes_in_chunks_however_keys_come(mesh: str, line: str, options: dict[str, str], height: int) -> None:
+    """Of 8 rows of 12 tokens two ranks have 48 and four have 24, and no rank ever has more than a third of their logits."""
+    program = step(llama(batch=8, hidden=8), mesh, f"{line}\nchunk lm_head: 3", 1, **options)
+    assert said(program) == [] and tallest(program, 65) == height
+    assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in meshc.verify(program, dtype=torch.float64).rows}
