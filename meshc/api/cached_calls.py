@@ -98,7 +98,7 @@ class FilledCall:
         if self.cache is not None:
             have = self.sizes.have
             left = output[self.name]
-            held = self.kwargs[self.name] if left is AS_PASSED else held_caches.held_by(left)
+            held: Any = self.kwargs[self.name] if left is AS_PASSED else held_caches.held_by(left)
             held_caches.put(self.cache, held, have["r"], self.past + have["t"], have.get("s", 0), self.first)
         for name in [name for name in output if name != self.name]:
             output[name] = trees.mapped(self.sizes.cut(self.table, name, self.kept), output[name])
