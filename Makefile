@@ -9,6 +9,9 @@ STAMP := $(VENV)/.installed
 # One thread a process: ranks and test workers share the machine's cores, and sums are then added in the same order on every run.
 export OMP_NUM_THREADS ?= 1
 
+# Modules are compiled once, whatever the environment says: tests start hundreds of interpreters, and pytest rewrites every assertion.
+unexport PYTHONDONTWRITEBYTECODE
+
 # How many random cases `make fuzz` runs, and the seed of the first program.
 CASES ?= 1000
 SEED ?= 0
@@ -34,8 +37,7 @@ demo: $(STAMP)
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_llama.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not processes and not gpu and not broad"
-	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "processes and not alone and not gpu and not broad and not frameworks"
+	$(RUN) -m pytest -n 2 --dist worksteal --durations 20 -m "not alone and not gpu and not broad and not frameworks"
 	$(RUN) -m pytest -n 3 --dist worksteal --durations 20 -m "alone and not gpu and not broad"
 
 test-broad: $(STAMP)

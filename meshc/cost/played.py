@@ -73,7 +73,8 @@ def played(program: PlainProgram, steps: Sequence[Instruction], device: Device) 
 def starts_behind(program: PlainProgram, steps: Sequence[Instruction], position: int) -> list[Stage]:
     """What starts within the run at this position."""
     found = []
-    for step in steps[position + 1 :]:
+    for behind in range(position + 1, len(steps)):  # by number: a schedule is long, and what is looked at of it short
+        step = steps[behind]
         if step.op in ("run", "send", "recv"):
             break
         if step.op == "start":
