@@ -26,13 +26,17 @@ for _what, _check in (
     ("crop, reorder_cache, selection of rows; a cache that a plain model has filled", generation.rows),
     ("a copy of a cache", generation.copies),
     ("decoders with encoders (T5, BART)", generation.encoders),
+    ("learned positions (OPT)", generation.learned),
     ("hidden states, attentions, logits beside tokens", generation.looked_at),
     ("transformers.pipeline", generation.pipelines),
 ):
     ROWS.row(_what)(_check)
 
 ROWS.row("caches that are offloaded, calls with labels or gradients", refused="says which, and what to call")(generation.refusals)
-ROWS.row("models that want a cache's length as a number (OPT)", refused="use_cache=False, a program for each length")(generation.lengths)
+ROWS.row(
+    "calls of one's own, without positions, of models that want a cache's length as a number (OPT)",
+    refused="pass position_ids, as generate does; or use_cache=False, a program for each length",
+)(generation.lengths)
 
 
 def flexible() -> nn.Module:

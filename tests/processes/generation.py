@@ -361,12 +361,22 @@ def refusals(mesh: Any) -> None:
 
 
 def lengths(mesh: Any) -> None:
-    """A model that wants its cache's length as a number is refused, with the line; without a cache each length is a program."""
+    """A model that wants its cache's length as a number, for want of positions, is refused; without a cache each length is a program."""
     program, model, twin = compiled(opt, mesh)
-    with pytest.raises(meshc.CaptureError, match=r"(?s)modeling_opt.py.*takes no StaticCache generates with use_cache=False"):
-        model.generate(prompts(), max_new_tokens=4, do_sample=False)
+    cache = DynamicCache()
+    program(input_ids=prompts(), cache=cache)
+    with pytest.raises(meshc.CaptureError, match=r"(?s)in your model: .*takes no StaticCache generates with use_cache=False"):
+        program(input_ids=prompts(3, 1), cache=cache)
     same(model, twin, input_ids=prompts(), max_new_tokens=2, use_cache=False)
     assert count(program) == 3  # the prompt with a cache, whose length is no matter yet, and two without
+
+
+def learned(mesh: Any) -> None:
+    """Learned positions, which generate passes: the same model takes a cache then."""
+    program, model, twin = compiled(opt, mesh)
+    same(model, twin, input_ids=prompts(), max_new_tokens=4)
+    same(model, twin, **padded(), max_new_tokens=4)
+    assert count(program) == 2
 
 
 def seeds(mesh: Any) -> None:
@@ -385,7 +395,7 @@ def seeds(mesh: Any) -> None:
 
 CHECKS = (
     short, copies, greedy, encoders, states, states_held, sampled, beams_and_chunks, windows_and_static, windows, windows_held, turns, rows,
-    looked_at, pipelines, refusals, lengths, seeds,
+    looked_at, pipelines, refusals, lengths, learned, seeds,
 )  # fmt: skip
 
 
