@@ -125,6 +125,7 @@ REPLACED: Final = (
     "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.utils:_compilation_metrics",
+    "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",
     "torch.fx.graph_module:_loader.eval_cache", "torch.nn.attention.flex_attention:_validate_device",
     "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",
     "torch.nn.attention.flex_attention:_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
@@ -137,6 +138,7 @@ REPLACED: Final = (
 """What is changed while a model is traced, and what is looked into."""
 
 OF_TRANSFORMERS: Final = (
+    "transformers.utils.output_capturing:_active_collector",
     "transformers.utils.output_capturing:_CAN_RECORD_REGISTRY", "transformers.utils.output_capturing:maybe_install_capturing_hooks",
     "transformers.utils.output_capturing:install_all_output_capturing_hooks",
     "transformers.integrations.executorch:register_dynamic_cache_export_support", "transformers.cache_utils:LinearAttentionLayer",

@@ -32,6 +32,7 @@ from meshc.frontend.spared import apart, unasked, unguarded, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
+from meshc.frontend.traced_distributions import traced_distributions
 from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
@@ -226,6 +227,7 @@ def torch_graph(
         _dynamo_settings(),
         listed_experts(module),
         unhinted_masks(),
+        traced_distributions(),
         apart(),
         unasked(),
         unwritten(),

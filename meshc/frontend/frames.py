@@ -1,8 +1,9 @@
-"""Which lines of a stack are the user's: those that are neither torch's nor meshc's."""
+"""Which lines of a stack are the user's: those that are neither torch's nor meshc's, nor of Python's own library."""
 
 from __future__ import annotations
 
 import os
+import sysconfig
 import traceback
 
 import torch
@@ -12,16 +13,23 @@ from meshc.package import FOLDER
 
 OURS = f"{FOLDER}{os.sep}"
 TORCH = os.path.dirname(torch.__file__)
+STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def is_torch(file: str) -> bool:
     return file.startswith(TORCH) or "/torch/" in file
 
 
+def is_users(file: str) -> bool:
+    """Whether a file is the user's, or of a package that they have installed."""
+    standard = file.startswith(STANDARD) and "-packages" not in file
+    return not is_torch(file) and not file.startswith(OURS) and not standard
+
+
 def innermost(stack: traceback.StackSummary) -> Source | None:
     """The user's line that a stack ends in, as far as torch and meshc go."""
     for frame in reversed(stack):
-        if not is_torch(frame.filename) and not frame.filename.startswith(OURS) and frame.lineno is not None:
+        if is_users(frame.filename) and frame.lineno is not None:
             return Source(frame.filename, frame.lineno, (frame.line or "").strip())
     return None
 

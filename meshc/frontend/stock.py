@@ -20,6 +20,7 @@ from meshc.private import found
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
+OWN_MASKS: Final = ("switch_transformers", "longt5")
 INSTALLED: Final = "_output_capturing_hooks_installed"
 """What transformers sets in a model whose hooks are there."""
 
@@ -36,7 +37,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
         with _hooked_once():
             for child in stock:
                 _install_hooks(child)
-        with stock_caches.known(stock), stock_caches.masks(), _own_masks():
+        with stock_caches.known(stock), stock_caches.masks(), _own_masks(), _nested_collectors():
             yield
     finally:
         for child, known, installed in before:
@@ -64,9 +65,37 @@ def _hooked_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_masks() -> Iterator[None]:
-    """Switch Transformers makes the mask that it needs, where none is given, unless it is compiled."""
-    loaded = sys.modules.get("transformers.models.switch_transformers.modeling_switch_transformers")
-    with mock.patch.object(loaded, "is_torchdynamo_compiling", lambda: False) if loaded else contextlib.nullcontext():
+    """Some models make the mask that they need, where none is given, unless they are compiled."""
+    with contextlib.ExitStack() as stack:
+        for name in OWN_MASKS:
+            if loaded := sys.modules.get(f"transformers.models.{name}.modeling_{name}"):
+                stack.enter_context(mock.patch.object(loaded, "is_torchdynamo_compiling", lambda: False))
+        yield
+
+
+class _Collector:
+    """What hooks of stock models collect for the innermost call that wants it. It stands in for transformers' own, which, compiled, has
+    forgotten the outer call when an inner one is over (a decoder that calls its picture encoder)."""
+
+    def __init__(self) -> None:
+        self.wanted: Any = None
+
+    def get(self) -> Any:
+        return self.wanted
+
+    def set(self, wanted: Any) -> tuple[Any]:
+        before = self.wanted
+        self.wanted = wanted
+        return (before,)
+
+    def reset(self, token: tuple[Any]) -> None:
+        self.wanted = token[0]
+
+
+@contextlib.contextmanager
+def _nested_collectors() -> Iterator[None]:
+    loaded = sys.modules.get(CAPTURING)
+    with mock.patch.object(loaded, "_active_collector", _Collector()) if loaded else contextlib.nullcontext():
         yield
 
 

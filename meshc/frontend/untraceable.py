@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
-from meshc.frontend.frames import OURS, is_torch
+from meshc.frontend.frames import is_torch, is_users
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source, trees
 from meshc.private import HigherOrderOperator
@@ -45,7 +45,15 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"no fake impl registered", f"give the operator a fake (register_fake), which says what it makes of which shapes; {_OWN}"),
     (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
     (r"Tensor\.backward\(\)", _SPLITTING),
-    (r"[Dd]ata-dependent branching|Data.dependent jump", _BRANCH),
+    (r"layer_?drop", (
+        "set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the model's configuration: which layers run must not be drawn from "
+        "call to call"
+    )),
+    (r"RandomValueSource|Random\.random", (
+        "draw by torch (torch.rand([])), whose numbers are drawn anew in each call; a branch on what Python's random gives cannot be held "
+        "by a program: in a stock model set layerdrop and the like to 0, or call it in evaluation mode"
+    )),
+    (r"[Dd]ata-dependent branching|Data.dependent jump|Caused by: if ", _BRANCH),
     (r"ToFloat\(u\d+\)", f"{_KEEP}; momentum=None of a batch norm, which update_bn sets, divides by a counter: give it a number"),
     (r"tolist\(\)|\.item\(\)|unbacked symbols", _KEEP),
     (r"[Dd]ata.dependent|GuardOnDataDependent|Dynamic shape operator", _FIXED),
@@ -64,7 +72,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "places them itself"
     )),
     (r"Generator reconstruction", "return a list or a tuple, not a generator"),
+    (r"copy\.deepcopy", "copy tensors by x.clone(); a stock model that copies its cache is trained with use_cache=False"),
+    (r"duplicate tensor input", "give a function of autograd each tensor once, and a copy (x.clone()) the second time"),
     (r"breakpoint|pdb", "take the breakpoint out; MESHC_DUMP shows what each pass leaves"),
+    (r"is_dependent", "leave validate_args out: what a distribution checks of its arguments reads values, and is left out of a trace"),
     (r"Failed to trace builtin operator|marked as skipped|Unsupported", (
         "take that call out of forward (files, threads, clocks, other libraries are no part of a program), or do it outside the model"
     )),
@@ -205,7 +216,7 @@ def _code(error: Exception) -> str:
 def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
     """The innermost frame of the user's own code that a message shows; `further` frames come after those of the text."""
     shown = [(file, int(line), name) for file, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)]
-    users = [frame for frame in (*shown, *further) if not is_torch(frame[0]) and not frame[0].startswith(OURS)]
+    users = [frame for frame in (*shown, *further) if is_users(frame[0])]
     return users[-1] if users else None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,7 +181,26 @@ no_gradient.register_fake(torch.empty_like)
 other_fake.register_fake(torch.empty_like)
 
 
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def by_number(h: Tensor) -> Tensor:
+    positive = h.gt(0).any().item()
+    if positive:
+        return h
+    return -h
+
+
 class Calls(nn.Module):
+    layerdrop = 0.1
+
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(24, 24), function
@@ -200,6 +221,13 @@ class Calls(nn.Module):
             "what to do: give the operator a fake (register_fake)"]),
         (lambda h: no_gradient(h), torch.ones(6, 24), [
             "badlib.no_gradient at test_bad_input.py:", "has no gradient", "what to do: give the operator one (register_autograd)"]),
+        (lambda h: h if random.uniform(0, 1) < 0.5 else -h, torch.ones(6, 24), [
+            "test_bad_input.py:", "what to do: draw by torch (torch.rand([]))"]),
+        (lambda h: h if torch.rand([]) < Calls.layerdrop else -h, torch.ones(6, 24), [
+            "test_bad_input.py:", "what to do: set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0"]),
+        (by_number, torch.ones(6, 24), ["test_bad_input.py:", "what to do: replace the branch by"]),
+        (lambda h: copy.deepcopy(h), torch.ones(6, 24), ["test_bad_input.py:", "what to do: copy tensors by x.clone()"]),
+        (lambda h: Sum.apply(h, h), torch.ones(6, 24), ["test_bad_input.py:", "what to do: give a function of autograd each tensor once"]),
     ],
 )  # fmt: skip
 def test_what_the_model_cannot_be_called_with_is_said_once_with_its_line(

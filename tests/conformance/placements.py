@@ -3,7 +3,7 @@
     python -m tests.conformance.placements [--only add,mul] [--show dtensor] [--limit-seconds T] [--fresh]
 
 What is valid, and what DTensor knows of it, is kept in out/placements.json, so a run that was stopped goes on where it was; what our rules
-know is asked anew every time, in a minute or two.
+know is asked anew when the table is written or shown, in a minute or two.
 """
 
 from __future__ import annotations
@@ -91,11 +91,14 @@ def main() -> int:
                 f"{time.process_time() - before:.1f} s",
                 flush=True,
             )
+    written = not left_alone(parser, arguments, len(set(everything) - set(rows)))
+    if not written and not arguments.show:
+        return 0
     known = [ours(row, everything[name]) for name, found in rows.items() for row in found]
     for row in known:
         if arguments.show and (missing := sorted(set(row[arguments.show]) - set(row["meshc"]))):
             print(f"{row['entry']}, {row['operator']}: {'; '.join(missing)}")
-    if not left_alone(parser, arguments, len(set(everything) - set(rows))):
+    if written:
         put("placements", table(known, used()))
     return 0
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -80,6 +84,23 @@ def doctor(mesh: Any) -> None:
         text = command("doctor")
         assert "torch" in text and "gloo" in text
     torch.distributed.barrier()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@ROWS.row("progress of a long compilation, by phase, on rank 0's terminal; nothing of it in files and logs")
+def progress(mesh: Any) -> None:
+    terminal, file = Terminal(), io.StringIO()
+    at_once = mock.patch("meshc.api.progress.AFTER_S", 0.0)
+    with at_once, mock.patch.dict(os.environ, {"TERM": "xterm"}), contextlib.redirect_stderr(terminal):
+        program(mesh)
+    with at_once, contextlib.redirect_stderr(file):
+        program(mesh)
+    assert ("meshc compiles TrainStep(Sequential)" in terminal.getvalue()) is (torch.distributed.get_rank() == 0)
+    assert "compiles" not in file.getvalue()
 
 
 def run(mesh: str, *names: str) -> None:

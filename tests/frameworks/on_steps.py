@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshc
 from tests.frameworks.on_torch import X, mlp
-from tests.frameworks.rows import Rows, refuses, same_parameters, shared_folder, under_torchrun
+from tests.frameworks.rows import Rows, refuses, same, same_parameters, shared_folder, under_torchrun
 from tests.processes import loops, metrics, module_mode, train_step
 from tests.processes.session import run_checks
 
@@ -34,6 +34,18 @@ for _what, _check, _more in (
     ("several programs of one model: training, evaluation", module_mode.two_programs, {}),
 ):
     ROWS.row(_what, **_more)(_check)  # type: ignore[arg-type]
+
+
+@ROWS.row("a loss that returns a dict, its other entries as metrics", mesh="dp=2")
+def dictionary(mesh: Any) -> None:
+    def loss(made: Tensor) -> dict[str, Tensor]:
+        return {"loss": made.square().mean(), "largest": made.abs().amax()}
+
+    model = mlp()
+    wanted = loss(copy.deepcopy(model)(X))
+    program = meshc.compile(meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters()), loss=loss), mesh, args=(X,))
+    same(program(X), wanted["loss"])
+    same(program.metrics["largest"], wanted["largest"])
 
 
 class Distilled(nn.Module):

@@ -63,20 +63,20 @@ class Stock:
         return Case(name, model.train(), self.inputs(config))
 
 
-def causal(config: Any) -> dict[str, Tensor]:
+def causal(config: Any, seq: int = SEQ) -> dict[str, Tensor]:
     """Tokens, and labels of which three are ignored: a mean over tokens is then no mean of the ranks' means."""
-    ids = torch.randint(3, VOCAB, (BATCH, SEQ))
+    ids = torch.randint(3, VOCAB, (BATCH, seq))
     labels = ids.clone()
     labels[0, 2] = labels[0, -1] = labels[1, 5] = IGNORED
     return {"input_ids": ids, "labels": labels}
 
 
-def masked(config: Any) -> dict[str, Tensor]:
+def masked(config: Any, seq: int = SEQ) -> dict[str, Tensor]:
     """Tokens with a padding mask; only some have a label."""
-    ids = torch.randint(3, VOCAB, (BATCH, SEQ))
-    hidden = torch.rand(BATCH, SEQ) < 0.3
+    ids = torch.randint(3, VOCAB, (BATCH, seq))
+    hidden = torch.rand(BATCH, seq) < 0.3
     hidden[:, 0] = True
-    mask = (torch.arange(SEQ) < SEQ - torch.arange(BATCH)[:, None] % 3).long()
+    mask = (torch.arange(seq) < seq - torch.arange(BATCH)[:, None] % 3).long()
     return {"input_ids": torch.where(hidden, 4, ids), "attention_mask": mask, "labels": torch.where(hidden, ids, IGNORED)}
 
 

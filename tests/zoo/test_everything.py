@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from transformers import LlamaConfig, Qwen3NextConfig, SwinConfig
+from transformers import BailingHybridConfig, LlamaConfig, Mamba2Config, MinistralConfig, Qwen3NextConfig, SwinConfig
 
 from tests.broad import broad
 from tests.zoo import everything
 from tests.zoo.everything import in_a_child, table, tried
-from tests.zoo.listed import TASKS, WAYS, Listed, NotBuilt, case, listed, shrunk
+from tests.zoo.listed import TASKS, Listed, NotBuilt, case, listed
+from tests.zoo.shrinking import WAYS, Way, shrunk
 
 ENTRIES = {one.key: one for one in listed()}
 
@@ -28,6 +29,29 @@ def test_numbers_are_known_by_their_names() -> None:
 def test_as_many_layers_stay_as_have_all_kinds() -> None:
     config = shrunk(Qwen3NextConfig(), WAYS[0])
     assert set(config.layer_types) == set(Qwen3NextConfig().layer_types) and len(config.layer_types) == config.num_hidden_layers == 4
+
+
+def test_kinds_of_layers_are_those_of_every_list() -> None:
+    """Of one list the second kind begins at the third layer, of the other at the sixth."""
+    config = shrunk(BailingHybridConfig(), WAYS[0])
+    assert set(config.layer_types) == {"linear_attention", "full_attention"} and config.num_hidden_layers == 6
+    assert shrunk(BailingHybridConfig(), Way(WAYS[0].change, times=0)).num_hidden_layers == 2
+
+
+def test_products_that_are_equal_stay_so() -> None:
+    config = shrunk(Mamba2Config(), WAYS[0])
+    assert config.num_heads * config.head_dim == config.expand * config.hidden_size == 64
+
+
+def test_numbers_that_are_left_open_are_filled_in_by_name() -> None:
+    way = next(way for way in WAYS if way.change("head_dim", None))
+    assert MinistralConfig().head_dim is None and shrunk(MinistralConfig(), way).head_dim == 8
+    assert way.change("sliding_window", None) is None and way.change("classifier_dropout", None) is None
+
+
+def test_a_model_without_a_loss_is_given_one() -> None:
+    found = case(ENTRIES["image pp_lcnet"])
+    assert found.loss is not None and "labels" not in found.kwargs
 
 
 def test_where_names_do_not_do_numbers_are_divided() -> None:
@@ -53,7 +77,13 @@ def test_a_model_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
     assert in_a_child(ENTRIES["causal llama"])["outcome"] == "too slow"
 
 
-@pytest.mark.parametrize("key", [broad("causal xglm"), broad("seq2seq t5gemma2"), broad("image levit"), broad("masked funnel")])
+@pytest.mark.parametrize(
+    "key",
+    [
+        broad("causal xglm"), broad("seq2seq t5gemma2"), broad("image levit"), broad("masked funnel"), broad("causal git"),
+        broad("seq2seq longt5"),
+    ],
+)  # fmt: skip
 def test_a_type_equals_one_device(key: str) -> None:
     assert tried(ENTRIES[key]) | {"seconds": 0} == {"outcome": "equal", "why": "", "seconds": 0}
 
