@@ -84,6 +84,7 @@ class Program:
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
         tell_trainer(called)
+        stock.tell_generate(called)
         counts = self.asked.inputs == "local" and is_told(called)
         run_calls(called, as_trainer_counts(called, self.__call__) if counts else self.__call__)
         path = stock.encoder_of(called) if called is self.asked.module else None

@@ -21,6 +21,8 @@ from meshc.private import found
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
 OWN_MASKS: Final = ("switch_transformers", "longt5")
+ENCODES_FIRST: Final = "_supports_mm_encoder_outputs"
+"""What generate asks a model whose prompts have images."""
 INSTALLED: Final = "_output_capturing_hooks_installed"
 """What transformers sets in a model whose hooks are there."""
 
@@ -105,6 +107,17 @@ def learn_trees(module: nn.Module) -> list[nn.Module]:
     if found:
         learn_caches()
     return found
+
+
+def tell_generate(model: nn.Module) -> None:
+    """From here on the model's own generate hands images to the model's call, whose program encodes them. It would call their encoder by
+    itself, which is no program, and hand on what that makes."""
+    if hasattr(type(model), ENCODES_FIRST):
+        setattr(model, ENCODES_FIRST, _no)
+
+
+def _no() -> bool:
+    return False
 
 
 def encoder_of(module: nn.Module) -> str | None:

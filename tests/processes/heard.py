@@ -94,14 +94,15 @@ def seen(mesh: Any) -> None:
 
 
 def read_beside_images(mesh: Any) -> None:
-    """A causal model whose prompt has images: what their encoder has made is handed to the first call, which is not filled up."""
+    """A causal model whose prompt has images, which the first call takes; that is not filled up. The second generate finds its programs."""
     ids = prompts(2, 9)
     ids[:, 1:5] = IMAGE
     how = dict(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=numbers(2, 3, 16, 16))
-    _, model, twin = compiled(llava, mesh)
-    scored(model, twin, **how)
-    _, model, twin = compiled(gemma3, mesh)
-    scored(model, twin, **how, token_type_ids=(ids == IMAGE).long())
+    for make, more in ((llava, {}), (gemma3, {"token_type_ids": (ids == IMAGE).long()})):
+        program, model, twin = compiled(make, mesh)
+        for _ in range(2):
+            scored(model, twin, **how, **more)
+            assert len(program.compilations.kept) == 2
 
 
 def scored(model: Any, twin: Any, **kwargs: Any) -> None:
