@@ -1,14 +1,14 @@
 """Attention along a split sequence that is not balanced, or computes what its mask hides: what that costs, read off a program's own graphs.
 
-    a causal mask, four ranks in natural order, tiles of t positions        of gathered keys     1/2 t t, 3/2 t t, 5/2 t t, 7/2 t t
-    (a kernel that goes through b keys at once computes a triangle as                            the last rank, of the mean: (2 n - 1) / n
-    t (t + b) / 2)                                                          at steps of a ring   the same in all: others wait for the last rank
+    a causal mask, four ranks in natural order, tiles of t     1/2 t t, 3/2 t t, 5/2 t t, 7/2 t t: of n ranks the last has (2 n - 1) / n
+    positions (a kernel that goes through b keys at once       of the mean; at each step of a ring some have a tile to compute and
+    computes a triangle as t (t + b) / 2)                      others none, which wait, so that it comes to the same
 
     a window of w in blocks of w rows                                       2 w keys for each of them, of which a query sees w
     a mask that is given as a tensor                                        all scores; what it hides is not known before it is there
 
-Seconds are those of the clock, which prices each call by the rank that has most to do (`operators.py`), and what they would be if all ranks had
-the same and nothing hidden were computed. In zigzag order they are the same.
+Seconds are those of the clock, which prices each call by the rank that has most to do (`operators.py`), and what they would be if all
+ranks had the same and nothing hidden were computed. In zigzag order they are the same.
 """
 
 from __future__ import annotations

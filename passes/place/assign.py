@@ -96,10 +96,11 @@ def _no_rings(placed: Placed, rings: Rings) -> list[str]:
 
 
 def _cannot_pass(rings: Rings, record: Record, why: str) -> str:
+    module = record.source.module or "attention"
     return (
-        f"Options(attention='{rings.how}'): the keys of {record.source.module or 'attention'} cannot pass round, in {record.source}: {why}\n"
-        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave Options(attention=) out, "
-        "so that its keys are gathered, and those of each other attention go the way that is predicted to be faster"
+        f"Options(attention='{rings.how}'): the keys of {module} cannot pass round, in {record.source}: {why}\n"
+        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave Options(attention=)\n"
+        "  out, so that its keys are gathered, and those of each other attention go the way that is predicted to be faster"
     )
 
 

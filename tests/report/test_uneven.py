@@ -1,4 +1,4 @@
-"""What of attention along a split sequence is not balanced or not skipped, and what that costs: by formulas that can be worked out by hand."""
+"""What of attention along a split sequence is not balanced or not skipped, and what that costs, by formulas worked out by hand."""
 
 from __future__ import annotations
 
