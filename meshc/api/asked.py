@@ -294,7 +294,7 @@ class Asked:
             memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
             depth="whole" if self._by_name(hooks) else self.options.depth, remat=self.options.remat, attention=self.options.attention,
-            recurrence=self.options.recurrence,
+            must_pass=self.options.attention in ("ring", "zigzag"), recurrence=self.options.recurrence,
             expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
             expert_bias_update=self.options.expert_bias_update, expert_dispatch=self.options.expert_dispatch,
         )  # fmt: skip

@@ -63,7 +63,8 @@ class Options:
                    rounding
     attention      where an axis splits the sequence: "ring", keys and values pass round its ranks a block at a time, and none holds them
                    all; "zigzag", likewise, in an order that gives every rank as much to do under a causal mask; "gather", each has all;
-                   default: of each attention what is predicted to be faster
+                   default: of each attention what is predicted to be faster. An attention whose keys cannot pass round is
+                   refused where that is asked, and has them gathered where nothing is
     recurrence     where an axis splits the sequence of a selective scan, a linear attention or a gated delta rule: "join", each rank takes
                    the steps of its stretch at once, and all gather what stretches come to; "turns", ranks hand the state on, a part of the
                    rows at a time; default: of each what is predicted to be faster. An LSTM's steps are taken in turns in any case

@@ -194,9 +194,7 @@ def _seen(attention: Node, block: int) -> float:
 
     Where the tile of the queries begins differs by rank: the last one sees most, and the others wait for it.
     """
-    schema = attention.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    given.update({argument.name: value for argument, value in zip(schema, attention.args, strict=False)}, **attention.kwargs)
+    given = given_to(attention)
     queries, keys = ir.record(given["q"]).shape[2], ir.record(given["k"]).shape[2]
     if "keys_of" in given:
         return 0.5  # on every rank two pairs of halves of four
@@ -208,11 +206,18 @@ def _seen(attention: Node, block: int) -> float:
     return computed(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
 
 
+def given_to(node: Node) -> dict[str, Any]:
+    """An operator's arguments by name, those that the call leaves out too."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return {**given, **{argument.name: value for argument, value in zip(schema, node.args, strict=False)}, **node.kwargs}
+
+
 def _seen_share(queries: int, keys: int, window: int, offset: int, block: int) -> float:
-    return _seen_by(queries, keys, window, offset, block) / (queries * keys)
+    return scores_computed(queries, keys, window, offset, block) / (queries * keys)
 
 
-def _seen_by(queries: int, keys: int, window: int, offset: int, block: int) -> float:
+def scores_computed(queries: int, keys: int, window: int, offset: int, block: int) -> float:
     """How many scores kernels compute that go through `block` keys at once."""
     seen = 0.0
     for rows, parts in spans(queries, keys, window, offset):
@@ -231,7 +236,7 @@ def _seen_share_of_blocks(window: int, queries: int, keys: int, block: int, *pla
 def _seen_of_block(window: int, queries: int, block: int, at: int, real: int) -> float:
     """Of one block of a ring, `real` of whose positions are keys, by queries of which the first stands at the block's key `at`."""
     rows = rows_that_see(queries, real, window, at)
-    return _seen_by(rows.stop - rows.start, real, window, at + rows.start, block)
+    return scores_computed(rows.stop - rows.start, real, window, at + rows.start, block)
 
 
 def _places(given: Mapping[str, Any]) -> set[tuple[int, int]]:

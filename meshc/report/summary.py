@@ -30,7 +30,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
-from meshc.report import experts, held, parked, recurrences
+from meshc.report import experts, held, parked, recurrences, uneven
 from meshc.report.account import link_accounts, stage_accounts
 from meshc.report.tables import bytes_text, part_text, placement, seconds_text, table
 
@@ -87,7 +87,7 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     bytes that a rank may hold, where the user has said so."""
     on = for_mesh(program.mesh) if device is None else named(device)
     blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.told(program)]
-    blocks += [recurrences.told(program), _parked(program), held.told(program, budget)]
+    blocks += [recurrences.told(program), uneven.told(program, on), _parked(program), held.told(program, budget)]
     blocks += [_time(program, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 

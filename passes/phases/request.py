@@ -47,6 +47,7 @@ class Request:
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
     remat         what backward makes again of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
     attention     "ring", "zigzag" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
+    must_pass     with "ring" or "zigzag": attention whose keys cannot pass round is refused; False: they are gathered, and a note says so
     recurrence    "turns" or "join": how ranks take the steps of a split sequence; None: what is predicted to be faster
     expert_bound  places for rows of experts that a rank has, in multiples of what it has if all are chosen alike; None: the worst case
     expert_dispatch  "flat", "hierarchical" or "auto": how rows go to experts on other nodes
@@ -94,6 +95,7 @@ class Request:
     depth: str = "auto"
     remat: str | None = None
     attention: str | None = None
+    must_pass: bool = False
     recurrence: str | None = None
     expert_bound: float | None = None
     expert_dispatch: str = "auto"

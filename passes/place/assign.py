@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshc.cost.flops import flops
+from meshc.errors import PlanError
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.chunks.head import chunked
@@ -84,17 +85,23 @@ def _idle_store_lines(placed: Placed) -> list[str]:
 
 
 def _no_rings(placed: Placed, rings: Rings) -> list[str]:
-    """Attention for which a ring was asked, and whose keys are gathered all the same."""
+    """Attention for which a ring was asked, and whose keys are gathered all the same. Raises PlanError where the user has asked."""
     if rings.how not in PASSING:
         return []
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
     found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.decided())]
-    return [
-        f"Options(attention='{rings.how}'): the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}\n"
-        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave it, with all keys on "
-        "each rank"
-        for record, why in found
-    ]
+    if found and placed.request.must_pass:
+        raise PlanError("\n".join(_cannot_pass(rings, record, why) for record, why in found))
+    return [f"the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}" for record, why in found]
+
+
+def _cannot_pass(rings: Rings, record: Record, why: str) -> str:
+    module = record.source.module or "attention"
+    return (
+        f"Options(attention='{rings.how}'): the keys of {module} cannot pass round, in {record.source}: {why}\n"
+        "  what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`; or leave Options(attention=)\n"
+        "  out, so that its keys are gathered, and those of each other attention go the way that is predicted to be faster"
+    )
 
 
 def _several(names: Sequence[str]) -> str:

@@ -438,14 +438,19 @@ class Differs(nn.Module):
 
 def test_attention_that_cannot_pass_round_says_why() -> None:
     x = {"x": torch.randn(1, 8, 16)}
-    program = trained(Differs(), "cp=2", x)
-    (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
-    assert "keys of attention are gathered" in note and "it is written out in several operators" in note and "test_rings.py" in note
-    assert "what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`" in note
+    for attention in ("ring", "zigzag"):
+        with pytest.raises(PlanError, match=rf"Options\(attention='{attention}'\): the keys of attention cannot pass round") as refused:
+            trained(Differs(), "cp=2", x, attention)
+        assert "it is written out in several operators" in str(refused.value) and "test_rings.py" in str(refused.value)
+        assert "what to do: split its heads and not its positions, by a line such as `cp: heads@attention > seq`" in str(refused.value)
+    with pytest.raises(PlanError, match=r"its queries are split by several axes \(cp, tp\), and a ring is along one"):
+        trained(Attends(), "cp=2,tp=2", x, plan="cp: seq\ntp: seq")
+
+
+def test_unasked_it_is_gathered() -> None:
+    x = {"x": torch.randn(1, 8, 16)}
+    program = trained(Attends(), "cp=2,tp=2", x, None, plan="cp: seq\ntp: seq")
     assert "ring_shift" not in kinds(program.compiled)
-    program = trained(Attends(), "cp=2,tp=2", x, plan="cp: seq\ntp: seq")
-    (note,) = [note for note in program.compiled.notes if "Options(attention" in note]
-    assert "its queries are split by several axes (cp, tp), and a ring is along one" in note
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
 

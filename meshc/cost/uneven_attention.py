@@ -1,0 +1,241 @@
+"""Attention along a split sequence that is not balanced, or computes what its mask hides: what that costs, read off a program's own graphs.
+
+    a causal mask, four ranks in natural order, tiles of t     1/2 t t, 3/2 t t, 5/2 t t, 7/2 t t: of n ranks the last has (2 n - 1) / n
+    positions (a kernel that goes through b keys at once       of the mean; at each step of a ring some have a tile to compute and
+    computes a triangle as t (t + b) / 2)                      others none, which wait, so that it comes to the same
+
+    a window of w in blocks of w rows                                       2 w keys for each of them, of which a query sees w
+    a mask that is given as a tensor                                        all scores; what it hides is not known before it is there
+
+Seconds are those of the clock, which prices each call by the rank that has most to do (`operators.py`), and what they would be if all
+ranks had the same and nothing hidden were computed. In zigzag order they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from typing import Any, Final, cast
+
+import torch
+from torch.fx import Node
+
+from meshc.cost.devices import Device
+from meshc.cost.flops import flops
+from meshc.cost.memory import runs
+from meshc.cost.operators import ATTENTION, Price, given_to, price, scores_computed
+from meshc.ir import has_record, local_bytes, op_name, record, records, spmd, value_of
+from meshc.ir.keys import is_a
+from meshc.ir.sharding import Sharding
+from meshc.ops.attention_block import rows_that_see
+from meshc.program.program import PlainProgram, Stage, sizes
+
+LEARNED: Final = ("parameter", "state")
+"""What a bias may be made of that hides nothing."""
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """One attention of the model, in one call: forward and backward.
+
+    path, place   of its module; the line of the model that calls it (`model.py:31`)
+    axes          along which its queries are split
+    gathered      bytes of the whole keys and values that a rank has at a time; 0: a ring, of which it has blocks
+    why           what is not balanced, or not skipped
+    most          what the rank with most computes, in multiples of what falls to each; 0 where it is not known what a mask hides
+    takes_s       predicted seconds of it on that rank, for which the others wait
+    even_s        what they would be if all had the same and nothing hidden were computed; where that is not known, if all were hidden
+    """
+
+    path: str
+    place: str
+    axes: tuple[str, ...]
+    gathered: int
+    why: str
+    most: float
+    takes_s: float
+    even_s: float
+
+    @property
+    def costs_s(self) -> float:
+        """At most so many seconds, where it is not known what a mask hides."""
+        return self.takes_s - self.even_s
+
+
+@dataclass
+class _Sum:
+    """Of all calls that one attention has become. Work is in seconds of multiplications and additions alone."""
+
+    axes: tuple[str, ...] = ()
+    gathered: int = 0
+    whys: dict[str, None] = field(default_factory=dict)
+    work_s: float = 0.0
+    even_work_s: float = 0.0
+    takes_s: float = 0.0
+    even_s: float = 0.0
+
+
+def uneven(program: PlainProgram, device: Device) -> list[Uneven]:
+    """In the program's order; nothing of attention that is balanced and computes no more than its mask shows."""
+    often, found = runs(program), dict[tuple[str, str], _Sum]()
+    for stage in program.stages.values():
+        for node in stage.graph.nodes:
+            if node.op != "call_function" or op_name(node) not in ATTENTION:
+                continue
+            call = _Call(node, stage, sizes(program))
+            if call.axes:
+                source = records(node)[0].source
+                place = str(replace(source, module=""))
+                call.add_to(found.setdefault((source.module, place), _Sum()), device, often[stage.name])
+    return [_row(*where, one) for where, one in found.items() if one.whys]
+
+
+def _row(path: str, place: str, one: _Sum) -> Uneven:
+    most = one.work_s / one.even_work_s if MASK not in one.whys and one.even_work_s else 0.0
+    return Uneven(path, place, one.axes, one.gathered, ", ".join(one.whys), most, one.takes_s, one.even_s)
+
+
+GATHERED: Final = "causal: the last rank looks at all keys"
+IN_ORDER: Final = "causal, in natural order: each step is as long as the last rank's"
+STAYING: Final = "causal: keys stay where they are, and later ones are seen less"
+MASK: Final = "its mask is a tensor, and what that hides is computed"
+
+
+class _Call:
+    """One call on a rank's tiles: attention to gathered keys, or to a block of them.
+
+    axes   along which its queries are split; none where they are whole, or in zigzag order
+    """
+
+    def __init__(self, node: Node, stage: Stage, extents: Mapping[str, int]) -> None:
+        self.node, self.stage, self.extents = node, stage, extents
+        self.given = given = given_to(node)
+        numbers = [given.get(name) for name in ("start", "first", "real")]
+        self.ring = any(isinstance(number, Node) for number in numbers[1:])
+        axes = dict.fromkeys(axis for number in numbers for axis in _axes_of(number))
+        self.axes = () if "keys_of" in given else tuple(axes) or _split(given["q"])
+
+    def add_to(self, total: _Sum, device: Device, times: int) -> None:
+        priced = price(self.node, device)
+        takes_s, work_s, even_s, even_work_s = priced.seconds(), priced.work_s, priced.seconds(), priced.work_s
+        if self.given["causal"]:
+            computed, needed = self._scores(device.attention_keys)
+            shares = [one / max(computed) for one in needed] if any(computed) else []
+            if shares:
+                even_work_s = work_s * sum(shares) / len(shares)
+                even_s = sum(_at(priced, share) for share in shares) / len(shares)
+            if even_work_s < work_s:
+                total.whys[self._why()] = None
+        elif isinstance(self.given["bias"], Node) and _hides(self.given["bias"], self.stage):
+            total.whys[MASK] = None
+            even_s = _at(priced, 0.0)
+        total.axes = total.axes or self.axes
+        if not self.ring:
+            total.gathered = max(total.gathered, sum(_bytes(self.given[name]) for name in ("k", "v")))
+        total.work_s += times * work_s
+        total.even_work_s += times * even_work_s
+        total.takes_s += times * takes_s
+        total.even_s += times * even_s
+
+    def _why(self) -> str:
+        if self.given["window"]:
+            return f"a window of {self.given['window']:,}: its blocks are computed whole"
+        if not self.ring:
+            return GATHERED
+        return IN_ORDER if any(_axes_of(self.given["start"])) else STAYING
+
+    def _scores(self, block: int) -> tuple[list[float], list[float]]:
+        """Of each rank along the axes, those that it computes for one row and head, and those of them that it needs: under a causal mask
+        all that are computed, which are more than it shows by the keys that kernels go through at once."""
+        queries, keys, window = record(self.given["q"]).shape[2], record(self.given["k"]).shape[2], self.given["window"]
+        found = []
+        for places in product(*(range(self.extents[axis]) for axis in self.axes)):
+            at = dict(zip(self.axes, places, strict=True))
+            start, first, real = (_number(self.given.get(name), at) for name in ("start", "first", "real"))
+            begin = (start or 0) + self.given["offset"] - (first or 0)
+            found.append(_scores(queries, window, block, begin, keys if real is None else real))
+        return [one for one, _ in found], [one for _, one in found]
+
+
+@cache
+def _scores(queries: int, window: int, block: int, begin: int, real: int) -> tuple[float, float]:
+    """Computed and needed, where `real` of the keys are no padding and the first query stands at the key `begin`."""
+    rows = rows_that_see(queries, real, window, begin)
+    computed = scores_computed(rows.stop - rows.start, real, window, begin + rows.start, block)
+    return computed, _seen(queries, real, window, begin) if window else computed
+
+
+def _at(priced: Price, share: float) -> float:
+    return replace(priced, work_s=priced.work_s * share).seconds()
+
+
+def _seen(queries: int, keys: int, window: int, begin: int) -> int:
+    """Pairs of a query at `begin`, `begin + 1`, ... and a key that is one of the last `window` up to there."""
+
+    def up_to(end: int) -> int:
+        """The keys up to each of all places before `end`, added up."""
+        inside = max(0, min(end, keys))
+        return inside * (inside + 1) // 2 + max(0, end - keys) * keys
+
+    return up_to(begin + queries) - up_to(begin) - up_to(begin + queries - window) + up_to(begin - window)
+
+
+def _split(queries: Node) -> tuple[str, ...]:
+    """The axes that split the positions of queries [batch, heads, positions, head]."""
+    producer, index = value_of(queries)
+    lies: Sharding | None = records(producer)[index].sharding if has_record(producer) else None
+    if lies is None or len(lies.dims) != 4:
+        return ()
+    return tuple(axis for part in lies.dims[2] if not part.order for axis in part.axes)
+
+
+def _axes_of(number: object) -> Iterator[str]:
+    if isinstance(number, Node) and number.target is spmd.coordinate:
+        yield str(number.args[0])
+    elif isinstance(number, Node):
+        yield from (axis for one in number.all_input_nodes for axis in _axes_of(one))
+
+
+def _number(number: object, at: Mapping[str, int]) -> int | None:
+    """A number of a tile on the rank at these coordinates; None where an operator has none."""
+    if not isinstance(number, Node):
+        return cast(int | None, number)
+    if number.target is spmd.coordinate:
+        return at[str(number.args[0])]
+
+    def worked_out(item: object) -> Any:
+        return [worked_out(one) for one in item] if isinstance(item, list | tuple) else _number(item, at)
+
+    return cast(int, number.target(*map(worked_out, number.args)))  # type: ignore[operator]
+
+
+def _bytes(value: Node) -> int:
+    producer, index = value_of(value)
+    return local_bytes(records(producer)[index])
+
+
+def _hides(bias: Node, stage: Stage) -> bool:
+    """Whether a bias may hide keys: something that is true or false has a part in it, or it comes from elsewhere. One by position alone, or
+    learned, hides none."""
+    keys, left, seen = stage.keys(), [bias], set[Node]()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and not is_a(keys[node], *LEARNED):
+            return True
+        if node.op != "call_function" or flops(node):
+            continue
+        kinds = [(one, _dtype(one)) for one in node.all_input_nodes]
+        if any(dtype == torch.bool for _, dtype in kinds):
+            return True
+        left += [one for one, dtype in kinds if dtype is not None and dtype.is_floating_point]
+    return False
+
+
+def _dtype(value: Node) -> torch.dtype | None:
+    producer, index = value_of(value)
+    return records(producer)[index].dtype if has_record(producer) else None
