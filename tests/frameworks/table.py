@@ -38,6 +38,10 @@ AFTER: Final = """
 - **What Python holds.** Between calls, `train()`/`eval()`, `requires_grad`, hooks, a replaced `forward`, settings of torch's own
   layers (`p` of Dropout, `momentum` of BatchNorm) and PEFT's adapters count; other attributes that forward reads are constants from
   the first call on.
+- **The Trainer's counts.** Where several batches make a step, the Trainer divides by the labels of all of them on all ranks and
+  multiplies by the number of processes, as DDP wants it; a model with `inputs="local"`, whose loss is of all ranks' rows already,
+  takes that back when the Trainer's own `compute_loss` calls it. One of yours that passes `num_items_in_batch` on gets what the
+  model means by it.
 - **The Trainer's mesh.** It deals out one part to each rank, so `inputs="local"` goes with meshes whose axes all have a data role.
   On others every rank gets the same batch, by a loader of its own.
 - **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.
