@@ -215,6 +215,7 @@ step = meshc.TrainStep(reads := Reads(), optimizer=torch.optim.AdamW(reads.param
 program = meshc.compile(step, meshc.Mesh("cp=2"), args=(torch.randn(4, 6, 4),), plan=plan)
 assert "all_to_all" in str(program)
 """),
+    Scene("long-context.md", (3,)),
     Scene("losses-differ.md", (0, 1), often=True),
     Scene("memory.md", (0, 1)),
     Scene("pipelines.md", (0,), ranks=4, before=LLAMA + """

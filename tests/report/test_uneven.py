@@ -117,7 +117,7 @@ def test_a_loaded_program_says_it_too(tmp_path: Path) -> None:
 
 def test_the_pages_example_is_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     section = PAGE.read_text().partition("## What is not balanced\n")[2]
-    code, table = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
+    code, table = re.findall(r"```(?:python|text)\n(.*?)```", section, re.DOTALL)[:2]
     (tmp_path / "model.py").write_text(code)
     found = spec_from_file_location("model", tmp_path / "model.py")
     assert found is not None and found.loader is not None
