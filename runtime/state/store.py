@@ -25,26 +25,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
 from meshc.frontend.gradient_hooks import move
 from meshc.frontend.module_watch import State
 from meshc.ir import layouts
-from meshc.ir.keys import Kind, is_a, name_of
+from meshc.ir.keys import Kind, is_a
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import HIDDEN, AnyOptimizer, OptimizerSpec, members_of
 from meshc.optimizer.spec import CODES, GRADIENT
 from meshc.program.program import Port
-from meshc.runtime.comm import disk, host
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
 from meshc.runtime.state import adoption, optimizer_state, ownership, state_dicts
 from meshc.runtime.state.held import Held
+from meshc.runtime.state.making import made
 from meshc.runtime.state.standing import Standing
 
 
@@ -361,43 +360,16 @@ class Store:
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
             raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
         home = self.home(key)
-        there = distributed and isinstance(home, StageTransfers) and not home.member
         self.transfers.groups.prepare([home.splitting(sharding)])
-        unfilled = tile is None
+        held = made(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, parked=parked, on_disk=on_disk)
         if tile is None:
-            local_tile = (0,) if there else layouts.local_shape(sharding, home.sizes)
-            tile = torch.zeros(local_tile, dtype=dtype, device=self.device)
-        if parked:
-            tile = self._put(tile, key, on_disk)
-        live = local = tile
-        placements: tuple[Placement, ...] = ()
-        if distributed:
-            placements = layouts.torch_placements(sharding, home.mesh)
-            local = home.to_chunk(tile, sharding)
-            if not layouts.shares_memory(sharding, home.mesh):
-                local = self._put(local, key, on_disk) if parked else local.clone(memory_format=torch.contiguous_format)
-            stride = torch.empty(shape, device="meta").stride()
-            elsewhere = local.device.type != self.device.type
-            under = local.to("meta") if elsewhere else local  # torch would move it to the mesh's device
-            live = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            if elsewhere:
-                live = DTensor(local, live._spec, requires_grad=False)
-        shared = not distributed or there or layouts.shares_memory(sharding, home.mesh)
-        held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shared, home)
-        held.parked, held.on_disk = parked, on_disk
-        held.lags = not distributed and isinstance(home, StageTransfers)
-        if unfilled:
-            adoption.mark_empty(local)
+            adoption.mark_empty(held.local)
             self._unfilled.add(key)
             self._born_unfilled.add(key)
         held.seen = held.version()
         self.held[key] = held
         self._stood = None
         return held
-
-    def _put(self, value: Tensor, key: str, on_disk: bool) -> Tensor:
-        """A copy on the rank's host, in memory or in a file."""
-        return disk.moved(value, name_of(key)) if on_disk else host.moved(value, self.device)
 
     def check_storage(self, ports: Iterable[Port]) -> None:
         """Raises StateError where a port asks for another storage than the one there is."""
