@@ -191,7 +191,10 @@ def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
     wanted = {letters[1] for letters in table.inputs.values()} - {"."}
     if missing := wanted - found.keys():
         ways = " or ".join(name for name, letters in table.inputs.items() if letters[1] in missing)
-        raise InputError(f"a call with a cache takes tokens, [rows, tokens]: {ways}")
+        raise InputError(
+            f"a call with a cache takes tokens, [rows, tokens]: {ways}\n"
+            "  what to do: pass what the model's own generate passes; of sound or pictures encoder_outputs, which model.get_encoder() makes"
+        )
     return found
 
 

@@ -20,7 +20,9 @@ from meshc.private import found
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
+"""What of transformers collects hidden states, attentions and router logits."""
 OWN_MASKS: Final = ("switch_transformers", "longt5")
+"""Models that make a mask of their own, unless they are compiled."""
 ENCODES_FIRST: Final = "_supports_mm_encoder_outputs"
 """What generate asks a model whose prompts have images."""
 INSTALLED: Final = "_output_capturing_hooks_installed"

@@ -30,6 +30,12 @@ def built() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)).double().eval().requires_grad_(False)
 
 
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(config).double().eval().requires_grad_(False)
+
+
 @pytest.fixture(scope="module")
 def called(mesh: DeviceMesh) -> tuple[Any, meshc.Program]:
     """A model and its program, that has been called twice."""
@@ -88,9 +94,7 @@ def test_a_model_that_was_changed_is_refused_behind_calls(change: Callable[[Any]
 
 
 def test_a_cache_that_is_written_where_it_lies_stays_what_it_is(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    model = llama()
     ids = torch.randint(3, 48, (1, 9))
     with torch.no_grad():
         wanted = model(ids).logits
@@ -106,9 +110,7 @@ def test_a_cache_that_is_written_where_it_lies_stays_what_it_is(mesh: DeviceMesh
 
 
 def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    model = llama()
     ids = torch.randint(3, 48, (1, 9))
     plain, cache = DynamicCache(), DynamicCache()
     parts = (ids[:, :6], *ids[:, 6:].split(1, 1))
@@ -123,9 +125,7 @@ def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(
 
 
 def test_a_cache_that_lies_where_it_lay_is_cropped_and_goes_on(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=48, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    model = llama()
     ids = torch.randint(3, 48, (2, 9))
     with torch.no_grad():
         program, cache = meshc.compile(model, mesh), DynamicCache()
