@@ -48,11 +48,13 @@ def measure(model: str, plan: str, options: argparse.Namespace) -> list[dict[str
     return launched(model, plan, contenders(options), options.pairs, options.verbose)
 
 
-def launched(model: str, plan: str, wanted: list[dict[str, Any]], pairs: int, verbose: bool = False) -> list[dict[str, Any]]:
+def launched(
+    model: str, plan: str, wanted: list[dict[str, Any]], pairs: int, verbose: bool = False, ranks: int = RANKS
+) -> list[dict[str, Any]]:
     """A contender that takes the ranks down is a row that says so, and the others run again without it."""
     broken: list[dict[str, Any]] = []
     while True:
-        rows, log, status = launch({"model": model, "plan": plan, "pairs": pairs, "contenders": wanted})
+        rows, log, status = launch({"model": model, "plan": plan, "pairs": pairs, "contenders": wanted}, ranks)
         if verbose or status != 0:
             print(log, file=sys.stderr, flush=True)
         if status == 0:
@@ -63,12 +65,12 @@ def launched(model: str, plan: str, wanted: list[dict[str, Any]], pairs: int, ve
         del wanted[len(rows) - 1]
 
 
-def launch(request: dict[str, Any]) -> tuple[list[dict[str, Any]], str, int]:
+def launch(request: dict[str, Any], ranks: int = RANKS) -> tuple[list[dict[str, Any]], str, int]:
     """Runs `measure.py` on all ranks: the rows that it got to, what it printed, its exit status."""
     with tempfile.TemporaryDirectory() as folder:
         out, counter = Path(folder) / "rows.json", Path(folder) / "tensors.so"
         subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", str(counter), str(HERE / "tensors.cpp"), "-ldl"], check=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [str(HERE / "measure.py"), json.dumps({**request, "out": str(out)})]
         environment = {
             **os.environ,
