@@ -189,8 +189,8 @@ def _work(node: Node, device: Device) -> float:
 
 
 def _seen(attention: Node, block: int) -> float:
-    """The part of the scores that attention's kernels compute, which go through `block` keys at once; a mask that is given as a tensor
-    leaves nothing out.
+    """The part of the scores that attention's kernels compute, which go through `block` keys at once; what a mask that is given as a tensor
+    leaves out is not known before it is there.
 
     Where the tile of the queries begins differs by rank: the last one sees most, and the others wait for it.
     """

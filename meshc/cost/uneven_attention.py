@@ -5,7 +5,8 @@
     computes a triangle as t (t + b) / 2)                      others none, which wait, so that it comes to the same
 
     a window of w in blocks of w rows                                       2 w keys for each of them, of which a query sees w
-    a mask that is given as a tensor                                        all scores; what it hides is not known before it is there
+    a mask that is given as a tensor                                        at most all scores; what it hides is not known before it is
+                                                                            there, and passed over then on a CPU (`attention_hidden.py`)
 
 Seconds are those of the clock, which prices each call by the rank that has most to do (`operators.py`), and what they would be if all
 ranks had the same and nothing hidden were computed. In zigzag order they are the same.
@@ -93,7 +94,7 @@ def uneven(program: PlainProgram, device: Device) -> list[Uneven]:
 
 
 def _row(path: str, place: str, one: _Sum) -> Uneven:
-    most = one.work_s / one.even_work_s if MASK not in one.whys and one.even_work_s else 0.0
+    most = one.work_s / one.even_work_s if one.whys.keys().isdisjoint((MASK, MASK_LOOKED_UP)) and one.even_work_s else 0.0
     return Uneven(path, place, one.axes, one.gathered, ", ".join(one.whys), most, one.takes_s, one.even_s)
 
 
@@ -101,6 +102,8 @@ GATHERED: Final = "causal: the last rank looks at all keys"
 IN_ORDER: Final = "causal, in natural order: each step is as long as the last rank's"
 STAYING: Final = "causal: keys stay where they are, and later ones are seen less"
 MASK: Final = "its mask is a tensor, and what that hides is computed"
+MASK_LOOKED_UP: Final = "its mask is a tensor: how much a rank has to do is known when it is there"
+"""On a CPU."""
 
 
 class _Call:
@@ -129,7 +132,7 @@ class _Call:
             if even_work_s < work_s:
                 total.whys[self._why()] = None
         elif isinstance(self.given["bias"], Node) and _hides(self.given["bias"], self.stage):
-            total.whys[MASK] = None
+            total.whys[MASK_LOOKED_UP if device.host is None else MASK] = None
             even_s = _at(priced, 0.0)
         total.axes = total.axes or self.axes
         if not self.ring:

@@ -8,19 +8,22 @@ first query (a cache). `start` is added to it: where a rank's tile of the querie
 
 Kernels: CPU, torch's blocked flash kernel; CUDA, `attention_cuda.py` says which. What they do not cover is `explicit_attention.py`'s
 (dropout, a bias that needs a gradient), or written out by `sdpa.py` as matmul, softmax, matmul (head sizes that differ); offsets and
-windows are done by `attention_spans`.
+windows are done by `attention_spans`, and what a bias hides is passed over by `attention_hidden`.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_cuda, attention_spans
+from meshc.ops import attention_cuda, attention_hidden, attention_spans
 from meshc.ops.operands import misfit
+
+aten: Final = torch.ops.aten
 
 
 def _rows(*heads: Tensor) -> list[Tensor]:
@@ -75,7 +78,14 @@ def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, 
     q, k, v = _rows(q, k, v)
     if q.is_cuda:
         return attention_cuda.forward(q, k, v, bias, causal, scale)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    kernel = partial(_on_cpu, scale)
+    if bias is None or causal:
+        return kernel(q, k, v, bias, causal)
+    return attention_hidden.forward(kernel, q, k, v, bias, partial(_empty, q, v))
+
+
+def _on_cpu(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     return out, lse
 
 
@@ -126,13 +136,23 @@ def _backward_kernel(
     scale: float, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _sees_nothing(q, k):
-        return _like(q).zero_(), _like(k).zero_(), _like(v).zero_()
+        return _zeros_like(q), _zeros_like(k), _zeros_like(v)
     grad, q, k, v, out = _rows(grad, q, k, v, out)
     if q.is_cuda:
         return attention_cuda.backward(grad, q, k, v, bias, out, lse, causal, scale)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    kernel = partial(_backward_on_cpu, scale)
+    if bias is None or causal:
+        return kernel(grad, q, k, v, bias, out, lse, causal)
+    return attention_hidden.backward(kernel, grad, q, k, v, bias, out, lse, _zeros_like)
+
+
+def _backward_on_cpu(
+    scale: float, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
+    return found
 
 
 @attention_backward.register_fake
@@ -146,6 +166,10 @@ def _(
 def _like(x: Tensor) -> Tensor:
     """A gradient as the kernels lay it out."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    return _like(x).zero_()
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

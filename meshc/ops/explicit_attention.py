@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshc.ops import attention_hidden
 from meshc.ops.attention import _empty, _fit, _fit_backward, _like
 from meshc.ops.attention_block import _check
 from meshc.ops.operands import misfit
@@ -46,12 +47,12 @@ def explicit_attention(
     drops = _Drops.of((seed_step, call, p, global_shape, local_shape, offsets), q, k)
     sees = _Sees(q.shape[2], real, causal, window, start + offset - first)
     out, lse = _empty(q, v)
-    for rows, keys in sees.blocks(q.shape[0] * q.shape[1]):
+    for rows, keys in sees.blocks(q.shape[0] * q.shape[1], bias):
         asked, made, sums = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
         if keys.stop == keys.start:
             made.zero_(), sums.fill_(-math.inf)
             continue
-        scores = sees.masked(_scores(asked, k[:, :, keys], _part(bias, rows, keys), scale), rows, keys)
+        scores = sees.masked(_scores(asked, k[:, :, keys], bias if bias is None else _part(bias, rows, keys), scale), rows, keys)
         top = scores.amax(-1, keepdim=True)
         top = torch.where(top == -math.inf, 0.0, top)
         weights = scores.sub_(top).exp_()
@@ -71,10 +72,8 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     return scores if bias is None else scores + bias.to(scores.dtype)
 
 
-def _part(bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+def _part(bias: Tensor, rows: slice, keys: slice) -> Tensor:
     """What a bias says of these."""
-    if bias is None:
-        return None
     return bias[:, :, rows if bias.shape[2] != 1 else slice(0, 1), keys if bias.shape[3] != 1 else slice(0, 1)]
 
 
@@ -88,8 +87,10 @@ class _Sees:
     window: int
     at: int
 
-    def blocks(self, heads: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries, in order, each with the keys that any of them sees."""
+    def blocks(self, heads: int, bias: Tensor | None) -> Iterator[tuple[slice, slice]]:
+        """Rows of queries, in order, each with the keys that any of them sees. What a bias hides is looked up on a CPU
+        (`attention_hidden.py`)."""
+        looked_up = bias if bias is not None and not bias.is_cuda and bias.shape[3] > 1 else None
         step = max(16, AT_ONCE // max(1, heads * self.real))
         for begin in range(0, self.queries, step):
             rows = slice(begin, min(begin + step, self.queries))
@@ -97,7 +98,8 @@ class _Sees:
             if self.causal:
                 end = max(0, min(self.real, self.at + rows.stop))
                 first = min(end, max(0, self.at + rows.start - self.window + 1)) if self.window else 0
-            yield rows, slice(first, end)
+            keys = slice(first, end)
+            yield rows, keys if looked_up is None or first == end else attention_hidden.narrowed(_part(looked_up, rows, keys), keys)
 
     def masked(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
         """Minus infinity where a query does not see a key."""
@@ -202,11 +204,11 @@ def _gradients(
     dq, dk, dv = _like(q).zero_(), *(_like(x).to(lse.dtype).zero_() for x in (k, v))
     lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees nothing at all: all of its weights are 0
     apart = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-    for rows, keys in sees.blocks(q.shape[0] * q.shape[1]):
+    for rows, keys in sees.blocks(q.shape[0] * q.shape[1], bias):
         if keys.stop == keys.start:
             continue
         asked, here, values, given = q[:, :, rows], k[:, :, keys], v[:, :, keys], grad[:, :, rows]
-        scores = sees.masked(_scores(asked, here, _part(bias, rows, keys), scale), rows, keys)
+        scores = sees.masked(_scores(asked, here, bias if bias is None else _part(bias, rows, keys), scale), rows, keys)
         weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         kept = drops.dropped(weights.clone(), rows, keys) if drops.seed_step is not None else weights
         dv[:, :, keys] += torch.matmul(kept.to(v.dtype).transpose(2, 3), given)
@@ -214,7 +216,6 @@ def _gradients(
         dscores = dscores.sub_(apart[:, :, rows]).mul_(weights)
         if dbias is not None:
             part = _part(dbias, rows, keys)
-            assert part is not None
             part += dscores.sum_to_size(part.shape)
         dscores = (dscores if scale == 1.0 else dscores.mul_(scale)).to(q.dtype)
         dq[:, :, rows] = torch.matmul(dscores, here)

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.keys import is_a, name_of
+from meshc.ops.attention_hidden import NEVER
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.known_values import KnownValues
 from meshc.passes.trace.seen_ranges import Ranges, SeenRanges
@@ -35,8 +36,6 @@ CAUSAL: dict[object, int] = {
     meshc.attention.default: 4, meshc.attention_backward.default: 7,
     meshc.explicit_attention.default: 10, meshc.explicit_attention_backward.default: 13,
 }  # fmt: skip
-NEVER = -1e30
-"""A score that is lowered by this or more has no weight beside any other (the least float32 and bfloat16, which many models use)."""
 
 
 @dataclass(frozen=True)

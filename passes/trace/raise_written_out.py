@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
+from meshc.ops.attention_hidden import NEVER
 from meshc.ops.random_calls import RAISED
 from meshc.ops.sdpa import weighed
 from meshc.passes.trace.chains import (
@@ -37,7 +38,6 @@ from meshc.passes.trace.chains import (
     only,
     reader,
 )
-from meshc.passes.trace.fold_masks import NEVER
 from meshc.passes.trace.own_results import own_result
 
 functional = torch.nn.functional

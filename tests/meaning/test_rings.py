@@ -36,19 +36,22 @@ RING = "cp: seq"
 
 DOCUMENTS = ((5, 9, 25), (39,), (1, 20, 18), (13, 13, 13))
 """How long the documents are that share a row."""
+LONG_DOCUMENTS = ((200, 100, 300), (17, 383, 200))
+"""The same, of which whole blocks of queries see nothing of others."""
 
 
-def packed() -> Case:
+def packed(documents: tuple[tuple[int, ...], ...] = DOCUMENTS) -> Case:
     """Llama on rows of several documents, which its positions tell apart, where it keeps no cache: each begins with 0."""
-    found = FACTORIES["llama"](seq=SEQ, batch=len(DOCUMENTS))
+    found = FACTORIES["llama"](seq=sum(documents[0]), batch=len(documents))
     found.model.config.use_cache = False  # type: ignore[union-attr, assignment]
-    places = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
+    places = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in documents])
     return replace(found, kwargs={**found.kwargs, "position_ids": places})
 
 
 @cache
 def captured(kind: str) -> Captured:
-    found = packed() if kind == "packed" else FACTORIES[kind](seq=SEQ, batch=4) if kind in FACTORIES else case(kind)
+    rows = {"packed": DOCUMENTS, "documents": LONG_DOCUMENTS}.get(kind)
+    found = packed(rows) if rows else FACTORIES[kind](seq=SEQ, batch=4) if kind in FACTORIES else case(kind)
     return Captured(found, train=True, double=True)
 
 
@@ -92,6 +95,7 @@ CASES = [
     broad("packed", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("packed", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     broad("packed", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
+    *(broad("documents", mesh, plan) for mesh, plan in (("cp=2", RING), ("cp=3", RING), ("dp=2,cp=2", "dp: batch\ncp: seq"))),
     ("t5", "cp=2", RING),
     broad("t5", "cp=3", RING),
     broad("t5", "cp=4", RING),

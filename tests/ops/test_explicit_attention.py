@@ -61,6 +61,32 @@ def test_it_is_softmax_with_what_is_dropped(
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("never", [-math.inf, -1e38])
+def test_what_a_bias_hides_from_all_queries_of_a_block_is_not_computed(never: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents, whose queries see no other's keys: dropped weights, and gradients, the bias's too, are as ever."""
+    monkeypatch.setattr(explicit, "AT_ONCE", 8)
+    q, k, v, bias = operands((1, 3, QUERIES, KEYS))
+    assert q is not None and k is not None and v is not None and bias is not None
+    queries, keys = torch.arange(QUERIES)[:, None] // 20, torch.arange(KEYS) // 20
+    with torch.no_grad():
+        bias.masked_fill_(queries != keys, never)
+    taken: list[slice] = []
+    scores = explicit._scores
+
+    def counted(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+        taken.append(slice(q.shape[2], k.shape[2]))
+        return scores(q, k, bias, scale)
+
+    monkeypatch.setattr(explicit, "_scores", counted)
+    given = [q, k, v, bias]
+    out, _ = explicit_attention(*given, *draws(0.3), False, SCALE)
+    expected, grad = plain(q, k, v, bias, 0.3, False), torch.randn(2, 3, QUERIES, 4, dtype=out.dtype)
+    torch.testing.assert_close(out, expected)
+    for mine, theirs in zip(torch.autograd.grad(out, given, grad), torch.autograd.grad(expected, given, grad), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert [(one.start, one.stop) for one in taken] == [(16, 20), (16, 40), (5, 20)] * 2
+
+
 def test_blocks_of_keys_are_the_whole() -> None:
     """Tiles of 16 keys, the last one padded with NaN: outputs are joined, gradients of queries add up, those of a bias lie side by side."""
     q, k, v, bias = operands((1, 3, QUERIES, KEYS))

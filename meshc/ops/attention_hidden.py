@@ -1,0 +1,141 @@
+"""Attention under a mask that is a tensor, on a CPU: what it hides from whole blocks of queries is not computed.
+
+    documents 0 0 0 0 1 1 1 2         keys 0 1 2 3 4 5 6 7        blocks of two queries, each with the keys from the first to the last
+    of a row of the batch    query 0       # . . . . . . .         that any of its queries sees:
+                                   1       # # . . . . . .           0 and 1 of 8
+                                   2       # # # . . . . .           0 to 3
+                                   3       # # # # . . . .
+                                   4       . . . . # . . .           4 and 5
+                                   5       . . . . # # . .
+                                   6       . . . . # # # .           4 to 7: two documents meet
+                                   7       . . . . . . . #
+
+Which they are is data (documents, padding, prefixes, blocks of a mask), so it is looked up in each call: a pass over the mask, beside
+products of `heads * head` times as much. Shapes: queries [batch, heads, q, head], keys and values [batch, heads, k, head], a bias
+[batch|1, heads|1, q|1, k|1] that is added to the scores. On CUDA looking would have the host wait for the device, and all is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from meshc.ops.attention_spans import BLOCK, BackwardKernel, Kernel
+
+NEVER: Final = -1e30
+"""A score that is lowered by this or more has no weight beside any other (the least float32 and bfloat16, which many models use)."""
+ENOUGH: Final = 0.9
+"""Of all scores: where more than these have to be computed, all are, at once."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Queries of some rows of the batch, and the keys from the first to the last that any of them sees; maybe none."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.batch, :, self.rows]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x[self.batch, :, self.keys]
+
+    def of_bias(self, bias: Tensor) -> Tensor:
+        batch, _, rows, _ = bias.shape
+        return bias[self.batch if batch > 1 else slice(None), :, self.rows if rows > 1 else slice(None), self.keys]
+
+
+def forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, empty: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """What `kernel(q, k, v, bias, False)` gives; `empty` makes what its results are written to."""
+    parts = to_compute(bias, *q.shape[:3], k.shape[2])
+    if parts is None:
+        return kernel(q, k, v, bias, False)
+    out, lse = empty()
+    for part in parts:
+        made, sums = part.of_queries(out), part.of_queries(lse)
+        if part.keys.stop == part.keys.start:
+            made.zero_(), sums.zero_()  # as the kernel gives them
+            continue
+        found, total = kernel(part.of_queries(q), part.of_keys(k), part.of_keys(v), part.of_bias(bias), False)
+        made.copy_(found), sums.copy_(total)
+    return out, lse
+
+
+def backward(
+    kernel: BackwardKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
+    zeros: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v; `zeros` makes one that is laid out as the kernel lays it out."""
+    parts = to_compute(bias, *q.shape[:3], k.shape[2])
+    if parts is None:
+        return kernel(grad, q, k, v, bias, out, lse, False)
+    dq, dk, dv = zeros(q), zeros(k), zeros(v)
+    for part in parts:
+        if part.keys.stop > part.keys.start:
+            given = part.of_queries(grad), part.of_queries(q), part.of_keys(k), part.of_keys(v), part.of_bias(bias)
+            found = kernel(*given, part.of_queries(out), part.of_queries(lse), False)
+            part.of_queries(dq).copy_(found[0])
+            part.of_keys(dk).add_(found[1])
+            part.of_keys(dv).add_(found[2])
+    return dq, dk, dv
+
+
+def to_compute(bias: Tensor, batch: int, heads: int, queries: int, keys: int) -> list[Shown] | None:
+    """Parts, each query in one; None where they would be nearly all, or are not worth looking."""
+    if bias.shape[3] != keys or keys <= BLOCK:
+        return None
+    found = list(_merged(_parts(bias, batch, queries)))
+    scores = sum((one.batch.stop - one.batch.start) * (one.rows.stop - one.rows.start) * (one.keys.stop - one.keys.start) for one in found)
+    return found if scores <= ENOUGH * batch * queries * keys else None
+
+
+def _parts(bias: Tensor, batch: int, queries: int) -> Iterator[list[Shown]]:
+    """Of each block of queries: rows of the batch that see the same keys, one after the other."""
+    step = BLOCK if bias.shape[2] > 1 else queries
+    for start in range(0, queries, step):
+        rows = slice(start, min(start + step, queries))
+        seen = ranges_seen(bias[:, :, rows] if bias.shape[2] > 1 else bias)
+        seen = seen if len(seen) == batch else seen * batch
+        alike = [list(group) for _, group in groupby(range(batch), seen.__getitem__)]
+        yield [Shown(slice(group[0], group[-1] + 1), rows, slice(*seen[group[0]])) for group in alike]
+
+
+def ranges_seen(bias: Tensor) -> list[tuple[int, int]]:
+    """Of each row of the batch the first key that any of these queries sees, and the one behind the last. A query whose scores are all
+    lowered, by numbers, sees all of them: its weights are those of any others."""
+    most = bias.amax((1, 2))
+    seen = ~(most <= NEVER)  # what is no number is seen
+    lowered = bias.amax(3)
+    seen |= ((lowered <= NEVER) & (lowered > -torch.inf)).any(2).any(1).unsqueeze(1)
+    keys = seen.shape[1]
+    first, last = seen.int().argmax(1), keys - seen.flip(1).int().argmax(1)
+    nothing = ~seen.any(1)
+    return [(0, 0) if dark else (begin, end) for dark, begin, end in zip(nothing.tolist(), first.tolist(), last.tolist(), strict=True)]
+
+
+def narrowed(bias: Tensor, keys: slice) -> slice:
+    """Of these keys those from the first to the last that any query of the bias [batch|1, heads|1, q|1, keys] sees."""
+    seen = [(begin, end) for begin, end in ranges_seen(bias) if end > begin]
+    first, end = (min(begin for begin, _ in seen), max(end for _, end in seen)) if seen else (0, 0)
+    return slice(keys.start + first, keys.start + end)
+
+
+def _merged(blocks: Iterator[list[Shown]]) -> Iterator[Shown]:
+    """Blocks that follow each other, and see the same, as one."""
+    held: list[Shown] = []
+    for block in blocks:
+        if [(one.batch, one.keys) for one in held] == [(one.batch, one.keys) for one in block]:
+            held = [Shown(one.batch, slice(one.rows.start, more.rows.stop), one.keys) for one, more in zip(held, block, strict=True)]
+            continue
+        yield from held
+        held = block
+    yield from held
