@@ -56,7 +56,7 @@ def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, empty: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     """What `kernel(q, k, v, bias, False)` gives; `empty` makes what its results are written to."""
-    parts = to_compute(bias, *q.shape[:3], k.shape[2])
+    parts = to_compute(bias, q.shape[0], q.shape[2], k.shape[2])
     if parts is None:
         return kernel(q, k, v, bias, False)
     out, lse = empty()
@@ -75,7 +75,7 @@ def backward(
     zeros: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v; `zeros` makes one that is laid out as the kernel lays it out."""
-    parts = to_compute(bias, *q.shape[:3], k.shape[2])
+    parts = to_compute(bias, q.shape[0], q.shape[2], k.shape[2])
     if parts is None:
         return kernel(grad, q, k, v, bias, out, lse, False)
     dq, dk, dv = zeros(q), zeros(k), zeros(v)
@@ -89,7 +89,7 @@ def backward(
     return dq, dk, dv
 
 
-def to_compute(bias: Tensor, batch: int, heads: int, queries: int, keys: int) -> list[Shown] | None:
+def to_compute(bias: Tensor, batch: int, queries: int, keys: int) -> list[Shown] | None:
     """Parts, each query in one; None where they would be nearly all, or are not worth looking."""
     if bias.shape[3] != keys or keys <= BLOCK:
         return None

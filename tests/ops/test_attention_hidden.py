@@ -133,8 +133,8 @@ def test_results_lie_as_they_lay_and_rows_of_the_batch_that_see_alike_go_togethe
     whole, hidden = (
         added(seen, -math.inf, torch.bfloat16) for seen in (torch.ones(1, 1, LONG, LONG).bool(), documents(250, 350)[None, None])
     )
-    assert to_compute(whole, ROWS, HEADS, LONG, LONG) is None
-    parts = to_compute(hidden, ROWS, HEADS, LONG, LONG)
+    assert to_compute(whole, ROWS, LONG, LONG) is None
+    parts = to_compute(hidden, ROWS, LONG, LONG)
     assert parts and all(one.batch == slice(0, ROWS) for one in parts)
     (out, lse), (dense, sums) = (attention(q, k, v, bias, False, SCALE) for bias in (hidden, whole))
     assert (out.stride(), lse.stride(), out.dtype, lse.dtype) == (dense.stride(), sums.stride(), dense.dtype, sums.dtype)
@@ -143,11 +143,11 @@ def test_results_lie_as_they_lay_and_rows_of_the_batch_that_see_alike_go_togethe
 
 
 def test_each_query_is_in_one_part_and_those_that_see_the_same_are_together() -> None:
-    parts = to_compute(added(by_keys_alone(), -math.inf), ROWS, HEADS, LONG, LONG)
+    parts = to_compute(added(by_keys_alone(), -math.inf), ROWS, LONG, LONG)
     assert [(one.batch.start, one.rows.stop, one.keys.stop) for one in parts or ()] == [(0, LONG, 100), (1, LONG, 600), (2, LONG, 313)]
     for mask in MASKS.values():
         times = torch.zeros(ROWS, LONG)
-        for one in to_compute(added(mask(), -math.inf), ROWS, HEADS, LONG, LONG) or ():
+        for one in to_compute(added(mask(), -math.inf), ROWS, LONG, LONG) or ():
             times[one.batch, one.rows] += 1
         assert not times.any() or bool((times == 1).all())
 
