@@ -109,7 +109,6 @@ CASES: dict[str, Heads] = {
     "narrow": narrow_values,
 }
 EVERY_TIME = ("documents",)
-BESIDE_THE_OPERATOR = ("mask by head",)
 """The cases that every run tries, each against one of two: torch's form written out, and the operator itself."""
 LEARNED = {"table"}
 """Cases that read the table."""
@@ -145,7 +144,7 @@ def test_every_mesh_means_what_the_model_means(name: str) -> None:
         source.verify_training(mesh, plan, lambda p: torch.optim.SGD(p, lr=0.1), steps=1)
 
 
-@pytest.mark.parametrize("name", [name if name in BESIDE_THE_OPERATOR else broad(name) for name in CASES if name != "statistics"])
+@pytest.mark.parametrize("name", [broad(name) for name in CASES if name != "statistics"])
 def test_against_the_operator_itself(name: str, differentiable: None) -> None:
     """What `verify` compares with is torch's form of it written out; here it is the operator, called as a user calls it."""
     calls_alike(block(name), inputs(), calls=1)

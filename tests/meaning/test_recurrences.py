@@ -50,7 +50,7 @@ CASES = [
     broad("falcon_mamba", "cp=2,tp=2", "cp: seq\ntp: ffn"),
     broad("zamba", "cp=3", "cp: seq"),
     broad("zamba", "dp=2,tp=2", "dp: batch\ntp: heads, ffn"),
-    ("qwen3_next", "cp=3", "cp: seq"),
+    broad("qwen3_next", "cp=3", "cp: seq"),
     ("qwen3_next", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     broad("qwen3_next", "dp=2", "dp: batch"),
     broad("qwen3_next", "tp=2", "tp: heads, ffn"),

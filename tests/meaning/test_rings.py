@@ -68,7 +68,7 @@ def kinds(program: PlainProgram) -> set[str]:
 
 CASES = [
     ("nanogpt", "cp=2", RING),
-    ("llama", "cp=3", RING),
+    broad("llama", "cp=3", RING),
     broad("llama", "cp=4", RING),
     broad("nanogpt", "cp=3", RING),
     broad("llama", "cp=8", RING),

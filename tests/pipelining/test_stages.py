@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_not_chosen(count: int | None) -> None:
     "options, said",
     [
         ({"schedule": "gpipe"}, "gpipe with microbatches=2 holds 7,516 on rank 1"),
-        ({}, "zb_v with microbatches=2 holds 5,516 on rank 0"),  # the least of all schedules
+        broad({}, "zb_v with microbatches=2 holds 5,516 on rank 0"),  # the least of all schedules
         broad({"count": None}, "1f1b with microbatches=4 holds 4,800 on rank "),
         ({"count": None, "schedule": "gpipe"}, "gpipe with microbatches=4 holds 6,972 on rank 1"),
     ],

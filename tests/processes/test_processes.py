@@ -32,6 +32,7 @@ def test_training_equals_plain_pytorch(which: str, ranks: int) -> None:
     assert len(run("equality", ranks, which).splitlines()) == len(SAMPLES[which])
 
 
+@pytest.mark.broad
 def test_state_in_fewer_bits_is_saved_and_loaded() -> None:
     assert run("kept", 2).split() == ["float64", "masters", "8bit", "forms"]
 
@@ -105,8 +106,7 @@ def test_experts(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "mesh, ranks, names",
     [
-        ("ep=2", 2, ("moved", "refused")),
-        broad("ep=2", 2, ("copied",)),
+        broad("ep=2", 2, ("moved", "refused")), broad("ep=2", 2, ("copied",)),
         broad("ep=2", 2, ("measured", "saved", "autograd")), broad("ep=2", 2, ("other_state", "unequal", "biased", "from_meta")),
         *(broad(mesh, 4, ("elsewhere",)) for mesh in ("ep=4", "dp=2,ep=2", "dp_shard=2,ep=2", "ep=2,tp=2", "pp=2,ep=2")),
     ],

@@ -139,11 +139,13 @@ def test_over_a_pipeline_what_holds_it_is_named_and_changes_are_tried() -> None:
     assert "Options(schedule='1f1b')" in first_keeps_its_word(error, asked)
 
 
+@pytest.mark.broad
 def test_over_a_pipeline_state_goes_to_the_host() -> None:
     asked = {"mesh": "pp=2", "microbatches": 4, "memory_budget": 19_000}
     assert "`offload state` in the plan" in first_keeps_its_word(refused(**asked), asked)
 
 
+@pytest.mark.broad
 def test_of_a_search_changes_are_searched_for_once_more() -> None:
     asked = {"words": 512, "hidden": 64, "plan": "auto", "remat": "none", "memory_budget": 305_000}
     with pytest.raises(NothingFits) as caught:

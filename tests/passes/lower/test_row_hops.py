@@ -86,7 +86,7 @@ def test_rows_that_go_in_two_hops_are_the_models_own(mesh: str, ranks_per_node: 
         assert meshc.verify(found, dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("chosen", [broad(1), broad(2), broad(4), 8])
+@pytest.mark.parametrize("chosen", [broad(1), broad(2), broad(4), broad(8)])
 def test_any_number_of_experts_a_token(chosen: int) -> None:
     with nodes_of(2):
         assert meshc.verify(program("ep=4", of=model(16, chosen)), dtype=torch.float64).ok

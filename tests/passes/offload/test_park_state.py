@@ -121,7 +121,7 @@ class Deep(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", broad("inductor")])
 def test_state_comes_in_windows_of_which_the_next_is_on_its_way_while_one_is_updated(backend: str) -> None:
     """Twelve layers of 1 MiB, their state 24 MiB: windows of an eighth of that, one of two layers would be more."""
     model = Deep()

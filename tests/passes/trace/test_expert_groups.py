@@ -83,7 +83,7 @@ def test_a_plan_splits_experts_over_axes_that_attention_has_for_itself() -> None
     assert [axes for dim in lies(found, "model.layers.0.self_attn.q_proj.weight") for axes in dim if axes] == [("tp",)]
 
 
-ORDINARY = {("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2"), ("deepseek_v3", "ep=3")}
+ORDINARY = {("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2")}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_inference_and_autograd_equal_one_device(family: str) -> None:
     assert meshc.verify(meshc.compile(found.model.eval(), meshc.Mesh("dp=2,ep=2"), kwargs=found.call_kwargs), dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("lean", [1e3, broad(0.0)])
+@pytest.mark.parametrize("lean", [broad(1e3), broad(0.0)])
 def test_all_tokens_on_one_rank(lean: float) -> None:
     """Experts 0 and 1 of 4 are chosen by whoever has a positive first feature, 2 and 3 by the others; or all are equal."""
     found = case("mixtral")
