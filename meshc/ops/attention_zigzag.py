@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshc.ops.attention import _empty, _fit, _fit_backward, _like
+from meshc.ops.attention import _backward_kernel, _empty, _fit, _fit_backward, _kernel, _like
 from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
 from meshc.ops.operands import misfit
 
@@ -36,6 +36,8 @@ def attention_zigzag(
 ) -> tuple[Tensor, Tensor]:
     _fit_tiles("attention_zigzag", q, k, v)
     _check(queries_of, keys_of, ranks)
+    if length == ranks * q.shape[2]:
+        return _at_once(q, k, v, scale, queries_of, keys_of, ranks)
     out, lse = _empty(q, v)
     out.zero_(), lse.fill_(-torch.inf)
     for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
@@ -44,6 +46,46 @@ def attention_zigzag(
         if parts:
             out[:, :, rows], lse[:, :, rows] = parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1])
     return out, lse
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Without padding one call of the kernel does both pairs of halves, or the triangles of a rank's own."""
+    keep = q.shape[2] - q.shape[2] // 2
+    if queries_of == keys_of:
+        if 2 * queries_of < ranks:
+            return _kernel(scale, q, k, v, None, True)
+        found = _kernel(scale, *(_turned(x, keep) for x in (q, k, v)), None, True)
+        return _back(found[0], _empty(q, v)[0], keep), _back(found[1], _empty(q, v)[1], keep)
+    rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
+    part, sums = _kernel(scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, False)
+    if part.shape == q.shape:
+        return part, sums
+    out, lse = _empty(q, v)
+    out.zero_(), lse.fill_(-torch.inf)
+    out[:, :, rows], lse[:, :, rows] = part, sums
+    return out, lse
+
+
+def _turned(x: Tensor, keep: int) -> Tensor:
+    """The halves of a tile whose second one comes first in the sequence, in its order."""
+    return torch.cat([x[:, :, keep:], x[:, :, :keep]], 2)
+
+
+def _back(turned: Tensor, into: Tensor, keep: int) -> Tensor:
+    late = turned.shape[2] - keep
+    into[:, :, :keep], into[:, :, keep:] = turned[:, :, late:], turned[:, :, :late]
+    return into
+
+
+def _seen(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
+    """Which queries of a rank see which keys of another, all of these. Half 2 r of the sequence is the first of rank r, and half
+    2 (ranks - r) - 1 its second one."""
+    keep = tile - tile // 2
+    first, second, whole = slice(0, keep), slice(keep, tile), slice(0, tile)
+    near = queries_of + keys_of < ranks
+    if keys_of < queries_of:
+        return (whole, first) if near else (first, whole)
+    return (second, whole) if near else (whole, second)
 
 
 def _pairs(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) -> Iterator[tuple[slice, int, list[tuple[slice, int, int]]]]:
@@ -93,6 +135,8 @@ def attention_zigzag_backward(
     _fit_backward(grad, q, k, v, None, out, lse)
     _fit_tiles("attention_zigzag_backward", q, k, v)
     _check(queries_of, keys_of, ranks)
+    if length == ranks * q.shape[2]:
+        return _back_at_once(grad, q, k, v, out, lse, scale, queries_of, keys_of, ranks)
     dq, dk, dv = (_like(x).zero_() for x in (q, k, v))
     for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
         known, made, sums = (x[:, :, rows] for x in (grad, out, lse))
@@ -102,6 +146,32 @@ def attention_zigzag_backward(
                                    strict=True):  # fmt: skip
                 total += part
     return dq, dk, dv
+
+
+def _back_at_once(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    keep = q.shape[2] - q.shape[2] // 2
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a query that sees nothing at all: all of its weights are 0
+    if queries_of == keys_of:
+        if 2 * queries_of < ranks:
+            return _backward_kernel(scale, grad, q, k, v, None, out, lse, True)
+        grad, q, k, v, out, lse = (_turned(x, keep) for x in (grad, q, k, v, out, lse))
+        dq, dk, dv = (_back(x, _like(x), keep) for x in _backward_kernel(scale, grad, q, k, v, None, out, lse, True))
+        return dq, dk, dv
+    rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
+    given = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], None, out[:, :, rows], lse[:, :, rows]
+    dq, dk, dv = _backward_kernel(scale, *given, False)
+    return _spread(dq, rows, q), _spread(dk, keys, k), _spread(dv, keys, v)
+
+
+def _spread(part: Tensor, where: slice, like: Tensor) -> Tensor:
+    """With zeros for the half that has no part in it."""
+    if part.shape == like.shape:
+        return part
+    whole = _like(like).zero_()
+    whole[:, :, where] = part
+    return whole
 
 
 @attention_zigzag_backward.register_fake

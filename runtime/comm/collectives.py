@@ -172,9 +172,15 @@ def mirror(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Pending:
-    """`x` goes to one rank of the group, and one of its shape comes from another; every rank has one to send to and one to receive from."""
+    """`x` goes to one rank of the group, and one of its shape comes from another; every rank has one to send to and one to receive from.
+    Gloo's all-to-all waits for all ranks, those that have nothing to say too."""
     x = x.contiguous()
     found = torch.empty_like(x)
+    if _direct(x) and group.size() > 2:
+        if to == group.rank():
+            return Pending(found.copy_(x))
+        arrives, goes = receive_all([found], group, source), send_all([x], group, to)
+        return Pending(found, (*arrives, *goes), held=x)
     mine, theirs = _flat(x), _flat(found)
     sends, receives = [0] * group.size(), [0] * group.size()
     sends[to] = receives[source] = mine.numel()
