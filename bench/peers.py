@@ -109,7 +109,8 @@ def _meshc(contender: Contender, workload: Workload, plan: str, mesh: DeviceMesh
     options = meshc.Options(schedule=schedule if count else None, remat=contender.remat, memory_budget=contender.budget)
     backend = "inductor" if contender.compiled else "eager"
     text = contender.way or (None if count or plan in ("cp", "ep") else plan)
-    program = meshc.compile(step, mesh, plan=text, backend=backend, options=options)
+    examples = workload.batches(1)[0] if text is not None and "*" in text else {}  # how far heads go is known when it is traced
+    program = meshc.compile(step, mesh, kwargs=examples, plan=text, backend=backend, options=options)
     return Built(lambda batch: program(**batch), program=program)
 
 
