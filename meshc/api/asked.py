@@ -111,6 +111,8 @@ class Asked:
         self.adds = False
         self.called: object = what
         """What runs the program when it is called: the model, or a module of it."""
+        self.path = ""
+        """Where that is in the model."""
         self._exported = exported.is_module(self.module)
         admission.refuse_module(self.module, Store.of(self.module) is not None)
         refused = getattr(self.traced.function, "refused", [])
@@ -180,6 +182,7 @@ class Asked:
     def part(self, path: str) -> Asked:
         """The same for calls of a module inside the model: programs of their own, over the model's parameters."""
         found, inner = copy.copy(self), self.module.get_submodule(path)
+        found.path = path
         found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
         found._forms = Forms()
         return found
@@ -310,7 +313,7 @@ class Asked:
             return self.traced.function
         from meshc.frontend import padded_caches
 
-        return padded_caches.call
+        return partial(padded_caches.call_inside, self.path) if self.path else padded_caches.call
 
     def _microbatches(self, grad: bool) -> int | None:
         """None: as many as are predicted to be fastest, which a pipeline alone can tell."""

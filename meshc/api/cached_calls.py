@@ -24,6 +24,7 @@ from torch import Tensor
 from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
+from meshc.frontend import stock
 from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, Sizes, Table
 from meshc.frontend.output_tree import AS_PASSED
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
@@ -109,7 +110,7 @@ class FilledCall:
 
 def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
     """What a call with a cache, or of an encoder, becomes; None for another. Raises InputError for a cache that no program takes."""
-    if asked.called is not asked.what:
+    if asked.path and not stock.can_generate(asked.called):
         return _of_encoder(asked, args, kwargs)
     if not any(map(held_caches.is_cache, (*args, *kwargs.values()))):
         return None
@@ -222,7 +223,7 @@ def _holds_tensors(value: object) -> bool:
 
 def _reads(asked: Asked) -> bool:
     """Whether the model's encoder takes tokens, which a mask says there are; one of sound or pictures takes something else."""
-    return getattr(asked.module, "main_input_name", "input_ids") == "input_ids"
+    return getattr(asked.called, "main_input_name", "input_ids") == "input_ids"
 
 
 def _apart(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
@@ -284,7 +285,7 @@ def _refuse_pairs(asked: Asked, named: Mapping[str, object], past: int, beyond: 
 
 def _attentions(asked: Asked) -> set[str]:
     """By which of transformers' attentions the model attends, and its decoder of text."""
-    return {str(getattr(one, "_attn_implementation", "")) for one in (getattr(asked.module, "config", None), _text_config(asked))}
+    return {str(getattr(one, "_attn_implementation", "")) for one in (getattr(asked.called, "config", None), _text_config(asked))}
 
 
 def _positions(asked: Asked) -> int:
@@ -293,7 +294,7 @@ def _positions(asked: Asked) -> int:
 
 
 def _text_config(asked: Asked) -> Any:
-    config: Any = getattr(asked.module, "config", None)
+    config: Any = getattr(asked.called, "config", None)
     try:
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     except ValueError:  # it has several texts

@@ -67,8 +67,8 @@ class Program:
         self._counts: Counts | None = None
         self._adding: Program | None = None
         """Of a training step, what adds gradients up."""
-        self.encoder: Program | None = None
-        """Of a stock model with an encoder: what a call of that alone runs."""
+        self.parts: dict[str, Program] = {}
+        """Of a stock model: what calls of modules in it run, by their paths, that generate calls by themselves."""
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
 
@@ -78,8 +78,8 @@ class Program:
         return self.compilations.asked
 
     def run_by_model(self) -> None:
-        """From here on a call of the module that is compiled runs its program, where there are ranks to run it; a call of the encoder
-        alone, which generate makes, runs one of its own."""
+        """From here on a call of the module that is compiled runs its program, where there are ranks to run it; calls of an encoder and of
+        other modules in it alone, which generate makes, run programs of their own."""
         called = self.asked.called
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
@@ -87,10 +87,10 @@ class Program:
         stock.tell_generate(called)
         counts = self.asked.inputs == "local" and is_told(called)
         run_calls(called, as_trainer_counts(called, self.__call__) if counts else self.__call__)
-        path = stock.encoder_of(called) if called is self.asked.module else None
-        if path is not None and self.encoder is None:
-            self.encoder = Program(self.asked.part(path), self.world)
-            self.encoder.run_by_model()
+        for path in stock.called_by_generate(called) if called is self.asked.module else ():
+            if path not in self.parts:
+                self.parts[path] = Program(self.asked.part(path), self.world)
+                self.parts[path].run_by_model()
 
     def __repr__(self) -> str:
         """What was compiled for what, in a line; `print(program)` is its text."""

@@ -255,6 +255,8 @@ def verify_update(
     held = [p for group in original.param_groups for p in group["params"]]
     theirs = {id(p): mine[names[id(p)]] if id(p) in names else nn.Parameter(p.detach().clone()) for p in held}
     optimizer = Optimizers(tuple(fresh_copy(member, theirs) for member in original.members))
+    for group in optimizer.param_groups:  # rates that are tensors: the optimizer rounds to their dtype
+        group.update(widen_inputs({name: value for name, value in group.items() if name != "params"}, double))
     spec = describe(optimizer, program.asked.options.keeping)
     compiled = instance.fitting(compiled_for(spec), shapes)
     updated = {id(p) for group in spec.groups for p in group.params}

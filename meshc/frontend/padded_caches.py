@@ -33,7 +33,13 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
 
+from meshc.errors import CaptureError
 from meshc.frontend.stock_caches import ATTENTION, BEGIN, LENGTH, NAMES, STATES, WINDOW
+
+TWICE: Final = (
+    "a layer of this cache is written to twice in one call, with keys of an encoder's outputs beside those of the tokens"
+    "; what to do: generate(..., use_cache=False), which compiles a program for each length"
+)
 
 
 class PaddedLayer(CacheLayerMixin):
@@ -47,6 +53,7 @@ class PaddedLayer(CacheLayerMixin):
         super().__init__()
         self.keys, self.values, self.length, self.first = keys, values, length, first
         self.is_initialized = keys is not None
+        self.is_written = False
 
     @property
     def is_sliding(self) -> bool:
@@ -57,7 +64,11 @@ class PaddedLayer(CacheLayerMixin):
         """There is nothing to make: the first tokens are the buffer."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Writes new tokens behind those that are there. Returns whole buffers, `[rows, heads, capacity, head]`."""
+        """Writes new tokens behind those that are there. Returns whole buffers, `[rows, heads, capacity, head]`. Raises CaptureError
+        where one call writes twice: keys of an encoder's outputs, which are no tokens of this sequence (Blip)."""
+        if self.is_written:
+            raise CaptureError(TWICE)
+        self.is_written = True
         if self.keys is None or self.values is None:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
         else:
@@ -160,6 +171,11 @@ def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
     else:
         cache = _cache(None if length is None else buffers, length, first)
     return module(*args, **{name: cache}, **kwargs)
+
+
+def call_inside(path: str, module: nn.Module, *args: object, **kwargs: Any) -> object:
+    """Likewise, of a model inside another."""
+    return call(module.get_submodule(path), *args, **kwargs)
 
 
 MADE: Final = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest import mock
 
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ OWN_MASKS: Final = ("switch_transformers", "longt5")
 """Models that make a mask of their own, unless they are compiled."""
 ENCODES_FIRST: Final = "_supports_mm_encoder_outputs"
 """What generate asks a model whose prompts have images."""
+GENERATES: Final = ("transformers.generation.utils", "GenerationMixin")
+"""The class of models that generate."""
 INSTALLED: Final = "_output_capturing_hooks_installed"
 """What transformers sets in a model whose hooks are there."""
 
@@ -122,13 +124,33 @@ def _no() -> bool:
     return False
 
 
-def encoder_of(module: nn.Module) -> str | None:
-    """Where in a stock model the encoder is that its own generate calls by itself; None if it has none."""
-    if not type(module).__module__.startswith("transformers.") or not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        return None
-    get: Any = getattr(module, "get_encoder", None)
-    encoder = None if get is None else get()
-    return next((path for path, child in module.named_modules() if path and child is encoder), None)
+def called_by_generate(module: nn.Module) -> list[str]:
+    """Where in a model the modules are that generate calls by themselves, its own or that of a model inside it: the encoder; models that a
+    wrapper generates by (peft's, of its base model); of a stock model whose class has a generate of its own (Blip-2) all that it calls."""
+    models = [module, *(child for child in module.modules() if child is not module and can_generate(child))]
+    wanted = [child for model in models for child in (*models[1:], *_encoder(model), *_written_out(model))]
+    paths = {child: path for path, child in module.named_modules() if path}
+    return list(dict.fromkeys(paths[child] for child in wanted if child in paths))
+
+
+def can_generate(module: object) -> bool:
+    """Whether it is a model that generates by transformers' own code, or by its class's."""
+    return any((base.__module__, base.__name__) == GENERATES for base in type(module).__mro__)
+
+
+def _encoder(model: nn.Module) -> list[nn.Module]:
+    if not type(model).__module__.startswith("transformers.") or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return []
+    get: Any = getattr(model, "get_encoder", None)
+    return [] if get is None or get() is None else [get()]
+
+
+def _written_out(model: nn.Module) -> list[nn.Module]:
+    own = vars(type(model)).get("generate") if can_generate(model) else None
+    if getattr(own, "__module__", None) != type(model).__module__ or not type(model).__module__.startswith("transformers."):
+        return []
+    children = [child for child in model.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict) and [*child.parameters()]]
+    return [*children, cast(Any, model).get_input_embeddings()]
 
 
 def _install_hooks(child: nn.Module) -> None:

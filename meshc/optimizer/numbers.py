@@ -172,7 +172,8 @@ class NumbersAsTensors(TorchFunctionMode):
             return self._arithmetic(func, name, args, kwargs)
         within = [item for a in args if type(a) in (tuple, list) for item in a if isinstance(item, Tensor)]  # as in a shape
         numbers = [self.known[id(a)] for a in (*flat, *within) if id(a) in self.known]
-        if not numbers and name not in ("tensor", "as_tensor", "scalar_tensor", "__setitem__"):
+        of_data = any(isinstance(kwargs.get(scale), Tensor) for scale in ("alpha", "value"))  # which torch would read
+        if not numbers and not of_data and name not in ("tensor", "as_tensor", "scalar_tensor", "__setitem__"):
             return self._plain(func, name, args, kwargs)
         real = [a for a in flat if id(a) not in self.known]
         if real and max(a.dim() for a in real) == 0:  # among 0-dim tensors torch promotes, with Python numbers it does not

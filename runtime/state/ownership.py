@@ -21,7 +21,7 @@ from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.numbers import Stream
-from meshc.runtime.state import whole_state
+from meshc.runtime.state import traced_steps, whole_state
 from meshc.runtime.state.barred import Bar, Barred, put_bar, take_bars
 from meshc.runtime.state.state_dict_callers import look_who_asks
 
@@ -192,6 +192,8 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_state_dict_post_hook(_bring_optimizer_together)
         optimizer.register_load_state_dict_post_hook(whole_state.lay_out_optimizer)
         whole_state.lay_out_optimizer(optimizer)
+        traced_steps.take_over(optimizer)
+    traced_steps.come_last(optimizer)
     board.check()
     given = [(f"{i}.{name}", number) for i, group in enumerate(optimizer.param_groups) for name, number in _numbers(optimizer, group)]
     stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))

@@ -88,6 +88,17 @@ def test_models_of_less_common_kinds_in_both_precisions(build: Any, inputs: torc
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
 
+def test_a_rate_that_is_a_tensor_rounds_nothing_in_float64() -> None:
+    """The optimizer of the copy would round what it makes of the rate to float32, and the program does not."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+    rate, betas = torch.tensor(1e-2), (torch.tensor(0.9), torch.tensor(0.99))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, foreach=False, capturable=True)
+    step = meshc.TrainStep(model, optimizer=optimizer, loss=nn.functional.mse_loss)
+    program = meshc.compile(step, meshc.Mesh("dp=2"), args=(torch.randn(4, 6),), kwargs={"target": torch.randn(4, 4)})
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-13
+    assert optimizer.param_groups[0]["lr"] is rate and rate.dtype == torch.float32
+
+
 def test_both_parts_of_complex_numbers_count() -> None:
     wanted = torch.ones(4, dtype=torch.complex64)
     assert verification.error(wanted, wanted, 0.0) == 0

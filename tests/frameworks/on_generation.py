@@ -29,6 +29,7 @@ for _what, _check in (
     ("speech to text (Whisper, Speech2Text)", heard.heard),
     ("pictures to text (VisionEncoderDecoderModel)", heard.seen),
     ("prompts with images (Llava, Gemma 3)", heard.read_beside_images),
+    ("classes that generate by a model inside them (Blip-2, of OPT and of T5)", heard.told_by_a_model_inside),
     ("hidden states, attentions, logits beside tokens", generation.looked_at),
     ("transformers.pipeline", generation.pipelines),
 ):

@@ -17,7 +17,7 @@ import meshc
 from meshc.cost import devices
 from tests.frameworks.rows import Check, Rows, refuses
 from tests.optimizer.others import AdamW8bit, Lamb, ScheduleFree, Shampoo, SignInKernel, Soap, sign_state, sign_update
-from tests.processes import optimizers, train_step
+from tests.processes import optimizers, own_steps, train_step
 from tests.processes.session import run_checks
 
 ROWS = Rows("optimizers")
@@ -101,6 +101,9 @@ def trained(
     return program
 
 
+ROWS.row("Adafactor of transformers, in a loop of one's own")(own_steps.adafactor)
+ROWS.row("its other forms, and torch's, likewise")(own_steps.adafactor_elsewhere)
+ROWS.row("Shampoo, SOAP, AdamW in blocks of 8 bits, a registered update, likewise")(own_steps.others)
 ROWS.row("several, in lists and wrappers, with schedules", mesh="dp=2")(optimizers.trained)
 ROWS.row("rates, betas, weight decay changed between steps", mesh="dp=2")(train_step.scheduled)
 

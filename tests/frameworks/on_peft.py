@@ -16,7 +16,6 @@ from tests.processes.session import run_checks
 
 ROWS = Rows("peft")
 CONFIG: dict[str, Any] = dict(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-BASE = "meshc.compile(model.get_base_model(), mesh, ...)"
 
 
 def adapted() -> tuple[Any, Any]:
@@ -57,13 +56,13 @@ def lora(mesh: Any) -> None:
     assert same_loss(model, twin) != first
 
 
-@ROWS.row("LoRA: disable_adapter, merge_adapter, unmerge_adapter, set_adapter, generate", line=BASE)
+@ROWS.row("LoRA: disable_adapter, merge_adapter, unmerge_adapter, set_adapter, generate")
 def inference(mesh: Any) -> None:
     """Nothing takes gradients: what changes are attributes of Python."""
     model, twin = adapted()
     for one in (model, twin):
         one.requires_grad_(False).eval()
-    program = meshc.compile(model.get_base_model(), mesh)
+    program = meshc.compile(model, mesh)
     own = same_loss(model, twin)
     with model.disable_adapter(), twin.disable_adapter():
         assert same_loss(model, twin) != own

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.optimization import Adafactor
 
 import meshc
 from tests.frameworks.rows import Rows, refuses, shared_folder
@@ -50,9 +51,9 @@ def arguments(folder: Path, **kwargs: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **{**given, **kwargs})
 
 
-def trained(twin: nn.Module, steps: int = STEPS) -> None:
+def trained(twin: nn.Module, steps: int = STEPS, optimizer: torch.optim.Optimizer | None = None) -> None:
     """As the Trainer does on one device, by batches of four."""
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    optimizer = optimizer or torch.optim.SGD(twin.parameters(), lr=0.1)
     for batch in batches(4)[:steps]:
         twin(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
@@ -82,6 +83,15 @@ def dealt_out(mesh: Any) -> None:
         assert abs(trainer.evaluate()["eval_loss"] - wanted.loss.item()) < 1e-5
         found = trainer.predict(texts(4)).predictions
         torch.testing.assert_close(torch.as_tensor(found), wanted.logits, rtol=1e-6, atol=1e-6)
+
+
+@ROWS.row('train with optim="adafactor" and split parameters, with inputs="local"', mesh="dp_shard=2")
+def by_adafactor(mesh: Any) -> None:
+    """Whose own code cannot take them."""
+    model, twin = compiled(mesh, "local", 2)
+    Trainer(model=model, args=arguments(shared_folder(), optim="adafactor"), train_dataset=texts()).train()
+    trained(twin, optimizer=Adafactor(twin.parameters(), lr=0.1, scale_parameter=False, relative_step=False))
+    _close(model, twin)
 
 
 @ROWS.row('gradient_accumulation_steps, each label counted once, with inputs="local"', mesh="dp=2")

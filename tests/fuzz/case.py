@@ -14,7 +14,8 @@ class How:
     microbatches  of a training step; with `mean_of_parts` the step is the mean of what each gives alone
     inputs        "local": each rank has its part of the batch
     reparse       what runs is what the program's own text says
-    attention     "ring": keys pass round wherever they can; "zigzag": in zigzag order wherever that can be
+    attention     "ring": keys pass round, "zigzag": in zigzag order wherever that can be; where they cannot pass the case is
+                  refused, as its script is
     """
 
     microbatches: int = 1

@@ -24,6 +24,7 @@ from meshc.passes import rules
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
+from meshc.passes.place.rings import PASSING
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import verify as verification
 from meshc.text.parse import parse_stage
@@ -83,7 +84,7 @@ class Captured:
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
     def program(self, mesh: Mesh, plan: str, how: How = PLAIN) -> PlainProgram:
-        asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention)
+        asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, must_pass=how.attention in PASSING)
         request = replace(self.request, mesh=mesh, plan=plan, **asked)  # type: ignore[arg-type]
         with torch.set_grad_enabled(request.grad):
             return finish(compile.lowered(self.placed.again(request)))

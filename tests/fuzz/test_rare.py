@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
+from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.text.show import print_stage
-from tests.fuzz.case import PLAIN
+from tests.fuzz.case import PLAIN, Case
 from tests.fuzz.check import Captured
 from tests.fuzz.rare import directed, rare
 from tests.fuzz.sketch import Leaf, Sketch, Step
 
 CAUSAL = "rows = torch.tanh({0})\n{out} = F.scaled_dot_product_attention(rows, rows, rows, is_causal=True)"
+WRITTEN_OUT = "rows = torch.tanh({0})\n{out} = F.scaled_dot_product_attention(rows, rows, rows[..., :2])"
 FEW_QUERIES = "keys = torch.tanh({1})\n{out} = F.scaled_dot_product_attention({0}, keys, keys)"
 ROUTED = (
     "weight, index = ({0} @ {1}).topk(2, -1)\n"
@@ -48,6 +52,16 @@ def test_an_axis_takes_what_is_rare(kind: str) -> None:
     program = ready.program(mesh, plan, how)
     assert any(wanted in print_stage(stage, program) for stage in program.stages.values()), plan
     assert ready.check(mesh, plan, how).kind == "equal"
+
+
+@pytest.mark.parametrize("text, plan, kind", [(CAUSAL, "a: seq", "equal"), (WRITTEN_OUT, "a: f0", "refused")], ids=["passes", "does not"])
+def test_the_script_of_a_case_with_a_ring_does_what_the_case_did(text: str, plan: str, kind: str) -> None:
+    """It asks as users do, to whom attention whose keys cannot pass round is refused."""
+    drawn = Sketch((Leaf("x", "input", (2, 2, 8, 4)),), (Step("attention", text, ("x",), ("v0",)),), ("v0",))
+    case = Case(drawn, False, "a=2", (plan,), replace(PLAIN, attention="ring"))
+    assert Captured(drawn, train=False).check(Mesh(case.mesh), plan, case.how).kind == kind
+    with pytest.raises(PlanError, match="cannot pass round") if kind == "refused" else nullcontext():
+        exec(compile(case.script("a case"), "<case>", "exec"), {"__name__": "__main__"})
 
 
 def test_a_program_without_any_keeps_its_plan() -> None:

@@ -31,7 +31,7 @@ def trained(params: Any) -> torch.optim.Optimizer:
 
 OTHERS: dict[str, Build] = {
     "schedule-free": trained,
-    "transformers' Adafactor": lambda params: Adafactor(params, scale_parameter=True, relative_step=True, warmup_init=True, lr=None),
+    "transformers' Adafactor": lambda params: Adafactor(params, lr=None, warmup_init=True, weight_decay=0.1),  # at a rate that is data
     "Adafactor with a rate": lambda params: Adafactor(params, lr=1e-2, scale_parameter=False, relative_step=False, beta1=0.9),
     "registered": SignInKernel,
     "8 bits": AdamW8bit,

@@ -256,11 +256,11 @@ def states_held(mesh: Any) -> None:
 
 def encoders(mesh: Any) -> None:
     """A decoder with an encoder has two caches; the encoder, which generate calls by itself, runs too."""
-    for make in (t5, bart):
+    for make, encoder in ((t5, "encoder"), (bart, "model.encoder")):
         program, model, twin = compiled(make, mesh)
         same(model, twin, **padded(), min_new_tokens=12)
         same(program, twin, input_ids=prompts(3, 14), min_new_tokens=12)
-        assert count(program) == 2 and count(program.encoder) == 1
+        assert count(program) == 2 and [*program.parts] == [encoder] and count(program.parts[encoder]) == 1
         same(model, twin, **padded(), min_new_tokens=12, num_beams=2)
 
 

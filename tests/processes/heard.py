@@ -5,9 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    BlipConfig,
+    BlipForConditionalGeneration,
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -15,8 +20,10 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    OPTConfig,
     Speech2TextConfig,
     Speech2TextForConditionalGeneration,
+    T5Config,
     VisionEncoderDecoderConfig,
     VisionEncoderDecoderModel,
     ViTConfig,
@@ -24,6 +31,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+import meshc
 from tests.processes.generation import compiled, prompts, same
 from tests.processes.session import run_checks
 
@@ -71,6 +79,31 @@ def gemma3() -> nn.Module:
     return Gemma3ForConditionalGeneration(Gemma3Config(**parts, **tokens, attn_implementation="sdpa"))
 
 
+def blip() -> nn.Module:
+    text = dict(
+        vocab_size=80, hidden_size=16, encoder_hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, sep_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return BlipForConditionalGeneration(BlipConfig(text_config=text, vision_config=SIGHT))
+
+
+def _blip2(text: Any) -> nn.Module:
+    sees, asks = dict(SIGHT, num_hidden_layers=1), dict(TEXT, encoder_hidden_size=16)
+    del asks["num_key_value_heads"]
+    given = dict(vision_config=sees, qformer_config=asks, text_config=text.to_dict(), num_query_tokens=3, image_token_index=IMAGE)
+    model = Blip2ForConditionalGeneration(Blip2Config(**given))
+    nn.init.normal_(model.query_tokens)  # they begin as zeros
+    return model
+
+
+def blip2_of_opt() -> nn.Module:
+    return _blip2(OPTConfig(vocab_size=80, hidden_size=16, ffn_dim=16, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16))
+
+
+def blip2_of_t5() -> nn.Module:
+    return _blip2(T5Config(vocab_size=80, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0))
+
+
 def numbers(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
 
@@ -105,16 +138,34 @@ def read_beside_images(mesh: Any) -> None:
             assert len(program.compilations.kept) == 2
 
 
+def told_by_a_model_inside(mesh: Any) -> None:
+    """Classes whose own generate calls their modules by themselves, and generates by the one that tells: each of them runs a program."""
+    ids = prompts(2, 9)
+    ids[:, 1:4] = IMAGE
+    how = dict(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=numbers(2, 3, 16, 16))
+    for make in (blip2_of_opt, blip2_of_t5):
+        program, model, twin = compiled(make, mesh)
+        for _ in range(2):
+            scored(model, twin, **how)
+        called = {path: len(part.compilations.kept) for path, part in program.parts.items()}
+        assert called["language_model"] == 2 and called["vision_model"] == called["qformer"] == 1, called
+    _, model, twin = compiled(blip, mesh)
+    with pytest.raises(meshc.CaptureError, match=r"(?s)written to twice in one call.*use_cache=False"):
+        scored(model, twin, **how)
+    scored(model, twin, **how, use_cache=False, max_new_tokens=2)
+
+
 def scored(model: Any, twin: Any, **kwargs: Any) -> None:
     """Tokens may be the same where what they are drawn from is not."""
-    how = dict(do_sample=False, max_new_tokens=12, min_new_tokens=12, output_scores=True, return_dict_in_generate=True)
-    mine, theirs = (one.generate(**kwargs, **how) for one in (model, twin))
+    how = dict(do_sample=False, max_new_tokens=12, output_scores=True, return_dict_in_generate=True)
+    tokens = {"min_new_tokens": kwargs.get("max_new_tokens", 12)}
+    mine, theirs = (one.generate(**{**how, **tokens, **kwargs}) for one in (model, twin))
     assert torch.equal(mine.sequences, theirs.sequences)
     for one, other in zip(mine.scores, theirs.scores, strict=True):
         torch.testing.assert_close(one, other)
 
 
-CHECKS = heard, seen, read_beside_images
+CHECKS = heard, seen, read_beside_images, told_by_a_model_inside
 
 
 def run(mesh: str, *names: str) -> None:

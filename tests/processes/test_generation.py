@@ -36,5 +36,5 @@ def test_generation_equals_the_plain_model(mesh: str, ranks: int, names: tuple[s
 
 @pytest.mark.parametrize("mesh, ranks", [broad("tp=2", 2), broad("dp=2", 2), broad("dp=2,tp=2", 4)])
 def test_generation_from_sound_and_pictures_equals_the_plain_model(mesh: str, ranks: int) -> None:
-    checks = ("heard", "seen", "read_beside_images")
+    checks = ("heard", "seen", "read_beside_images", "told_by_a_model_inside")
     assert run("heard", ranks, mesh, *checks).split() == [*checks]

@@ -59,6 +59,17 @@ def test_module_mode_split_over_heads(names: tuple[str, ...]) -> None:
     assert run("module_mode", 2, "tp=2", *names).split() == [*names]
 
 
+@pytest.mark.parametrize(
+    "mesh, ranks, names",
+    [
+        ("tp=2", 2, ("adafactor", "around_a_step", "untraceable")), broad("tp=2", 2, ("adafactor_elsewhere", "others")),
+        broad("dp_shard=2,tp=2", 4, ("adafactor", "adafactor_elsewhere", "others")),
+    ],
+)  # fmt: skip
+def test_optimizers_that_cannot_take_dtensors(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
+    assert run("own_steps", ranks, mesh, *names).split() == [*names]
+
+
 @pytest.mark.parametrize("mesh, ranks", [broad("dp_shard=2", 2), ("tp=2", 2), broad("dp_shard=2,tp=2", 4)])
 def test_verify_under_a_process_group(mesh: str, ranks: int) -> None:
     names = ("train_step", "module", "wrong_program")

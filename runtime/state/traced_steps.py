@@ -1,0 +1,207 @@
+"""Steps on DTensors of optimizers whose own code cannot take them, in a loop of one's own or under the Trainer.
+
+    state["row"] = torch.zeros(grad.shape[:-1])      no DTensor, and torch refuses to add one to it (transformers' Adafactor, Shampoo)
+    grad.norm(dim=-1, keepdim=True).square_()        of a sum over ranks that was not taken yet (torch's Adafactor)
+
+Such optimizers keep state that is not like its parameter. Their update of a parameter is traced, as for a compiled step, and run operator
+by operator on DTensors; the class's own `step` then finds no parameters. State that is like the parameter lies as that does, other state as
+the first step leaves it: of a matrix that is split by rows Adafactor's rows are split and its columns whole. What has no rule in torch
+(`eigh`) is computed whole on every rank.
+
+A class that cannot be traced steps by its own code, after a warning that says what to do where torch refuses.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from meshc.errors import CompileError
+from meshc.ir import trees
+from meshc.optimizer.group_counts import number_of
+from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, update_nodes
+from meshc.optimizer.registered import UPDATES
+from meshc.optimizer.slots import fresh_copy, fresh_slots, sample_shape
+from meshc.optimizer.spec import kind_of
+from meshc.optimizer.wrapped import inner
+
+_SPECS: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSpec]] = weakref.WeakKeyDictionary()
+"""What was traced of the optimizers that step so."""
+
+_HANDLES: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = weakref.WeakKeyDictionary()
+"""Their hooks' numbers."""
+
+_VIEWS: Final = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
+
+
+def take_over(optimizer: torch.optim.Optimizer) -> None:
+    """Before the first step of an optimizer of DTensors: if its own code cannot take them, its steps are those of its trace from now on."""
+    if not _keeps_other_state(optimizer):
+        return
+    try:
+        _spec(optimizer)
+    except CompileError as error:
+        name, why = type(optimizer).__qualname__, str(error).splitlines()[0]
+        warnings.warn(
+            f"{name} keeps state that is not like its parameters, which are split over ranks, and its step cannot be traced: {why}\n"
+            f"  why it matters: {name}.step goes on by its own code, and torch refuses what mixes plain tensors with DTensors\n"
+            f"  what to do, if it does: meshc.TrainStep(model, optimizer=...), or meshc.register_update({name}, update, state)",
+            stacklevel=5,  # who calls `step`
+        )
+        return
+    _HANDLES[optimizer] = optimizer.register_step_pre_hook(_step).id
+
+
+def come_last(optimizer: torch.optim.Optimizer) -> None:
+    """Behind hooks that have come since, which may change gradients."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    number = _HANDLES.get(optimizer)
+    if number is not None and number in hooks:
+        hooks[number] = hooks.pop(number)
+
+
+def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some state of its parameters is neither a number nor like its parameter; asked of a registered update in any case."""
+    if type(optimizer) in UPDATES:
+        return True
+    if inner(optimizer):
+        return False  # what those step, they step themselves
+    for index, group in enumerate(optimizer.param_groups):
+        signatures = {(tuple(p.shape), p.dtype) for p in group["params"]} if kind_of(optimizer, group) == "other" else ()
+        try:
+            samples = {(sample_shape(optimizer, index, *one), one[1]) for one in signatures}
+            if any(slot.shape == "other" for one in samples for slot in fresh_slots(optimizer, index, *one)):
+                return True
+        except CompileError:
+            return False  # a closure, and what else a sample does not show
+    return False
+
+
+def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The traces of an optimizer as it stands: of its parameters, and of what Python branches on."""
+    known = _SPECS.get(optimizer)
+    if known is not None and _parameters(known) == _listed(optimizer) and known.key_of(optimizer) == known.key:
+        return known
+    found = describe(optimizer)
+    if any(number_of(slot) for group in found.groups for slots in group.slots for slot in slots):
+        raise CompileError("it counts in its groups")
+    _SPECS[optimizer] = found.of_live(lambda parameter: parameter)  # which holds no state
+    return _SPECS[optimizer]
+
+
+def _parameters(spec: OptimizerSpec) -> list[int]:
+    return [id(parameter) for group in spec.groups for parameter in group.params]
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook ahead of `step`: steps, and leaves the class's own code a copy without parameters, for its result."""
+    passed = dict(kwargs)
+    closure = args[1] if len(args) > 1 else passed.get("closure")
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        passed["closure"] = lambda: loss
+    with torch.no_grad():
+        for group, values in zip(_spec(optimizer).groups, numbers(optimizer), strict=True):
+            for parameter, slots in zip(group.params, group.slots, strict=True):
+                if parameter.grad is not None:
+                    _update(group, slots, parameter, optimizer.state[parameter], values)
+    idle = fresh_copy(optimizer, defaultdict(lambda: torch.empty(0)))
+    for entries in idle.param_groups:
+        entries["params"] = []
+    return (idle,), passed
+
+
+def _update(group: GroupSpec, slots: Sequence[Slot], parameter: Tensor, state: dict[str, Any], values: Mapping[str, float]) -> None:
+    held = {slot.name: _held(slot, state, parameter) for slot in slots}
+    given = {name: torch.tensor(value, dtype=torch.float64, device=parameter.device) for name, value in values.items()}
+    assert parameter.grad is not None
+    new, after = update_nodes(group, parameter, parameter.grad, held, given, partial(_call, parameter), like=parameter)
+    taken = {_memory(one) for one in (parameter, parameter.grad, *held.values())}
+    new = _apart(_laid(new, parameter, like=True), taken)
+    kept = {slot.name: slot.shape == "like_param" for slot in slots if slot.name != FIRST}
+    left = {name: _apart(_laid(after[name], held[name], like), taken) for name, like in kept.items()}
+    parameter.copy_(new)
+    for name, value in left.items():
+        if held[name] is state.get(name) and _placements(held[name]) == _placements(value):
+            held[name].copy_(value)
+        else:
+            state[name] = value
+
+
+def _held(slot: Slot, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    """A parameter's state before the step; as the class begins it, if there is none."""
+    if slot.name == FIRST:
+        return torch.tensor(0.0 if state else 1.0, dtype=slot.dtype, device=parameter.device)
+    found = state.get(slot.name)
+    if found is None:
+        found = slot.initial(parameter)
+    if not isinstance(found, Tensor):
+        found = torch.tensor(found, dtype=slot.dtype)
+    if found.dtype != slot.dtype or found.device != parameter.device:
+        found = found.to(parameter.device, slot.dtype)
+    return _on_mesh(parameter, found)
+
+
+def _call(parameter: Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """One operator of an update, on what lies as the parameter's mesh has it."""
+    if "device" in kwargs:
+        kwargs["device"] = parameter.device
+    if op in _VIEWS and isinstance(args[0], DTensor) and sum(placement.is_shard() for placement in args[0].placements) > 1:
+        args = _whole(args[0]), *args[1:]  # of a dim that two axes split torch's rule takes one for granted
+    try:
+        result = op(*args, **kwargs)
+    except NotImplementedError:  # torch has no rule for it
+        result = op(*trees.mapped(_whole, args), **trees.mapped(_whole, kwargs))
+    return tuple(_on_mesh(parameter, one) for one in result) if isinstance(result, tuple | list) else _on_mesh(parameter, result)
+
+
+def _on_mesh(parameter: Tensor, value: Any) -> Any:
+    """What an update makes of nothing, or has loaded, is the same on every rank; sums are taken at once, since few operators of torch's
+    take what they are made of. Numbers stay as they are."""
+    if isinstance(value, DTensor):
+        wanted = [Replicate() if isinstance(placement, Partial) else placement for placement in value.placements]
+        return value.redistribute(placements=wanted) if wanted != list(value.placements) else value
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.dim():
+        return value
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _laid(value: Tensor, before: Tensor, like: bool) -> Tensor:
+    """As it is kept: a number whole, what is like the parameter as that lies, all else as it came out."""
+    if not isinstance(value, DTensor) or not value.dim():
+        return _whole(value)
+    return value.redistribute(placements=before.placements) if like and isinstance(before, DTensor) else value
+
+
+def _placements(value: Tensor) -> object:
+    return value.placements if isinstance(value, DTensor) else None
+
+
+def _apart(value: Tensor, taken: set[int]) -> Tensor:
+    """In memory of its own: an update may give back what it was given, or one value twice."""
+    value = value.clone() if _memory(value) in taken else value
+    taken.add(_memory(value))
+    return value
+
+
+def _memory(value: Tensor) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.untyped_storage().data_ptr()
