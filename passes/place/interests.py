@@ -19,10 +19,15 @@ from meshc.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Interest:
-    """What an axis may take: class -> (rank, regions); region None is everywhere."""
+    """What an axis may take: class -> (rank, regions); region None is everywhere.
+
+    even    what comes before the last of its entry is taken where the axis divides it: of `heads@attention > seq`, which nobody has
+            asked for, six heads on four ranks are left alone, and the positions stay split
+    """
 
     axis: str
     ranks: Mapping[int, tuple[tuple[int, str | None], ...]]
+    even: bool = False
 
     def rank(self, factor: int, node: Node, names: Names) -> int | None:
         best: int | None = None
@@ -30,6 +35,11 @@ class Interest:
             if (region is None or in_region(node, region, names)) and (best is None or rank < best):
                 best = rank
         return best
+
+    def leaves(self, rank: int, size: int, ranks: int) -> bool:
+        """Whether a factor of this size and rank of the entry is left to what comes behind it, where `ranks` ranks would split it."""
+        last = max(rank for rows in self.ranks.values() for rank, _ in rows)
+        return self.even and rank < last and isinstance(size, int) and size % ranks > 0
 
     def only_behind(self, factor: int) -> bool:
         """Whether the axis takes this factor where it finds none that comes before it in the plan: batch, in `ep: experts > batch`."""
@@ -62,5 +72,7 @@ def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Intere
                     for factor, aliases in names.also.items():
                         if any(term.covers(alias) for alias in aliases):
                             ranks.setdefault(factor, []).append((rank, term.region))
-        found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()})
+        entry = plan.entry(axis)
+        even = entry is not None and entry.source.startswith("role cp,")
+        found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()}, even)
     return found

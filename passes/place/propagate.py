@@ -298,6 +298,8 @@ class Propagator:
                 continue
             if rank is None or not self._fits(instance, token, chosen):
                 continue
+            if interest.leaves(rank, instance.size[token], prod(self.sizes[a] for a in (axis, *chosen.get(token, ())))):
+                continue
             split = sum(_bytes(value) for value, axes in zip(instance.values, lying, strict=True) if axes.get(axis) == token)
             summed = any(token in sums for sums in instance.sums)
             fits = tile_sizes(instance.size[token], [self.sizes[a] for a in chosen.get(token, ())])[-1] >= self.sizes[axis]

@@ -150,7 +150,7 @@ class Attends(nn.Module):
 
 
 def trained(
-    model: nn.Module, mesh: str, inputs: dict[str, Tensor], attention: str | None = "ring", plan: str = RING, **how: Any
+    model: nn.Module, mesh: str, inputs: dict[str, Tensor], attention: str | None = "ring", plan: str | None = RING, **how: Any
 ) -> meshc.Program:
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs, plan=plan, options=meshc.Options(attention=attention), **how)
@@ -162,6 +162,23 @@ def masked(rows: int = 3) -> Tensor:
     bias[:, :, 2:4] = -torch.inf
     bias[..., -1] = 0.5
     return bias
+
+
+@pytest.mark.parametrize(
+    "heads, plan, lies",
+    [
+        (6, None, "f32[2, 6, 2, 4]"),
+        (8, None, "f32[2, 2, 8, 4]"),
+        (6, "ulysses", "f32[2, 2, 8, 4]"),
+        (6, "cp: heads@attention > seq", "f32[2, 2, 8, 4]"),
+    ],
+)
+def test_by_its_name_alone_an_axis_pads_no_heads(heads: int, plan: str | None, lies: str) -> None:
+    """Six heads over four ranks are left alone, and their positions stay split; asked for they are padded."""
+    model = Attends(4 * heads, heads, is_causal=True)
+    program = trained(model, "cp=4", {"x": torch.randn(2, 8, 4 * heads)}, "gather", plan)
+    assert f'attention_default: "({lies}' in str(program)
+    assert meshc.verify(program, dtype=torch.float64).ok
 
 
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=3", broad("cp=4")])
