@@ -1,7 +1,7 @@
 """Starts of one job by `torchrun --max-restarts`, whose ranks may all have one store.
 
-torchrun's agents keep the store of a start for the next one, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes each start its own. What ranks
-of an earlier start wrote is still in it then: that a rank died, what they agreed on. So each start has a place of its own.
+torchrun's agents keep the store of a start for the next one, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start its own. What
+ranks of an earlier start wrote is still in it then: that a rank died, what they agreed on. So each start has a place of its own.
 
     first start      meshc/failure    {rank 1 died at step 10}
     second start     meshc/1/failure  nothing yet

@@ -106,7 +106,7 @@ def refuse_moved(stored: Iterable[Held]) -> None:
 
 
 def _equal(tensors: Sequence[object]) -> bool:
-    """Whether whole tensors that stand for one parameter say the same, as those of a loaded state dict do. Of parts nobody can tell here."""
+    """Whether whole tensors that stand for one parameter say the same, as those of a loaded state dict do. Parts are not looked at."""
     plain = [one for one in tensors if isinstance(one, Tensor) and not isinstance(one, DTensor)]
     return len(plain) < len(tensors) or all(one.shape == plain[0].shape and torch.equal(one, plain[0]) for one in plain)
 
