@@ -2,11 +2,13 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh dp=2
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py --out run --text 'docs/*.md' --mesh tp=2    # goes on
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 ... examples/train_lm.py ...                # goes on by itself
 
 Text is tokenised by byte and written once as shards of tokens, memory-mapped. The model is a small Llama, built on `meta` and given its
 first values on the mesh. Steps run in bfloat16 (autocast), the learning rate warms up and follows a cosine down; now and then the same
 model is evaluated and writes a line of text. `run/metrics.jsonl` has a row a step (TensorBoard too, where it is installed); checkpoints are
-written beside training, and of the complete ones the last few are kept.
+written beside training, and of the complete ones the last few are kept. What the folder was begun with (text, model, batches, seed) it
+goes on with; another mesh, plan, rate or number of steps may be given.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,6 +43,25 @@ import meshc
 HERE = Path(__file__).resolve().parent
 TEXT = (str(HERE / "data" / "*.txt"), str(HERE.parent / "README.md"), str(HERE.parent / "docs" / "*.md"))
 SHARD_TOKENS = 1 << 20
+FIXED = ("text", "width", "layers", "batch", "seq", "seed")
+"""What a folder goes on with as it was begun."""
+
+
+def refuse_another_job(options: argparse.Namespace, folder: Path) -> None:
+    """`options.json` says what the folder was begun with: other layers' checkpoint, or other batches, would be gone on with in silence."""
+    file, mine = folder / "options.json", {name: getattr(options, name) for name in FIXED}
+    begun = json.loads(file.read_text()) if file.exists() else mine
+    other = [f"--{name} {begun[name]}, and now {mine[name]}" for name in FIXED if begun.get(name) != mine[name]]
+    if other:
+        raise SystemExit(f"{folder} was begun with {'; '.join(other)}\n  what to do: give it the same, or another --out")
+    put(file, json.dumps(mine))
+
+
+def put(file: Path, text: str) -> None:
+    """A file that is there whole, or as it was."""
+    made = file.with_name(file.name + ".tmp")
+    made.write_text(text)
+    os.replace(made, file)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- data
@@ -101,10 +123,8 @@ class Metrics:
         if dist.get_rank():
             return
         path = folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] < first_step)  # later ones are about to be made again
-        (folder / "metrics.tmp").write_text(kept)
-        os.replace(folder / "metrics.tmp", path)
+        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []  # what has no end is no row
+        put(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] < first_step))  # later ones are about to be made again
         self.file = path.open("a", buffering=1)
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -116,7 +136,7 @@ class Metrics:
     def write(self, row: dict[str, Any]) -> None:
         if self.file is None:
             return
-        said = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items())
+        said = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value!r}" for name, value in row.items())
         print("  ".join(said), flush=True)
         self.file.write(json.dumps(row) + "\n")
         for name, value in row.items() if self.board is not None else ():
@@ -133,9 +153,21 @@ class Checkpoints:
     group: dist.ProcessGroup = field(default_factory=lambda: dist.new_group(backend="gloo"))  # what is sent beside training goes apart
     _writing: tuple[Any, Path] | None = None
 
-    def newest(self) -> Path | None:
-        found = sorted(self.folder.glob("step-*[0-9]"))
-        return found[-1] if found else None
+    def complete(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*[0-9]"))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The newest that is complete, if there is any."""
+        found = self.complete()
+        if not found:
+            return
+        try:
+            dcp.load(state, checkpoint_id=found[-1])
+        except CheckpointException as error:
+            then = f"goes on from {found[-2]}" if len(found) > 1 else "begins anew"
+            raise failed(f"{found[-1]} cannot be read", error, f"remove it, and the job {then}") from None
+        if dist.get_rank() == 0:
+            print(f"goes on from {found[-1]}", flush=True)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self.wait()
@@ -150,14 +182,24 @@ class Checkpoints:
         if self._writing is None:
             return
         (saved, made), self._writing = self._writing, None
-        saved.result()
+        try:
+            saved.result()
+        except CheckpointException as error:
+            then = f"goes on from {self.complete()[-1]}" if self.complete() else "begins anew"
+            raise failed(f"{made} cannot be written", error, f"see to it (room on the disk?) and start again: the job {then}") from None
         dist.barrier(self.group)
         if dist.get_rank() == 0:
             shutil.rmtree(made.with_suffix(""), ignore_errors=True)
             made.rename(made.with_suffix(""))
-            for old in sorted(self.folder.glob("step-*[0-9]"))[: -self.keep]:
+            for old in self.complete()[: -self.keep]:
                 shutil.rmtree(old)
         dist.barrier(self.group)
+
+
+def failed(what: str, error: CheckpointException, advice: str) -> SystemExit:
+    """Of torch's pages about a checkpoint, what went wrong on the first rank. All ranks leave; rank 0 says why."""
+    rank, (cause, *_) = next(iter(error.failures.items()))
+    return SystemExit(f"{what}: on rank {rank} {type(cause).__name__}: {cause}\n  what to do: {advice}" if dist.get_rank() == 0 else 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- training
@@ -234,6 +276,7 @@ def train(options: argparse.Namespace) -> None:
     rank, out, device = dist.get_rank(), Path(options.out), mesh.device_type
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
+        refuse_another_job(options, out)
         write_shards(options.text, out / "tokens")
     dist.barrier()
     data = Loader(out / "tokens", options.batch, options.seq, "train", options.seed)
@@ -252,9 +295,7 @@ def train(options: argparse.Namespace) -> None:
 
     checkpoints = Checkpoints(out, options.keep)
     state = {"program": program, "data": data, "schedule": schedule}
-    newest = checkpoints.newest()
-    if newest is not None:
-        dcp.load(state, checkpoint_id=newest)
+    checkpoints.load(state)
     first = data.given
     metrics = Metrics(out, first)
     for number in range(first, options.steps):

@@ -23,7 +23,7 @@ from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.forms import Form
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
-from meshc.optimizer.optimizer import OptimizerSpec, changes, describe
+from meshc.optimizer.optimizer import OptimizerSpec, changes, describe, members_of
 from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.lower.exposed import EXPOSED
 from meshc.passes.phases.request import Request
@@ -39,7 +39,7 @@ from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.optimizer_state import follow
+from meshc.runtime.state.optimizer_state import follow, refuse_shared
 from meshc.runtime.state.ownership import bar_calls, calls_allowed
 from meshc.runtime.state.store import Store
 
@@ -271,6 +271,8 @@ class Compilations:
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)
+                if (there := self.store or Store.of(asked.module)) is not None:
+                    refuse_shared(there, members_of(asked.step.optimizers))
             if Store.of(asked.module) is not self._described_over:
                 self.spec = self._describe()
         if self.kept and self.spec is not None and asked.step is not None:

@@ -191,10 +191,12 @@ class _Walk:
     def _mapping(self, place: str, items: Mapping[object, object]) -> None:
         keys = [repr(key) if is_plain(key) else name_of(type(key)) for key in items]
         self._put(place, f"a {name_of(type(items))} of {', '.join(keys)}")
+        left_out = found.OF_PROCESSES.get(place, ())
         for index, (key, value) in enumerate(dict.items(items) if isinstance(items, dict) else items.items()):
             if not is_plain(key):
                 self.follow(f"{place}, key {index}", key)
-            self.follow(f"{place}[{keys[index] if is_plain(key) else index}]", value)
+            if key not in left_out:
+                self.follow(f"{place}[{keys[index] if is_plain(key) else index}]", value)
         if isinstance(items, defaultdict):
             self.follow(f"{place}, default", items.default_factory)
         self._own(place, items)

@@ -19,9 +19,14 @@ from meshc.package import FOLDER
 
 OWN: Final = frozenset(
     "get_rank get_node_local_rank get_local_rank get_group_rank get_global_rank get_coordinate get_process_group_ranks WORLD "
-    "current_device getpid getppid gethostname get_ident getrandbits urandom".split()
+    "current_device getpid getppid gethostname get_ident getrandbits urandom "
+    "process_index local_process_index is_main_process is_local_main_process is_last_process".split()
 )
-"""Names of what a process answers for itself."""
+"""Names of what a process answers for itself; the last are Accelerate's."""
+_RANKS: Final = ("process_index", "local_process_index", "device")
+OF_PROCESSES: Final = {f"accelerate.state.{name}._shared_state": _RANKS for name in ("PartialState", "AcceleratorState")}
+"""Where a package keeps, beside what is the same on all ranks, which of them this is: by place, the keys that are left out. Code that asks
+for one by its name is known by it (`OWN`), and a device that a program names is compared with the program."""
 ENVIRONMENT: Final = ("environ", "environb", "getenv")
 VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]+")
 """What the name of a variable of the environment looks like, where it stands as a text in code that reads the environment."""

@@ -32,8 +32,9 @@ OPAQUE: Final = frozenset(
     "contextvars _contextvars subprocess meshc".split()
 )
 """Packages of what a forward can do nothing with that a program would show: it counts as one of its kind."""
-SAY_LITTLE: Final = frozenset(("_tuplegetter", "instancemethod"))
-"""Kinds that say nothing that what holds them does not say: what C puts into classes (fields of named tuples, methods of extensions)."""
+SAY_LITTLE: Final = frozenset(("_tuplegetter", "instancemethod", "RemovableHandle"))
+"""Kinds that say nothing that what holds them does not say: what C puts into classes (fields of named tuples, methods of extensions), and
+what removes a hook, which has a number that counts all hooks of its process."""
 LONG: Final = 100
 
 

@@ -12,7 +12,7 @@ rows already:
 
     batches a step    the Trainer's     here
     one               count             the mean over the batch, which that is, by the program without the argument; loss / processes
-    several           count             count * processes
+    several           count             count; loss / processes, of a model too that does not divide by the count
     several           a rank's own (`average_tokens_across_devices=False`)    the sum of all ranks' counts
 
 Who calls is read off the stack. A call with that argument by anybody else means what the model means.
@@ -56,8 +56,7 @@ def as_trainer_counts(model: nn.Module, call: Callable[..., Any]) -> Callable[..
         averaged = trainer.args.average_tokens_across_devices
         times = trainer.accelerator.num_processes // trainer.get_tp_size() if averaged else 1
         if kwargs.get("labels") is not None and model.training and trainer.current_gradient_accumulation_steps > 1:
-            kwargs[ITEMS] = items * times if averaged else trainer.accelerator.gather(items).sum()
-            return call(*args, **kwargs)
+            kwargs[ITEMS] = items if averaged else trainer.accelerator.gather(items).sum()
         return _divided(call(*args, **kwargs), times)
 
     return counted

@@ -54,7 +54,7 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, key
     if queries_of == keys_of:
         if 2 * queries_of < ranks:
             return _kernel(scale, q, k, v, None, True)
-        found = _kernel(scale, *(_turned(x, keep) for x in (q, k, v)), None, True)
+        found = _kernel(scale, _turned(q, keep), _turned(k, keep), _turned(v, keep), None, True)
         return _back(found[0], _empty(q, v)[0], keep), _back(found[1], _empty(q, v)[1], keep)
     rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
     part, sums = _kernel(scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, False)

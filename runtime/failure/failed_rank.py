@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 from meshc.errors import MeshcError, PeerError
 from meshc.runtime.failure.one_thread import Turn
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
+from meshc.runtime.failure.restarts import place_of_this_start
 from meshc.runtime.failure.watch import BEAT_S, HAS_ENDED, Watch
 
 Phase = TypeVar("Phase")
@@ -121,7 +122,7 @@ class FailureBoard(Watch):
         """Posts this rank's failure, unless another came first, and breaks off what the others wait for from it."""
         if self._closed or self._closing:
             return
-        text = f"{type(exception).__name__}: {exception}"
+        text = f"{type(exception).__name__}: {exception}".removesuffix(": ")  # KeyboardInterrupt says no more
         self._told = True
         self._declare(Failure(self.rank, self.step, self.instruction, text))
         self._interrupt()
@@ -263,7 +264,7 @@ def world_board() -> FailureBoard:
     if world is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     if world not in _BOARDS:
-        store = dist.PrefixStore("meshc", world.get_group_store())
+        store = dist.PrefixStore(place_of_this_start(), world.get_group_store())
         _BOARDS[world] = FailureBoard(store, dist.get_rank(), dist.get_world_size(), [world])
     return _BOARDS[world]
 

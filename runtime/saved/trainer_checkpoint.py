@@ -20,6 +20,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from meshc.errors import StateError
@@ -41,7 +42,7 @@ class TrainerCheckpoint(TrainerCallback, ExportableState):
         draws = {} if self.store is None else {"seed": self.store.seed, "step": self.store.step}
         return {"args": {}, "attributes": {"draws": draws}}
 
-    def on_train_begin(self, args: Any, state: Any, control: object, model: nn.Module, **kwargs: object) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: object, model: nn.Module, lr_scheduler: Any, **kwargs: object) -> None:
         """Raises StateError for a model that is not compiled, and if what is gone on from was not written to its end."""
         self.store = next((store for store in map(store_of, model.modules()) if store is not None), None)
         if self.store is None:
@@ -56,6 +57,13 @@ class TrainerCheckpoint(TrainerCallback, ExportableState):
             raise StateError(
                 f"{folder} has a model and no {OPTIMIZER}: it was written without this callback, or not to its end\n"
                 "  what to do: remove it, or train(resume_from_checkpoint=...) with an earlier one"
+            )
+        if isinstance(lr_scheduler, LRScheduler) and not lr_scheduler.last_epoch and not isinstance(lr_scheduler, ReduceLROnPlateau):
+            raise StateError(
+                f"training goes on at step {state.global_step}, with an optimizer and a schedule that begin anew: the checkpoint that it "
+                f"resumes from has no {OPTIMIZER} and {SCHEDULER}, so it was written without this callback, or not to its end\n"
+                "  what to do: train(resume_from_checkpoint=...) with another one; or, if only its model is wanted, load that into the "
+                "model and train without resume_from_checkpoint"
             )
         draws = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("draws", {})
         self.store.seed, self.store.step = draws.get("seed", self.store.seed), draws.get("step", self.store.step)

@@ -71,13 +71,58 @@ def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
     if not swapped:
         return
     refuse_module(model, adopted=True)  # fully_shard changes classes
-    names = [held.name for held in swapped if isinstance(held.live, nn.Parameter) and not isinstance(held.current(), nn.Parameter)]
+    there = [held for held in swapped if held.current() is not None]
+    names = [held.name for held in there if isinstance(held.live, nn.Parameter) and not isinstance(held.current(), nn.Parameter)]
     if names or _in_functional_call():
         raise StateError(
             f"other tensors stand in the place of parameters of a compiled model: {listed(names or [held.name for held in swapped], 4)}\n"
             "  why: torch.func.functional_call puts them there for one call, and the program would take them for new values\n"
             "  what to do: model.load_state_dict(values), or an nn.Parameter in each one's place, for values that stay; for values that a "
             "call\n  passes, compile a function that takes them"
+        )
+
+
+def refuse_moved(stored: Iterable[Held]) -> None:
+    """Refuses parameters that were tied, untied or moved, or are gone: the program has memory for each as it stood. In plain torch they
+    would be other parameters from then on; here what stands in a place is taken for a new value of the parameter that belongs there."""
+    parameters = [held for held in stored if not held.of and isinstance(held.live, nn.Parameter)]
+    owners = {id(held.live): held.name for held in parameters}
+    faults = []
+    for held in parameters:
+        found = {id(now): now for now in (members.get(name) for members, name in held.places)}
+        others = [one for one in found if one != id(held.live)]
+        faults += [f"{held.name} is {owners[one]} now" for one in others if one in owners]
+        if any(found[one] is None for one in others):
+            faults.append(f"{held.name} is gone")
+        elif len(found) > 1 and (id(held.live) in found or not _equal([*found.values()])):
+            faults.append(f"{held.name}, which stands in {len(held.places)} places of the model, is not one parameter any more")
+    if faults:
+        shown = "\n    ".join(lines_of(faults, 4))
+        raise StateError(
+            f"parameters were tied, untied, moved or removed after the model was compiled:\n    {shown}\n"
+            "  why: the program has memory for each parameter, and updates it, as it stood in the model when that was compiled\n"
+            "  what to do: do that before meshc.compile; for other values in the parameters that are there, model.load_state_dict"
+        )
+
+
+def _equal(tensors: Sequence[object]) -> bool:
+    """Whether whole tensors that stand for one parameter say the same, as those of a loaded state dict do. Parts are not looked at."""
+    plain = [one for one in tensors if isinstance(one, Tensor) and not isinstance(one, DTensor)]
+    return len(plain) < len(tensors) or all(one.shape == plain[0].shape and torch.equal(one, plain[0]) for one in plain)
+
+
+def refuse_set(stored: Iterable[Held]) -> None:
+    """Refuses what `parameter.data = value` makes of a DTensor: torch gives it another wrapper, and leaves the values as they are. Said
+    once: the values are gone."""
+    found = [held for held in stored if held.set_aside and not held.swapped]
+    for held in found:
+        held.remember()
+    if found:
+        raise StateError(
+            f"data was set of parameters of a compiled model, which has changed nothing: {listed([held.name for held in found], 4)}\n"
+            "  why: they are DTensors, of which torch changes no value by `parameter.data = value`\n"
+            "  what to do: with torch.no_grad(): parameter.copy_(value), where value is a DTensor or a number, as parameter * 2 is; or "
+            "model.load_state_dict\n  with whole plain tensors, {name: value} and strict=False"
         )
 
 

@@ -33,7 +33,7 @@ class Held:
     stale    the program has written the buffer, and `live` is older;  lags  so it is on ranks of other stages, after each run
     parked   it lies on the rank's host;  on_disk  in a file there
     slots    of experts that have been moved, where the row of each lies in `buffer`; None: where its number says
-    seen     the version that was read last;  memory  the DTensor's own local tensor
+    seen     the version that was read last;  memory  the DTensor's own local tensor;  wrapper  what torch has of the DTensor itself
     """
 
     key: str
@@ -59,6 +59,7 @@ class Held:
     slots: list[int] | None = None
     seen: tuple[int, int] = (0, 0)
     memory: Tensor | None = None
+    wrapper: torch.UntypedStorage | None = None
 
     def __post_init__(self) -> None:
         self.remember()
@@ -66,6 +67,7 @@ class Held:
     def remember(self) -> None:
         """From now on the DTensor that is seen is the one whose memory is looked for."""
         self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
+        self.wrapper = self.live.untyped_storage() if isinstance(self.live, DTensor) else None
 
     def current(self) -> object:
         """What stands in the model where the live tensor was put; of optimizer state the live tensor."""
@@ -79,6 +81,11 @@ class Held:
     def swapped(self) -> bool:
         """Whether something else has been put into the DTensor that the user sees, as `module.half()` does."""
         return isinstance(self.live, DTensor) and self.live._local_tensor is not self.memory
+
+    @property
+    def set_aside(self) -> bool:
+        """Whether the DTensor that the user sees has another wrapper, as `parameter.data = value` gives it."""
+        return self.wrapper is not None and self.live.untyped_storage() is not self.wrapper
 
     def version(self) -> tuple[int, int]:
         """Changes with every write through the DTensor, or through what its `to_local` gave."""

@@ -6,6 +6,7 @@ optimizer.state[parameter]["exp_avg"]     nothing, or what a resumed optimizer h
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -39,9 +40,7 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
     is taken over: the DTensors that it holds, or rank 0's plain tensors. Slots that torch does not know stay with the store alone.
     """
     members = members_of(optimizer)
-    others = [one for one in store.optimizers if all(one is not member for member in members)]
-    fresh_members = [member for member in members if all(one is not member for one in store.optimizers)]
-    _refuse_shared(store, fresh_members, others)
+    fresh_members = refuse_shared(store, members)
     store.forget_states()
     store.check_storage([port for port in ports if port.key in store.held])
     mine: dict[str, tuple[Tensor, torch.optim.Optimizer]] = {}
@@ -84,19 +83,33 @@ def follow(store: Store, optimizer: AnyOptimizer) -> None:
     _tell_wrappers(store, optimizer)
 
 
-def _refuse_shared(store: Store, members: Sequence[torch.optim.Optimizer], others: Sequence[torch.optim.Optimizer]) -> None:
-    """Several steps of one model each have an optimizer, of parameters of their own (a generator's, a discriminator's)."""
-    owned = ((one, p) for one in others for group in one.param_groups for p in group["params"])
-    held = {key: one for one, p in owned if (key := store.parameter_key(p)) is not None}
-    keys = [store.parameter_key(p) for member in members for group in member.param_groups for p in group["params"]]
-    twice = [key for key in keys if key in held]
-    if twice:
-        names, other = [store.held[key].name for key in twice if key is not None], type(held[twice[0]]).__qualname__
+def refuse_shared(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Several steps of one model each have an optimizer, of parameters of their own (a generator's, a discriminator's). Returns those that
+    the store does not know yet. Raises StateError; sends nothing."""
+    members = [member for member in optimizers if all(one is not member for one in store.optimizers)]
+    if _shared(store, members, optimizers) is not None:
+        gc.collect()  # one that was let go of, with a scheduler, holds itself until then
+    found = _shared(store, members, optimizers)
+    if found is not None:
+        names, other = found
         raise StateError(
             f"{listed(names, 4)}: another {other} updates this already\n"
             "  why: a parameter has one optimizer, whose state the model's programs share\n"
             "  what to do: give both steps the same optimizer; or let go of the old one (del optimizer) before a new one is compiled"
         )
+    return members
+
+
+def _shared(
+    store: Store, members: Sequence[torch.optim.Optimizer], known: Sequence[torch.optim.Optimizer]
+) -> tuple[list[str], str] | None:
+    """What of the members' parameters another optimizer than the known ones updates, and what that is."""
+    others = [one for one in store.optimizers if all(one is not member for member in known)]
+    owned = ((one, p) for one in others for group in one.param_groups for p in group["params"])
+    held = {key: type(one).__qualname__ for one, p in owned if (key := store.parameter_key(p)) is not None}
+    keys = [store.parameter_key(p) for member in members for group in member.param_groups for p in group["params"]]
+    twice = [key for key in keys if key is not None and key in held]
+    return ([store.held[key].name for key in twice], held[twice[0]]) if twice else None
 
 
 def in_another_form(store: Store, held: Held) -> object | None:

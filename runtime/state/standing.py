@@ -1,7 +1,7 @@
 """Whether a model's parameters and buffers stand where they were put, as they were: a look at each call.
 
     standing = Standing(held)       what a store holds of a model
-    standing.holds()                each live tensor is in its places, of its dtype, on its device, with its own memory
+    standing.holds()                each live tensor is in its places, of its dtype, on its device, with its own memory and wrapper
 
 It says only that nothing has to be looked for; what is wrong otherwise, and whether that is allowed, `adoption` finds out.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshc.runtime.state.held import Held
 
 _dtype, _device, _local = attrgetter("dtype"), attrgetter("device.type"), attrgetter("_local_tensor")
-_memory = attrgetter("memory")
+_memory, _wrapper = attrgetter("memory"), attrgetter("wrapper")
 
 
 class Standing:
@@ -43,4 +43,5 @@ class Standing:
             and list(map(_dtype, self._lives)) == self._dtypes
             and list(map(_device, self._plain)) == self._devices
             and all(map(is_, map(_local, self._distributed), map(_memory, self._held)))
+            and all(map(is_, map(Tensor.untyped_storage, self._distributed), map(_wrapper, self._held)))
         )

@@ -191,6 +191,8 @@ class Store:
         """Before a program runs: reads back what was changed from outside since the last time. stands: the model was found as it was."""
         with torch.no_grad(), self._taking() as taken:
             stands = stands or self._standing.holds()
+            if not stands:
+                self._refuse_rearranged()
             for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:
                 current = self._current(held)
                 if held.swapped:
@@ -242,7 +244,12 @@ class Store:
         if not stands:
             adoption.refuse_swapped(self.model, self.held.values())
             adoption.refuse_converted(self.held.values())
+            self._refuse_rearranged()
         return stands
+
+    def _refuse_rearranged(self) -> None:
+        adoption.refuse_moved(self.held.values())
+        adoption.refuse_set(self.held.values())
 
     @property
     def _standing(self) -> Standing:
@@ -441,6 +448,7 @@ class Store:
         assert isinstance(held.live, DTensor) and held.memory is not None
         value = DTensor.from_local(held.live._local_tensor, held.home.mesh.device_mesh, held.placements, run_check=False)
         held.live._local_tensor = held.memory
+        held.remember()
         self.write(held, value)
 
     def reset(self, held: Held) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
 import meshc
@@ -68,12 +71,22 @@ def compiled(mesh: Any, inputs: str, rows: int) -> tuple[Any, Any]:
     return model, twin
 
 
+@contextmanager
+def one_compilation() -> Iterator[None]:
+    """Rank 0's program is that of all ranks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*compiles this program for itself")
+        yield
+
+
 @ROWS.row('train, evaluate, predict, with inputs="local"', mesh="dp=2")
 def dealt_out(mesh: Any) -> None:
     """Each rank has its own rows, as the Trainer deals them out, with different numbers of labels."""
-    model, twin = compiled(mesh, "local", 2)
-    trainer = Trainer(model=model, args=arguments(shared_folder()), train_dataset=texts(), eval_dataset=texts(4))
-    trainer.train()
+    given = arguments(shared_folder())  # from here on Accelerate knows which rank this is, and no forward asks
+    with one_compilation():
+        model, twin = compiled(mesh, "local", 2)
+        trainer = Trainer(model=model, args=given, train_dataset=texts(), eval_dataset=texts(4))
+        trainer.train()
     trained(twin)
     _close(model, twin)
     assert {"loss", "grad_norm"} <= {name for row in trainer.state.log_history for name in row} or trainer.state.global_step == STEPS
@@ -112,6 +125,28 @@ def accumulated(mesh: Any) -> None:
         _close(model, twin)
         logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         torch.testing.assert_close(logged, [loss.item() for loss in losses], rtol=1e-5, atol=1e-5)
+
+
+    accumulated_means(mesh)
+
+
+def accumulated_means(mesh: Any) -> None:
+    """A model that takes the count and does not divide by it: the sum of its batches' means, as the Trainer has it on one device."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_labels=3)
+    kind = dict(problem_type="single_label_classification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertForSequenceClassification(BertConfig(**sizes, **kind)).double()
+    twin = copy.deepcopy(model)
+    rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(index % 3)} for index, row in enumerate(texts(8))]
+    given = arguments(shared_folder(), gradient_accumulation_steps=2, max_steps=1, max_grad_norm=0.0)
+    with one_compilation():
+        meshc.compile(model, mesh, kwargs=default_collate(rows[:2]), inputs="local")
+        Trainer(model=model, args=given, train_dataset=rows).train()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for start in (0, 4):
+        twin(**default_collate(rows[start : start + 4])).loss.backward()
+    optimizer.step()
+    _close(model, twin)
 
 
 class Whole(Trainer):
@@ -206,6 +241,8 @@ def not_resumed(mesh: Any) -> None:
     torch.distributed.barrier()
     again = started(mesh, "global", folder)
     refuses(meshc.StateError, "no optimizer.pt", lambda: again.train(resume_from_checkpoint=True))
+    elsewhere = started(mesh, "global", shared_folder())
+    refuses(meshc.StateError, "that begin anew", lambda: elsewhere.train(resume_from_checkpoint=str(folder / "checkpoint-2")))
     plain = Whole(model=llama(), args=arguments(folder), train_dataset=texts(), callbacks=[meshc.trainer_checkpoints()])
     plain.is_distributed_loading_by_transformers = True
     refuses(meshc.StateError, "is not compiled", plain.train)

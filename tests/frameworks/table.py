@@ -42,6 +42,13 @@ AFTER: Final = """
   multiplies by the number of processes, as DDP wants it; a model with `inputs="local"`, whose loss is of all ranks' rows already,
   takes that back when the Trainer's own `compute_loss` calls it. One of yours that passes `num_items_in_batch` on gets what the
   model means by it.
+- **The Trainer's loss outside the model** (`label_smoothing_factor`, `compute_loss_func`) is of each rank's own rows: compile with
+  `options=meshc.Options(local_loss="mean")`, which is what the Trainer means. Without it backward is refused.
+- **The Trainer's last batch.** Where rows do not divide, Accelerate gives some rows twice, to make parts equal, as it does under DDP:
+  the step's mean counts them twice, and `eval_loss` of such a last batch is the mean of what ranks were given. Metrics of `compute_metrics`
+  and `predict` count each row once. `dataloader_drop_last=True`, or a number of rows that divides, is exact.
+- **The Trainer's checkpoints.** It removes old ones before the callback has written a new one's optimizer: with `save_total_limit`
+  of at least 2 one that is complete is always there. `load_best_model_at_end` and early stopping need nothing more.
 - **The Trainer's mesh.** It deals out one part to each rank, so `inputs="local"` goes with meshes whose axes all have a data role.
   On others every rank gets the same batch, by a loader of its own.
 - **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.

@@ -10,7 +10,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import filelock
 import pytest
@@ -246,6 +246,42 @@ def test_what_a_forward_reads_of_a_module_that_fetches_counts(monkeypatch: pytes
     before = reachable(nn.Module(), {"a": reads_a_session}).places
     monkeypatch.setattr(hub, "SESSION_ID", "shorter")
     assert "transformers.utils.hub.SESSION_ID" in difference(reachable(nn.Module(), {"a": reads_a_session}).places, before)
+
+
+class Shared:
+    """As Accelerate keeps what a process is, beside what all are."""
+
+    _shared_state: ClassVar[dict[str, object]] = {}
+
+
+def asks_shared(x: Tensor) -> Tensor:
+    return x * Shared._shared_state["scale"]  # type: ignore[operator]
+
+
+def asks_its_place(x: Tensor) -> Tensor:
+    return x + Shared().process_index  # type: ignore[attr-defined]
+
+
+def test_which_rank_this_is_does_not_count_where_a_package_keeps_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands beside it does, and code that asks for it is found by the name."""
+    monkeypatch.setitem(reachable_code.OF_PROCESSES, f"{__name__}.Shared._shared_state", ("process_index",))
+    shared: list[dict[str, object]] = [{"process_index": 0, "scale": 2}, {"process_index": 1, "scale": 2}, {"process_index": 1, "scale": 3}]
+    places = []
+    for state in shared:
+        monkeypatch.setattr(Shared, "_shared_state", state)
+        places.append(reachable(nn.Module(), {"a": asks_shared}).places)
+    assert difference(places[1], places[0]) == ""
+    assert "Shared._shared_state['scale']: this rank has 3" in difference(places[2], places[0])
+    assert "reads process_index" in reachable(nn.Module(), {"a": asks_its_place}).beyond([asks_its_place.__code__])
+
+
+def test_the_number_of_a_hook_does_not_count() -> None:
+    """It is of all hooks of a process."""
+    one, other = Model(), Model()
+    for model in (one, other):
+        model.kept = model.up.register_forward_hook(tripled)
+    assert one.kept.id != other.kept.id
+    assert difference(reachable(one, {}).places, reachable(other, {}).places) == ""
 
 
 def test_a_stock_model_is_known_whole() -> None:

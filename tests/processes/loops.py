@@ -224,6 +224,7 @@ def two_steps(mesh: Any) -> None:
     again = torch.optim.SGD(model.generator.parameters(), lr=0.1)
     with pytest.raises(meshc.StateError, match=r"generator.0.weight.*another Adam updates this already"):
         meshc.compile(meshc.TrainStep(model, optimizer=again), mesh, args=(noise,), plan="fsdp")
+    assert generate(noise).isfinite(), "all ranks have refused together, and go on"
 
 
 CHECKS = (hooked, kept, added, counted, behind, two_steps)

@@ -54,6 +54,11 @@ def test_more_of_module_mode_on_two_ranks() -> None:
     assert run("module_mode", 2, "dp=2", "several_sets").split() == ["several_sets"]
 
 
+def test_parameters_that_are_written_set_tied_or_moved_after_compiling() -> None:
+    names = ("written", "data_set", "tied", "untied", "removed", "data_set_before_saving", "tied_in_a_step")
+    assert run("rearranged", 2, "dp_shard=2", *names).split() == [*names]
+
+
 @pytest.mark.parametrize("names", [("caches", "several_sets"), broad(("some_outputs", "three_steps"))], ids=" ".join)
 def test_module_mode_split_over_heads(names: tuple[str, ...]) -> None:
     assert run("module_mode", 2, "tp=2", *names).split() == [*names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ def start(function: str, *arguments: str) -> bool:
     return ended.ok
 
 
+def refused(*arguments: str) -> str:
+    """What rank 0 says last of a start that ends at once, without pages of torch's."""
+    ended = launch("tests.processes.train_lm:run", "--sample-every", "0", "--mesh", "dp=2", *arguments, ranks=2, timeout_s=240)
+    said = ended.ranks[0].err
+    assert not ended.timed_out and ended.ranks[0].code == 1 and "Traceback" not in said, ended
+    return said
+
+
 @pytest.mark.parametrize("first, second", [("dp=2", "dp=2"), broad("dp=2", "tp=2"), broad("dp_shard=2", "dp=2")])
 def test_a_job_that_is_killed_goes_on_as_if_it_had_not_been(first: str, second: str, tmp_path: Path) -> None:
     given, out = text(tmp_path), tmp_path / "out"
@@ -44,6 +53,24 @@ def test_a_job_that_is_killed_goes_on_as_if_it_had_not_been(first: str, second: 
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=difference, rel=0) and ours["lr"] == theirs["lr"]
     assert again[6]["loss"] < again[0]["loss"]
     assert sorted(path.name for path in out.glob("step-*")) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.broad
+def test_what_a_folder_cannot_go_on_from_is_said(tmp_path: Path) -> None:
+    given, out = text(tmp_path), tmp_path / "out"
+    start("run", "--sample-every", "0", "--text", given, "--out", str(out), "--mesh", "dp=2")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "sample": "a row that was cut off}')
+    (out / "step-00000008.tmp").write_text("no folder")
+    said = refused("--text", given, "--out", str(out), "--steps", "10")
+    assert "step-00000008.tmp cannot be written: on rank 0 FileExistsError" in said and "the job goes on from" in said
+    assert [row["step"] for row in rows(out)] == [*range(10)], "steps behind the newest checkpoint were made again, in whole rows"
+    for file in (out / "step-00000006").glob("*.distcp"):
+        os.truncate(file, 1000)
+    said = refused("--text", given, "--out", str(out))
+    assert "step-00000006 cannot be read: on rank 0 " in said and "goes on from" in said and "step-00000004" in said
+    said = refused("--text", given, "--out", str(out), "--layers", "2", "--batch", "6")
+    assert "was begun with --layers 1, and now 2; --batch 4, and now 6" in said
 
 
 @pytest.mark.broad
