@@ -353,3 +353,23 @@ def test_a_column_a_rank_is_read_by_every_microbatch() -> None:
     program = meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x}, plan="a: f3")
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class ChosenRows(nn.Module):
+    """Where the gradient's rows add up is made once for all microbatches, in lines of plain types; a rank has one row of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[x.argmax(-1)].sin().square().mean()
+
+
+def test_one_row_a_rank_is_added_where_an_index_says() -> None:
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = ChosenRows()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
+    program = meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": x}, plan="a: batch")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
