@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from meshc.check import check_program
 from meshc.errors import ArtifactError

@@ -272,6 +272,17 @@ class InGroups(nn.Module):
         return (torch.softmax(found @ y, -1).mean(0) ** 2).sum()
 
 
+class BiasAlone(nn.Module):
+    """Of a convolution whose channels are split only the bias has a gradient, which has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.conv1d(x, y, self.bias, stride=2, padding=1).sin().mean()
+
+
 class InTurns(nn.Module):
     """How many of a rank's positions are steps is another number on each."""
 
@@ -288,7 +299,7 @@ class InTurns(nn.Module):
     [
         (LastReadByNothing(), "a=4,b=2", "a: batch > bias.1; store params, state\nb: bias.1", ((2, 4), (4, 2))),
         (UpdatedWhole(), "a=2", "a: batch; store params", ((2, 5), (2, 5))),
-        (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())),
+        (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())), (BiasAlone(), "a=4", "a: seq", ((3, 7, 3), (4, 7, 3))),
         (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
         (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
     ],
