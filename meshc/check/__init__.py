@@ -10,6 +10,7 @@
     follow.py        a stage, a line at a time: the sharding of each value against what its operator makes of its operands'
     spread.py        how a value lies on the ranks, as far as it is known
     ruled.py         what an operator makes of that, by its rule; asked.py  how a rule is asked about a rank's tiles
+    handed.py        what is known of values that stages hand to each other
     viewed.py        what views and cuts make of it;  moved.py  what collectives and tiles do
     orders.py        in which order tiles lie, which operators take, and the exchange that changes it
     memory.py        what is read after it was overwritten, and what leaves in one memory

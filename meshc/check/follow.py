@@ -18,6 +18,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.check import orders
 from meshc.check.asked import Asked
+from meshc.check.handed import Handed
 from meshc.check.moved import moved
 from meshc.check.ruled import Rules, ruled
 from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending
@@ -34,12 +35,15 @@ aten = torch.ops.aten
 VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
-def faults(stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> Iterator[tuple[str, str]]:
-    """(value, what is wrong with it) for every line whose sharding is not what its operands' make."""
-    walk = _Walk(stage, sizes, rules)
+def faults(
+    stage: Stage, sizes: Mapping[str, int], rules: Rules | None, handed: Handed | None = None
+) -> Iterator[tuple[str, str]]:
+    """(value, what is wrong with it) for every line whose sharding is not what its operands' make. `handed` knows of values that stages
+    before this one make, and is told of this one's."""
+    walk = _Walk(stage, sizes, rules, handed)
     for node in stage.graph.nodes:
         if node.op == "output":
-            return
+            return walk.hand_on(stage)
         try:
             walk.visit(node)
         except Wrong as wrong:
@@ -47,8 +51,10 @@ def faults(stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> Itera
 
 
 class _Walk:
-    def __init__(self, stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> None:
+    def __init__(self, stage: Stage, sizes: Mapping[str, int], rules: Rules | None, handed: Handed | None) -> None:
         self.sizes = sizes
+        self.handed = handed
+        self.keys = stage.keys()
         self.spreads: dict[Node, tuple[Spread, ...]] = {}
         self.places: dict[object, tuple[str, ...] | None] = {0: ()}
         self.asked = Asked(rules, sizes) if rules is not None else None
@@ -74,8 +80,18 @@ class _Walk:
             if record.sharding is not None:
                 _compare(one, told, record.shape, self.sizes)
 
+    def hand_on(self, stage: Stage) -> None:
+        if self.handed is None:
+            return
+        for key, value in stage.results().items():
+            if isinstance(value, Node) and not isinstance(value.meta[ir.KEY], tuple):
+                self.handed.give(key, value, self._of(value))
+
     def _declared(self, node: Node) -> tuple[Spread, ...]:
-        """What the line says, of several results what those say that take them apart."""
+        """What the line says, of several results what those say that take them apart; of a plain type that comes in, what is known."""
+        if node.op == "placeholder" and self.handed is not None and ir.record(node).sharding is None:
+            known = self.handed.of(self.keys[node], ir.record(node))
+            return (known or Spread.of(ir.record(node)),)
         found = [Spread.of(record) for record in ir.records(node)]
         if isinstance(node.meta[ir.KEY], tuple):
             for user in node.users:

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check import follow, hosted, memory, phases, shared, used_rows
+from meshc.check.handed import Handed
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
 from meshc.check.ruled import Rules
@@ -88,11 +89,11 @@ def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
 
 def _faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[str]:
     sizes = program.axis_sizes
-    sound = True
+    sound, handed = True, Handed(program)
     for stage in program.stages.values():
         wrong = dict(faults_of_stage(stage, sizes))
         sound = sound and not wrong
-        wrong = wrong or dict(_of_sound_lines(stage, sizes, rules))
+        wrong = wrong or dict(_of_sound_lines(stage, sizes, rules, handed))
         yield from (_at(stage, name, why) for name, why in wrong.items())
     for name, value, why in faults_of_regions(program):
         yield _at(program.stages[name], value, f"{value}: {why}")
@@ -111,9 +112,11 @@ def _faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[
     yield from (f"{where}: {why}" for why in faults_of_lists(program))
 
 
-def _of_sound_lines(stage: Stage, sizes: Mapping[str, int], rules: Rules | None) -> Iterator[tuple[str, str]]:
+def _of_sound_lines(
+    stage: Stage, sizes: Mapping[str, int], rules: Rules | None, handed: Handed
+) -> Iterator[tuple[str, str]]:
     """What is wrong with lines each of which an operator can make of values of these shapes."""
-    yield from follow.faults(stage, sizes, rules)
+    yield from follow.faults(stage, sizes, rules, handed)
     yield from memory.faults(stage, may_view)
     yield from phases.faults(stage)
 
@@ -230,6 +233,9 @@ def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
         else:
             if step.value not in there:
                 yield f"{where}: the schedule takes {step.value} into {step.into}, and nothing has made it since it was last taken"
+            elif (step.op, step.into) != whole_of(step.value):
+                op, into = whole_of(step.value) or ("", "nothing")
+                yield f"{where}: the schedule takes {step.value} into {step.into} by {step.op}; it goes into {into}{f' by {op}' * bool(op)}"
             there.discard(step.value)
             there.add(step.into)
     missing = [port.key for port in program.outputs if port.key not in there]

@@ -201,6 +201,15 @@ def _added(deferrals: Sequence[Deferral], count: int) -> set[int]:
     return set.intersection(*sums) if len(sums) > 1 else set()
 
 
+def _beside(deferrals: Sequence[Deferral], given: Sequence[Spread], axis: str) -> set[int]:
+    """Operands that every rank has all of beside tiles that `axis` splits, both going into one sum: what rows are added to, as index_put's
+    first. Each rank's part has them once."""
+    split = [spread.split() for spread in given]
+    sums = [deferral.positions for deferral in deferrals if deferral.reduction == "sum"]
+    tiled = [positions for positions in sums if any(axis in (split[place] or ()) for place in positions)]
+    return {place for positions in tiled for place in positions if (axes := split[place]) is not None and axis not in axes}
+
+
 def _deferred(
     node: Node,
     names: Sequence[str],
@@ -214,7 +223,7 @@ def _deferred(
         return None
     summed, added = _summed(owing), _added(deferrals, len(given))
     for axis in summed:
-        for place in added:
+        for place in sorted(added | _beside(deferrals, given, axis)):
             if (given[place].pending or {}).get(axis) != "sum" and not given[place].varies:
                 told = f"{names[place]} is added on each rank to its part of a sum over {axis}"
                 raise Wrong(f"{told}, and is no part itself: keep_first makes it one")

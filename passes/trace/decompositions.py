@@ -5,12 +5,14 @@
     centred = x - mean(x);   out = centred * rsqrt(mean(centred * centred) + eps) * w + b
 
 Most are torch's own decompositions. Some are not: torch's variance is one operator, which a split would need twice, its group norm is
-written in primitives that no program may name, and it has none for the gradient of a weight norm.
+written in primitives that no program may name, and it has none for the gradient of a weight norm. A convolution's backward stays one
+operator, but for the bias's gradient where it is the only one: that reads neither x nor the weight, which are not kept for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -150,12 +152,23 @@ def weight_norm_backward(
     return (grad - v * (along / norms)) * (g / norms), along
 
 
+def convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int] | None, *settings: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, weight and bias, as the last of the settings says which are wanted."""
+    *_, wanted = settings
+    if list(wanted) != [False, False, True]:
+        return NotImplemented
+    return None, None, grad.sum([0, *range(2, grad.dim())])
+
+
 def decompositions() -> dict[object, Function]:
     """Operator -> what it is taken apart into."""
     table: dict[object, Function] = dict(get_decompositions(list(DECOMPOSED)).items())
     table[aten.var_mean.correction] = var_mean
     table[aten.std_mean.correction] = std_mean
     table[aten.native_group_norm.default] = native_group_norm
+    table[aten.convolution_backward.default] = convolution_backward
     table[aten._weight_norm_interface.default] = weight_norm
     table[aten._weight_norm_interface_backward.default] = weight_norm_backward
     return table

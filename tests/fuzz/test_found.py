@@ -272,6 +272,17 @@ class InGroups(nn.Module):
         return (torch.softmax(found @ y, -1).mean(0) ** 2).sum()
 
 
+class BiasAlone(nn.Module):
+    """Of a convolution whose channels are split only the bias has a gradient, which has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.conv1d(x, y, self.bias, stride=2, padding=1).sin().mean()
+
+
 class InTurns(nn.Module):
     """How many of a rank's positions are steps is another number on each."""
 
@@ -288,7 +299,7 @@ class InTurns(nn.Module):
     [
         (LastReadByNothing(), "a=4,b=2", "a: batch > bias.1; store params, state\nb: bias.1", ((2, 4), (4, 2))),
         (UpdatedWhole(), "a=2", "a: batch; store params", ((2, 5), (2, 5))),
-        (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())),
+        (InTurns(), "cp=3", "cp: seq", ((4, 7, 4), ())), (BiasAlone(), "a=4", "a: seq", ((3, 7, 3), (4, 7, 3))),
         (LastReadByNothing(), "a=4", "a: batch", ((2, 4), (4, 2))), (Biased(), "a=2", "a: -", ((3, 9, 9, 6), ())),
         (ReadTwice(), "a=3", "a: batch", ((8, 3), None)), (InGroups(), "a=2", "a: f1, batch", ((9, 3), (9, 2))),
     ],
@@ -351,5 +362,25 @@ def test_a_column_a_rank_is_read_by_every_microbatch() -> None:
     model = Resized()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
     program = meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x}, plan="a: f3")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
+
+
+class ChosenRows(nn.Module):
+    """Where the gradient's rows add up is made once for all microbatches, in lines of plain types; a rank has one row of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[x.argmax(-1)].sin().square().mean()
+
+
+def test_one_row_a_rank_is_added_where_an_index_says() -> None:
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = ChosenRows()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), microbatches=2)
+    program = meshc.compile(step, meshc.Mesh("a=2"), kwargs={"x": x}, plan="a: batch")
     check_program(program.compiled, "the program", rules)
     assert meshc.verify(program, dtype=torch.float64).ok

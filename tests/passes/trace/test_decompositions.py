@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import meshc
 from meshc.cost import work
-from meshc.passes.trace.decompositions import native_group_norm, var_mean, weight_norm, weight_norm_backward
+from meshc.passes.trace.decompositions import convolution_backward, native_group_norm, var_mean, weight_norm, weight_norm_backward
 
 ROWS = [((5, 7), [1], 1.0), ((5, 1), [1], 0.0), ((5, 1), [1], 1.0), ((4, 3), [0, 1], 0.0), ((2,), [0], 2.0)]
 
@@ -41,6 +41,19 @@ def test_weight_norm(dim: int, dtype: torch.dtype) -> None:
     back = torch.ops.aten._weight_norm_interface_backward(grad, v, g, wanted[1], dim)
     near = 1e-9 if dtype == torch.float64 else 2e-2
     torch.testing.assert_close(weight_norm_backward(grad, v, g, wanted[1], dim), back, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("wanted", [[False, False, True], [True, False, True], [False, True, False]])
+def test_a_bias_alone_reads_the_gradient_alone(wanted: list[bool]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(shape, generator=generator) for shape in ((2, 3, 5, 6), (4, 3, 2, 2), (2, 4, 4, 5)))
+    settings = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted)
+    found = convolution_backward(grad, x, weight, [4], *settings)
+    if wanted != [False, False, True]:
+        assert found is NotImplemented  # it stays one operator
+        return
+    torch.testing.assert_close(found[2], torch.ops.aten.convolution_backward(grad, x, weight, [4], *settings)[2])
+    assert found[:2] == (None, None)
 
 
 def test_a_weight_norm_splits() -> None:
