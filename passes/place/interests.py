@@ -38,8 +38,9 @@ class Interest:
 
     def leaves(self, rank: int, size: int, ranks: int) -> bool:
         """Whether a factor of this size and rank of the entry is left to what comes behind it, where `ranks` ranks would split it."""
-        last = max(rank for rows in self.ranks.values() for rank, _ in rows)
-        return self.even and rank < last and isinstance(size, int) and size % ranks > 0
+        if not self.even or not isinstance(size, int) or size % ranks == 0:
+            return False
+        return any(rank < other for rows in self.ranks.values() for other, _ in rows)
 
     def only_behind(self, factor: int) -> bool:
         """Whether the axis takes this factor where it finds none that comes before it in the plan: batch, in `ep: experts > batch`."""
