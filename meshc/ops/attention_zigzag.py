@@ -36,7 +36,7 @@ def attention_zigzag(
 ) -> tuple[Tensor, Tensor]:
     _fit_tiles("attention_zigzag", q, k, v)
     _check(queries_of, keys_of, ranks)
-    if length == ranks * q.shape[2]:
+    if _one_call(q, queries_of, keys_of, ranks, length):
         return _at_once(q, k, v, scale, queries_of, keys_of, ranks)
     out, lse = _empty(q, v)
     out.zero_(), lse.fill_(-torch.inf)
@@ -48,14 +48,15 @@ def attention_zigzag(
     return out, lse
 
 
+def _one_call(q: Tensor, queries_of: int, keys_of: int, ranks: int, length: int) -> bool:
+    """Whether one call of the kernel does both pairs of halves, or all of a rank's own: where nothing is padding, and but for its own
+    where the first of its halves is the later one, which would have to change places."""
+    return length == ranks * q.shape[2] and (queries_of != keys_of or 2 * queries_of < ranks)
+
+
 def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Without padding one call of the kernel does both pairs of halves, or the triangles of a rank's own."""
-    keep = q.shape[2] - q.shape[2] // 2
     if queries_of == keys_of:
-        if 2 * queries_of < ranks:
-            return _kernel(scale, q, k, v, None, True)
-        found = _kernel(scale, _turned(q, keep), _turned(k, keep), _turned(v, keep), None, True)
-        return _back(found[0], _empty(q, v)[0], keep), _back(found[1], _empty(q, v)[1], keep)
+        return _kernel(scale, q, k, v, None, True)
     rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
     part, sums = _kernel(scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, False)
     if part.shape == q.shape:
@@ -64,17 +65,6 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, key
     out.zero_(), lse.fill_(-torch.inf)
     out[:, :, rows], lse[:, :, rows] = part, sums
     return out, lse
-
-
-def _turned(x: Tensor, keep: int) -> Tensor:
-    """The halves of a tile whose second one comes first in the sequence, in its order."""
-    return torch.cat([x[:, :, keep:], x[:, :, :keep]], 2)
-
-
-def _back(turned: Tensor, into: Tensor, keep: int) -> Tensor:
-    late = turned.shape[2] - keep
-    into[:, :, :keep], into[:, :, keep:] = turned[:, :, late:], turned[:, :, :late]
-    return into
 
 
 def _seen(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
@@ -135,7 +125,7 @@ def attention_zigzag_backward(
     _fit_backward(grad, q, k, v, None, out, lse)
     _fit_tiles("attention_zigzag_backward", q, k, v)
     _check(queries_of, keys_of, ranks)
-    if length == ranks * q.shape[2]:
+    if _one_call(q, queries_of, keys_of, ranks, length):
         return _back_at_once(grad, q, k, v, out, lse, scale, queries_of, keys_of, ranks)
     dq, dk, dv = (_like(x).zero_() for x in (q, k, v))
     for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):
@@ -151,14 +141,8 @@ def attention_zigzag_backward(
 def _back_at_once(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keep = q.shape[2] - q.shape[2] // 2
-    lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a query that sees nothing at all: all of its weights are 0
     if queries_of == keys_of:
-        if 2 * queries_of < ranks:
-            return _backward_kernel(scale, grad, q, k, v, None, out, lse, True)
-        grad, q, k, v, out, lse = (_turned(x, keep) for x in (grad, q, k, v, out, lse))
-        dq, dk, dv = (_back(x, _like(x), keep) for x in _backward_kernel(scale, grad, q, k, v, None, out, lse, True))
-        return dq, dk, dv
+        return _backward_kernel(scale, grad, q, k, v, None, out, lse, True)
     rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
     given = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], None, out[:, :, rows], lse[:, :, rows]
     dq, dk, dv = _backward_kernel(scale, *given, False)
