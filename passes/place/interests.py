@@ -62,18 +62,17 @@ def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Intere
     found = {}
     for axis in axes:
         ranks: dict[int, list[tuple[int, str | None]]] = {}
+        entry = plan.entry(axis)
         if axis == MICROBATCH:
             for factor, aliases in names.also.items():
                 if "batch" in aliases:
                     ranks.setdefault(factor, []).append((0, None))
         else:
-            entry = plan.entry(axis)
             for rank, terms in enumerate(entry.ranks if entry else ()):
                 for term in terms:
                     for factor, aliases in names.also.items():
                         if any(term.covers(alias) for alias in aliases):
                             ranks.setdefault(factor, []).append((rank, term.region))
-        entry = plan.entry(axis)
         even = entry is not None and entry.source.startswith("role cp,")
         found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()}, even)
     return found

@@ -164,23 +164,6 @@ def masked(rows: int = 3) -> Tensor:
     return bias
 
 
-@pytest.mark.parametrize(
-    "heads, plan, lies",
-    [
-        (6, None, "f32[2, 6, 2, 4]"),
-        (8, None, "f32[2, 2, 8, 4]"),
-        (6, "ulysses", "f32[2, 2, 8, 4]"),
-        (6, "cp: heads@attention > seq", "f32[2, 2, 8, 4]"),
-    ],
-)
-def test_by_its_name_alone_an_axis_pads_no_heads(heads: int, plan: str | None, lies: str) -> None:
-    """Six heads over four ranks are left alone, and their positions stay split; asked for they are padded."""
-    model = Attends(4 * heads, heads, is_causal=True)
-    program = trained(model, "cp=4", {"x": torch.randn(2, 8, 4 * heads)}, "gather", plan)
-    assert f'attention_default: "({lies}' in str(program)
-    assert meshc.verify(program, dtype=torch.float64).ok
-
-
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=3", broad("cp=4")])
 @pytest.mark.parametrize("bias", [None, masked(), masked(1)[:, :, :1]])
 def test_masks_that_are_given_as_tensors(mesh: str, bias: Tensor | None) -> None:

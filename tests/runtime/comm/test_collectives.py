@@ -22,6 +22,12 @@ def test_every_collective_on_every_dim_and_dtype(ranks: int) -> None:
         assert "warn" not in end.err.lower(), run  # torch warns about some of its own names
 
 
+def test_messages_to_one_rank_and_from_another() -> None:
+    run = launch("tests.runtime.programs:messages_on_three_ranks", ranks=3, timeout_s=120)
+    assert run.ok, run
+    assert [end.out for end in run.ranks] == ["done\n"] * 3
+
+
 def test_groups_of_a_2x2_mesh() -> None:
     run = launch("tests.runtime.programs:groups_of_a_mesh", ranks=4, timeout_s=120)
     assert run.ok, run
