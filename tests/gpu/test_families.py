@@ -57,6 +57,19 @@ def test_steps_in_float64(mesh, name):
         torch.testing.assert_close(found.full_tensor(), other, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.parametrize("what", ["documents", "padding"])
+def test_masks_that_are_tensors(mesh, what):
+    case = on_gpu("llama", torch.float64)
+    rows, length = case.kwargs["input_ids"].shape
+    at = torch.arange(length, device="cuda").expand(rows, length)
+    if what == "documents":
+        case.kwargs["position_ids"] = torch.where(at < length // 3, at, at - length // 3)
+    else:
+        case.kwargs["attention_mask"] = (at < length - torch.arange(rows, device="cuda").unsqueeze(1)).long()
+    wanted, _ = plain_losses(case)
+    assert compiled_losses(mesh, case) == pytest.approx(wanted, rel=3e-6)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "mamba"])
 @pytest.mark.parametrize("cuda_graph", [False, "auto"])
 def test_steps_under_inductor(mesh, name, cuda_graph):
