@@ -262,10 +262,16 @@ def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGr
 def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Pending:
     """pieces[i] goes to rank i, whatever its shape; waiting gives what came, flat, shapes[i] of it from rank i."""
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    found = sent.new_empty(sum(math.prod(shape) for shape in shapes))
-    unit = 1 if sent.dtype in _PLAIN else sent.element_size()  # as bytes
-    sends, receives = [piece.numel() * unit for piece in pieces], [math.prod(shape) * unit for shape in shapes]
-    return Pending(found, (dist.all_to_all_single(_flat(found), _flat(sent), receives, sends, group, async_op=True),), held=sent)
+    return all_to_all_rows(sent, [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes], group)
+
+
+def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Pending:
+    """The next sends[i] along dim 0 of `x` go to rank i; waiting gives receives[i] from rank i, one after another. [a, ..] -> [b, ..]"""
+    found = x.new_empty((sum(receives), *x.shape[1:]))
+    unit = math.prod(x.shape[1:]) * (1 if x.dtype in _PLAIN else x.element_size())  # as bytes
+    goes, comes = [count * unit for count in sends], [count * unit for count in receives]
+    x = x.contiguous()
+    return Pending(found, (dist.all_to_all_single(_flat(found), _flat(x), comes, goes, group, async_op=True),), held=x)
 
 
 def waits_on_device(group: ProcessGroup | None) -> bool:

@@ -11,14 +11,41 @@ them. Rows may lie in several blocks of as many, s of them; a tile has its part 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshc.runtime.comm.collectives import Pending, all_to_all_pieces
+from meshc.runtime.comm.collectives import Pending, all_to_all_rows
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What rows of a rank go where, and what come; each segment by rank."""
+
+    places: Tensor
+    """Of the rows that have a choice at this rank, by owner: where they lie among those of all ranks, in blocks one after another."""
+    of: list[int]
+    """How many of each owner."""
+    rows: Tensor
+    """Of this rank's tile, by the rank that has chosen them."""
+    by: list[int]
+    """How many by each rank."""
+    rank: int
+
+    def mine(self, some: Tensor, counts: list[int]) -> Tensor:
+        """The segment of this rank itself."""
+        return some.narrow(0, sum(counts[: self.rank]), counts[self.rank])
+
+    def others(self, some: Tensor, counts: list[int]) -> Tensor:
+        start = sum(counts[: self.rank])
+        return torch.cat([some[:start], some[start + counts[self.rank] :]])
+
+    def sizes(self, counts: list[int]) -> list[int]:
+        """Of the messages with other ranks."""
+        return [0 if place == self.rank else count for place, count in enumerate(counts)]
 
 
 def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Pending:
@@ -27,20 +54,18 @@ def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) 
     tile, width = x.shape[-2:]
     whole = x.new_zeros(1, *x.shape[:-2], count * tile, width)
     rows, flat = x.reshape(-1, width), whole.view(-1, width)
-    chosen = _chosen(choice, each, count)
-    own = chosen[rank][rank]
-    flat[_places(own, rank, tile, count)] = rows[own]
+    chosen = _chosen(choice, each, rank, count)
+    own = rows.index_select(0, chosen.mine(chosen.rows, chosen.by))
+    flat.index_copy_(0, chosen.mine(chosen.places, chosen.of), own)
     if group is None:
         return Pending(whole)
-    sent = [rows[chosen[other][rank]] if other != rank else rows[:0] for other in range(count)]
-    places = [_places(some, owner, tile, count) for owner, some in enumerate(chosen[rank]) if owner != rank]
+    sent = rows.index_select(0, chosen.others(chosen.rows, chosen.by))
 
     def put(came: Tensor) -> Tensor:
-        if places:
-            flat[torch.cat(places)] = came.view(-1, width)
+        flat.index_copy_(0, chosen.others(chosen.places, chosen.of), came)
         return whole
 
-    return _exchanged(sent, [0 if owner == rank else len(some) for owner, some in enumerate(chosen[rank])], group).then(put)
+    return all_to_all_rows(sent, chosen.sizes(chosen.by), chosen.sizes(chosen.of), group).then(put)
 
 
 def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Pending:
@@ -49,40 +74,35 @@ def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None)
     tile, width = x.shape[-2] // count, x.shape[-1]
     result = x.new_zeros(*x.shape[1:-2], tile, width)
     rows, flat = x.reshape(-1, width), result.view(-1, width)
-    chosen = _chosen(choice, each, count)
-    told = [rows[_places(some, owner, tile, count)] for owner, some in enumerate(chosen[rank])]
-    mine = told[rank]
+    chosen = _chosen(choice, each, rank, count)
+    mine = rows.index_select(0, chosen.mine(chosen.places, chosen.of))
     if group is None:
-        flat.index_add_(0, chosen[0][0], mine)
+        flat.index_add_(0, chosen.rows, mine)
         return Pending(result)
-    sent = [mine[:0] if owner == rank else some for owner, some in enumerate(told)]
-    lengths = [0 if teller == rank else len(chosen[teller][rank]) for teller in range(count)]
+    sent = rows.index_select(0, chosen.others(chosen.places, chosen.of))
+    before, own = sum(chosen.by[:rank]), chosen.by[rank]
 
     def add(came: Tensor) -> Tensor:
-        for teller, part in enumerate(came.view(-1, width).split(lengths)):
-            flat.index_add_(0, chosen[teller][rank], mine if teller == rank else part)
+        for to, terms in zip(chosen.rows.split([before, own, len(came) - before]), (came[:before], mine, came[before:]), strict=True):
+            flat.index_add_(0, to, terms)
         return result
 
-    return _exchanged(sent, lengths, group).then(add)
-
-
-def _exchanged(sent: Sequence[Tensor], lengths: Sequence[int], group: ProcessGroup) -> Pending:
-    """sent[i] goes to rank i, from which lengths[i] rows come."""
-    return all_to_all_pieces(sent, [(length, sent[0].shape[1]) for length in lengths], group)
+    return all_to_all_rows(sent, chosen.sizes(chosen.of), chosen.sizes(chosen.by), group).then(add)
 
 
 def _place(group: ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def _places(rows: Tensor, owner: int, tile: int, count: int) -> Tensor:
-    """Where rows of a rank's tile, `tile` of each block, lie among those of all ranks."""
-    return rows + rows.div(tile, rounding_mode="floor") * (count - 1) * tile + owner * tile if tile else rows
-
-
-def _chosen(choice: Tensor, each: int, count: int) -> list[list[Tensor]]:
-    """Of each rank, by the rank that has them, the rows that have a choice there: their numbers in that rank's tile."""
-    first = torch.arange(count, device=choice.device).view(-1, *[1] * choice.dim()) * each
-    here = ((choice.unsqueeze(0) >= first) & (choice.unsqueeze(0) < first + each)).any(-1)
-    owned = here.view(count, prod(choice.shape[:-2]), count, here.shape[-1] // count).transpose(1, 2).flatten(2)
-    return [[tile.nonzero().squeeze(1) for tile in row] for row in owned.unbind()]
+def _chosen(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
+    """Of choices [s.., n * t, k], rank r's experts from r * each on: looked at are those that have one here, and the tile of this rank."""
+    blocks, whole = prod(choice.shape[:-2]), choice.shape[-2]
+    tile = whole // count
+    tiles = choice.reshape(blocks, count, tile, choice.shape[-1]).transpose(0, 1)  # [n, s, t, k]
+    here = ((tiles >= rank * each) & (tiles < (rank + 1) * each)).any(-1)
+    ranks = torch.arange(count, device=choice.device).view(-1, 1, 1, 1)
+    wanted = (tiles[rank].div(each, rounding_mode="floor") == ranks).any(-1)
+    places = torch.arange(blocks * whole, device=choice.device).view(blocks, count, tile).transpose(0, 1)[here]
+    rows = torch.arange(blocks * tile, device=choice.device).view(1, blocks, tile).expand_as(wanted)[wanted]
+    of, by = torch.stack([here.sum((1, 2)), wanted.sum((1, 2))]).tolist()
+    return Chosen(places, of, rows, by, rank)
