@@ -193,17 +193,21 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device:
         layer.whole += times * size * (ranks - 1) / ranks
 
 
+SHAPED: Final = (aten.reshape.default, aten.slice.Tensor, aten.cat.default)
+"""What stands between rows and their exchange: another shape, and the weights that go with them (`passes/lower/weights_with_rows.py`)."""
+
+
 def _through(x: object) -> Node:
     assert isinstance(x, Node)
-    while x.target is aten.reshape.default and isinstance(x.args[0], Node):
-        x = x.args[0]
+    while x.target in SHAPED and x.all_input_nodes:
+        x = x.all_input_nodes[0]
     return x
 
 
 def _only_reader(x: Node) -> Node:
     while len(x.users) == 1:
         (reader,) = x.users
-        if reader.target is not aten.reshape.default:
+        if reader.target not in SHAPED:
             return reader
         x = reader
     return x

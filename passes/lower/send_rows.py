@@ -31,6 +31,7 @@ from meshc.ir.graph import call
 from meshc.ir.nodes import Record
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.lower.row_hops import Choices, Hops, joined
+from meshc.passes.lower.weights_with_rows import Weights, gathered_with, put_together, scattered_with, taken_apart
 from meshc.passes.phases.lowered import Lowered
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -96,12 +97,13 @@ def _handed_out(lowered: Lowered, graph: Graph, node: Node) -> None:
     tokens, of_group = prod(several), made.sharding.dims[0]
     if tokens != prod(record(found.choice).shape[:-1]):  # weights, of which each choice has one
         return
+    beside = gathered_with(said, gather, node)
     with graph.inserting_before(node):
         flat_lies = Sharding((joined(lies), lies.dims[-1]))
         there = [tokens * found.each // found.experts, width]
         flat = _flat(graph, local, there, replace(record(gather), sharding=_split(flat_lies, found.axes)))
         like = replace(record(gather), sharding=Sharding((of_group, joined(lies), lies.dims[-1])))
-        sent = _by_rows(lowered, gather, Hops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)))
+        sent = _by_rows(lowered, gather, Hops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)), beside)
         if sent is None:
             return
         whole = _flat(graph, sent, [1, *several, width], replace(like, sharding=Sharding((of_group, *lies.dims))))
@@ -120,6 +122,7 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
     tokens, lies = prod(several), made.sharding
     if tokens != prod(record(found.choice).shape[:-1]):
         return
+    beside = scattered_with(said, scatter)
     owed = tuple(one for one in lies.pending if one[0] not in found.axes)
     with graph.inserting_before(scatter):
         by_group = Sharding((of_group.dims[0], *lies.dims), owed)
@@ -128,25 +131,33 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
         flat = _flat(graph, summed, [1, tokens, width], replace(made, sharding=by_row))
         split = _split(Sharding((joined(lies), lies.dims[-1]), owed), found.axes)
         there = replace(record(scatter), shape=(tokens * found.each // found.experts, width), sharding=split)
-        sent = _by_rows(lowered, scatter, Hops(graph, lowered.sizes, found), flat, there)
+        sent = _by_rows(lowered, scatter, Hops(graph, lowered.sizes, found), flat, there, beside)
         if sent is not None:
             scatter.replace_all_uses_with(_flat(graph, sent, record(scatter).shape, record(scatter)))
 
 
-def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record) -> Node | None:
-    """What brings `rows` to where they are read, in the place of `whole`, which brings all; None where that is predicted to be faster."""
+def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record, beside: Weights | None) -> Node | None:
+    """What brings `rows` to where they are read, with weights `beside` them, in the place of `whole`, which brings all; None where that
+    is predicted to be faster."""
     device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
     parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)
     gathers = whole.target is spmd.all_gather
+    both, brought = rows, made
+    if beside is not None:
+        both = put_together(hops.graph, rows, beside)
+        brought = replace(made, shape=(*made.shape[:-1], record(both).shape[-1]), sharding=None)
     ways: list[Sequence[Node]] = []
     if parts is not None:
-        ways.append((hops.gathered_by_node if gathers else hops.scattered_by_node)(rows, made, parts))
+        ways.append((hops.gathered_by_node if gathers else hops.scattered_by_node)(both, brought, parts))
     if parts is None or asked != "hierarchical":
-        ways.append((hops.gathered if gathers else hops.scattered)(rows, made))
+        ways.append((hops.gathered if gathers else hops.scattered)(both, brought))
     taken = [sum(_seconds(lowered, node) for node in way if node.target in spmd.OF_ROWS) for way in ways]
     least = min(taken)
     forced = parts is not None and asked == "hierarchical"
-    return ways[taken.index(least)][-1] if forced or least < collective_seconds(whole, lowered.mesh, device) else None
+    if not forced and least >= collective_seconds(whole, lowered.mesh, device):
+        return None
+    sent = ways[taken.index(least)][-1]
+    return sent if beside is None else taken_apart(hops.graph, sent, made, beside)
 
 
 def _through(x: Node) -> Node:

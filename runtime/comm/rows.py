@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -94,7 +96,24 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
+_KEPT: Final[dict[tuple[int, int, int, int], tuple[ref[Tensor], Chosen]]] = {}
+"""What was found of choices that are alive, by who they are and whose they are asked for: a layer's four exchanges go by the same ones."""
+
+
 def _chosen(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
+    key = (id(choice), each, rank, count)
+    kept = _KEPT.get(key)
+    if kept is None or kept[0]() is not choice:
+        kept = _KEPT[key] = (ref(choice, lambda gone: _forget(key, gone)), _looked_up(choice, each, rank, count))
+    return kept[1]
+
+
+def _forget(key: tuple[int, int, int, int], gone: ref[Tensor]) -> None:
+    if key in _KEPT and _KEPT[key][0] is gone:
+        del _KEPT[key]
+
+
+def _looked_up(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
     """Of choices [s.., n * t, k], rank r's experts from r * each on: looked at are those that have one here, and the tile of this rank."""
     blocks, whole = prod(choice.shape[:-2]), choice.shape[-2]
     tile = whole // count
@@ -102,7 +121,8 @@ def _chosen(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
     here = ((tiles >= rank * each) & (tiles < (rank + 1) * each)).any(-1)
     ranks = torch.arange(count, device=choice.device).view(-1, 1, 1, 1)
     wanted = (tiles[rank].div(each, rounding_mode="floor") == ranks).any(-1)
-    places = torch.arange(blocks * whole, device=choice.device).view(blocks, count, tile).transpose(0, 1)[here]
-    rows = torch.arange(blocks * tile, device=choice.device).view(1, blocks, tile).expand_as(wanted)[wanted]
-    of, by = torch.stack([here.sum((1, 2)), wanted.sum((1, 2))]).tolist()
-    return Chosen(places, of, rows, by, rank)
+    owner, block, token = here.nonzero().unbind(1)
+    by, mine = wanted.flatten(1).nonzero().unbind(1)
+    sizes = [torch.bincount(some, minlength=count) for some in (owner, by)]
+    of, by_rank = torch.stack(sizes).tolist()
+    return Chosen((block * count + owner) * tile + token, of, mine, by_rank, rank)

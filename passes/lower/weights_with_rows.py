@@ -1,0 +1,129 @@
+"""The weights of a token's choices go with its row, and their gradient with that of the row: one message for two.
+
+    x = gather_rows(tokens, ["ep"], choice, ..)      w = all_gather(weights, ["ep"], 0)      weights_of_groups(w, own, slot)
+  becomes
+    both = gather_rows(cat([tokens, weights], 1), ["ep"], choice, ..)      x = both[.., :h]      w = both[.., h:]
+
+    dx = scatter_rows(y, ["ep"], choice, ..)         dw = reduce_scatter(weights_to_tokens(..), ["ep"], 0, "sum")
+  becomes
+    both = scatter_rows(cat([y, weights_to_tokens(..)], 2), ["ep"], choice, ..)      dx = both[:, :h]      dw = both[:, h:]
+
+A rank reads the weights of tokens that have chosen one of its experts, and its part of a gradient is zero for others, as it is of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import is_getitem, record, spmd
+from meshc.ir.graph import call, made_of, read_by
+from meshc.ir.nodes import Record
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`local` [t, k] or [n * t, k] is what a rank has, and `whole` the collective that is not needed then."""
+
+    local: Node
+    whole: Node
+
+    @property
+    def width(self) -> int:
+        return record(self.local).shape[-1]
+
+
+def gathered_with(said: Node, gather: Node, before: Node) -> Weights | None:
+    """Of the choices that `said` tells, the weights that could go with the rows that `gather` brings all of. All that they are made of
+    comes before `before` then, and what reads them is after it or can be."""
+    found = [node for node in _of_choices(said, meshc.weights_of_groups.default) if record(node).phase == record(before).phase]
+    whole = found[0].args[0] if found else None
+    if not isinstance(whole, Node) or whole.target is not spmd.all_gather or whole.args[1:] != gather.args[1:]:
+        return None
+    if not set(whole.users) <= set(found):
+        return None
+    return _fitting(Weights(_operand(whole), whole), gather, before)
+
+
+def scattered_with(said: Node, scatter: Node) -> Weights | None:
+    """The gradient of the weights, that could go with what `scatter` adds up. Likewise before it."""
+    found = [node for node in _of_choices(said, meshc.weights_to_tokens.default) if record(node).phase == record(scatter).phase]
+    whole = next(iter(found[0].users)) if len(found) == 1 and len(found[0].users) == 1 else None
+    if whole is None or whole.target is not spmd.reduce_scatter or whole.args[1:] != scatter.args[1:]:
+        return None
+    return _fitting(Weights(found[0], whole), scatter, scatter)
+
+
+def put_together(graph: Graph, rows: Node, weights: Weights) -> Node:
+    """[.., t, h] and weights -> [.., t, h + k]."""
+    *before, width = record(rows).shape
+    like = replace(record(rows), sharding=None)
+    local = weights.local
+    if record(local).shape[:-1] != tuple(before):
+        local = call(graph, replace(like, shape=(*before, weights.width)), aten.reshape.default, local, [*before, weights.width])
+    return call(graph, replace(like, shape=(*before, width + weights.width)), aten.cat.default, [rows, local], len(before))
+
+
+def taken_apart(graph: Graph, both: Node, made: Record, weights: Weights) -> Node:
+    """The rows of what came, of this record. What read the weights reads them here."""
+    dim, width = len(made.shape) - 1, made.shape[-1]
+    rows = call(graph, made, aten.slice.Tensor, both, dim, 0, width)
+    like = record(weights.whole)
+    behind = replace(like, shape=(*made.shape[:-1], weights.width), sharding=None)
+    cut = call(graph, behind, aten.slice.Tensor, both, dim, width, width + weights.width)
+    weights.whole.replace_all_uses_with(call(graph, like, aten.reshape.default, cut, list(like.shape)))
+    return rows
+
+
+def _of_choices(said: Node, kind: object) -> list[Node]:
+    """The calls of a kind that are told the same choices."""
+    choices = said.args[0]
+    assert isinstance(choices, Node)
+    named = [each for each in choices.users if is_getitem(each) and each.args[1] == 0]
+    return [node for node in read_by(named, lambda node: node in named) if node.target is kind]
+
+
+def _operand(node: Node) -> Node:
+    (operand, *_) = node.all_input_nodes
+    return operand
+
+
+def _fitting(weights: Weights, beside: Node, point: Node) -> Weights | None:
+    """`weights`, if they go in messages of one type, after the order was seen to."""
+    local, rows = record(weights.local), record(_operand(beside))
+    if local.dtype != rows.dtype or record(weights.local).phase != record(beside).phase:
+        return None
+    if (local.sharding is None) != (rows.sharding is None):
+        return None
+    if local.sharding is not None and rows.sharding is not None and local.sharding.pending != rows.sharding.pending:
+        return None
+    return weights if _in_order(weights, point) else None
+
+
+def _in_order(weights: Weights, point: Node) -> bool:
+    """Puts what they are made of before a point, and what reads them after it."""
+    order = {node: number for number, node in enumerate(point.graph.nodes)}
+    at = order[point]
+    late = [node for node in made_of([weights.local], lambda node: order[node] > at) if order[node] >= at]
+    early = [node for node in read_by([weights.whole], lambda node: order[node] < at) if order[node] < at and node is not weights.whole]
+    first = min((order[node] for node in early), default=at)
+    read = made_of([point], lambda node: order[node] > first)
+    if point in late or not _free(late, point) or not _free(early, point) or not read.keys().isdisjoint(early):
+        return False
+    for node in sorted(late, key=order.__getitem__):
+        point.prepend(node)
+    behind = point
+    for node in sorted(early, key=order.__getitem__):
+        behind.append(node)
+        behind = node
+    return True
+
+
+def _free(nodes: Sequence[Node], point: Node) -> bool:
+    """Whether they are calls of the point's own phase."""
+    return all(node.op == "call_function" and record(node).phase == record(point).phase for node in nodes)
