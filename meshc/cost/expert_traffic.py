@@ -4,8 +4,9 @@
     share(i)   1 - C(E - i E/n, k) / C(E, k)                 of tokens that have an expert there; C(x, k) = x (x - 1) .. (x - k + 1) / k!
     bytes(i)   (n - 1) / n T h b share(i) for each exchange of rows; (n - 1) / n T h b for one in which all tokens travel
 
-T tokens along the n ranks that split E experts choose k each, of width h and b bytes an element. Rows and share are as if the rank had i
-times as many of the experts, all of them equally likely. Read off a program's own graphs. Where the ranks have m in each node of several:
+T tokens along the n ranks that split E experts choose k each, of width h (h + k where weights go with a row) and b bytes an element. Rows
+and share are as if the rank had i times as many of the experts, all of them equally likely. Read off a program's own graphs. Where the
+ranks have m in each node of several:
 
                         within nodes                        between nodes
     at once             (m - 1) / n T h b share(E/n)        (n - m) / n T h b share(E/n)
@@ -181,6 +182,8 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device:
         layer.row += times * made.shape[-1] * made.dtype.itemsize  # type: ignore[union-attr]
         hops = [found]
         while (hop := _through(hops[-1].args[0]) if node.target in HANDED else _only_reader(hops[-1])).target in spmd.OF_ROWS:
+            if hop is hops[-1]:  # of what it brings rows and weights are taken
+                break
             hops.append(hop)
         least = min(cast(int, hop.args[3]) for hop in hops)
         for hop in hops:

@@ -29,13 +29,14 @@ def program(mesh: str, **options: Any) -> meshc.Program:
 
 
 def test_rows_and_bytes_by_the_formula() -> None:
-    """On four ranks rows travel that are read, twice forward and twice backward: of 240 pairs of experts 12 x 11 are all of other ranks."""
+    """On four ranks rows travel that are read, twice forward and twice backward: of 240 pairs of experts 12 x 11 are all of other ranks.
+    The two weights of a token go out with it, and their gradients come back."""
     made = program("ep=4")
     first, second = traffic(made.compiled)
     assert (first.path, second.path) == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
     assert (first.experts, first.chosen, first.ranks, first.tokens) == (16, 2, 4, TOKENS)
     assert [first.rows(times) for times in (1, 2, 4)] == [TOKENS // 2, TOKENS, 2 * TOKENS]
-    whole = 4 * 3 / 4 * TOKENS * WIDTH * 4
+    whole = 3 / 4 * TOKENS * (4 * WIDTH + 2 * 2) * 4
     for times, share in ((1, 1 - 12 * 11 / 240), (2, 1 - 8 * 7 / 240), (4, 1.0)):
         assert first.share(times) == pytest.approx(share)
         assert first.bytes(times) == pytest.approx(whole * share, rel=1e-3)

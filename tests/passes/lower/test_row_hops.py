@@ -109,20 +109,27 @@ def test_bytes_of_each_link_are_the_formulas(mesh: str, ranks: int, inside: int,
     tokens, nodes = ROWS * SEQ, ranks // inside
     with nodes_of(inside):
         by_node, at_once = (program(mesh, dispatch, model(experts, chosen)) for dispatch in ("hierarchical", "flat"))
-        whole = tokens * WIDTH * BYTES
-        crossing = (nodes - 1) / ranks * whole * share(experts, experts // nodes, chosen)
-        spreading = (inside - 1) / inside * whole * share(experts, experts // ranks, chosen)
         size = {axis.name: axis.size for axis in by_node.compiled.mesh.axes}
         for node in exchanges(by_node):
+            whole = tokens * width(node, chosen) * BYTES
+            crossing = (nodes - 1) / ranks * whole * share(experts, experts // nodes, chosen)
+            spreading = (inside - 1) / inside * whole * share(experts, experts // ranks, chosen)
             wanted = crossing if node.args[1] == ["ep_across"] else spreading
             assert payload(node, size) == int(wanted)
             near, far = rows_by_link(node, by_node.compiled.mesh, device_there())
             assert (near == 0) == (wanted == crossing) and (far == 0) == (wanted == spreading)
         for node in exchanges(at_once):
+            whole = tokens * width(node, chosen) * BYTES
             near, far = rows_by_link(node, at_once.compiled.mesh, device_there())
             assert near == pytest.approx((inside - 1) / ranks * whole * share(experts, experts // ranks, chosen), rel=1e-3)
             assert far == pytest.approx((ranks - inside) / ranks * whole * share(experts, experts // ranks, chosen), rel=1e-3)
-            assert crossing < far
+            assert (nodes - 1) / ranks * whole * share(experts, experts // nodes, chosen) < far
+
+
+def width(node: torch.fx.Node, chosen: int) -> int:
+    """Of what a token sends: its weights go out with it, and their gradients come back."""
+    beside = (ir.record(node).phase, node.target) in (("forward", spmd.gather_rows), ("backward", spmd.scatter_rows))
+    return WIDTH + chosen if beside else WIDTH
 
 
 def device_there() -> Any:

@@ -40,12 +40,22 @@ def sent(found: meshc.Program, kind: spmd.Function) -> list[tuple[str, int]]:
     ],
 )
 def test_bytes_are_the_formulas(family: str, mesh: str, ranks: int, experts: int, chosen: int, tokens: int) -> None:
-    """Each way once a layer: a token goes to a rank if one of the k that it chooses, of E, is among the E / n there."""
+    """Each way once a layer: a token goes to a rank if one of the k that it chooses, of E, is among the E / n there. Weights go with rows
+    that are handed out, and their gradients with what comes back of them."""
     share = 1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen)
-    wanted = int(round(share, 4) * (ranks - 1) / ranks * tokens * HIDDEN * BYTES)
+    alone, beside = (int(round(share, 4) * (ranks - 1) / ranks * tokens * width * BYTES) for width in (HIDDEN, HIDDEN + chosen))
     found = program(family, mesh)
-    for kind in spmd.OF_ROWS:
-        assert sent(found, kind) == [("forward", wanted)] * LAYERS + [("backward", wanted)] * LAYERS
+    assert sent(found, spmd.gather_rows) == [("forward", beside)] * LAYERS + [("backward", alone)] * LAYERS
+    assert sent(found, spmd.scatter_rows) == [("forward", alone)] * LAYERS + [("backward", beside)] * LAYERS
+    choices = [node for node in exchanged(found) if node.target is spmd.all_gather and ".mlp" in str(ir.record(node).source.module)]
+    assert [ir.record(node).dtype for node in choices] == [torch.int64] * LAYERS
+    assert not any(node.target is spmd.reduce_scatter for node in exchanged(found))
+
+
+def exchanged(found: meshc.Program) -> list[torch.fx.Node]:
+    assert isinstance(found.compiled, PlainProgram)
+    nodes = [node for stage in found.compiled.stages.values() for node in stage.graph.nodes if spmd.is_collective(node.target)]
+    return [node for node in nodes if ir.record(node).phase != "update"]
 
 
 def test_where_most_tokens_go_to_a_rank_in_any_case_all_rows_travel() -> None:
