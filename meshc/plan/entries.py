@@ -51,6 +51,8 @@ class AxisEntry:
     text: str = field(default="", compare=False)
     source: str = field(default="hand", compare=False)
     """Who wrote the entry: ``hand``, ``recipe NAME`` or ``role ROLE, recipe NAME``."""
+    role: str = field(default="", compare=False)
+    """The role whose name alone has given the axis this entry; empty where a plan or a recipe was asked for."""
     auto: bool = False
     """``AXIS: auto``: what the axis splits, and what is stored split along it, is left to a search."""
 

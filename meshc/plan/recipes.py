@@ -153,7 +153,7 @@ def _refuse_search(entry: AxisEntry | None) -> None:
 def by_role(axis: str) -> AxisEntry | None:
     """What an axis of this name does where no plan mentions it; None if it has no role that says."""
     found = ROLE_RECIPES.get(role(axis) or "")
-    return None if found is None else _entry(Axis(axis, 1), RECIPES[found], f"role {role(axis)}, {_source(RECIPES[found])}")
+    return None if found is None else _of_role(axis, RECIPES[found])
 
 
 def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
@@ -164,7 +164,7 @@ def _by_recipe(axis: Axis, recipes: list[Recipe]) -> AxisEntry | None:
         names = ", ".join(recipe.name for recipe in fitting)
         raise PlanError(f"axis {axis.name} would take each of the recipes {names}: keep one, or write the plan by hand")
     chosen = (own or fitting)[:1]
-    return _entry(axis, chosen[0], _source(chosen[0])) if chosen else None
+    return _entry(axis.name, chosen[0], _source(chosen[0])) if chosen else None
 
 
 def _given(hand: Plan, axis: Axis) -> AxisEntry | None:
@@ -177,17 +177,21 @@ def _by_role(axis: Axis, everything: bool) -> AxisEntry:
     """What an axis does that nothing was said of: what its role says; where that is nothing, or if everything is, it is searched."""
     found = role(axis.name)
     if found == "pp":
-        return AxisEntry(axis.name, source=f"role {found}")
+        return AxisEntry(axis.name, source=f"role {found}", role=found)
     if found is None or (everything and found != "ep"):
         return AxisEntry(axis.name, auto=axis.size > 1, source="plan auto" if everything else "no role")
-    recipe = RECIPES[ROLE_RECIPES[found]]
-    return _entry(axis, recipe, f"role {found}, {_source(recipe)}")
+    return _of_role(axis.name, RECIPES[ROLE_RECIPES[found]])
 
 
 def _source(recipe: Recipe) -> str:
     return f"recipe {recipe.name}"
 
 
-def _entry(axis: Axis, recipe: Recipe, source: str) -> AxisEntry:
-    written = Plan(f"{axis.name}: {recipe.entry(axis.name)}").axes[0]
+def _of_role(axis: str, recipe: Recipe) -> AxisEntry:
+    found = role(axis) or ""
+    return replace(_entry(axis, recipe, f"role {found}, {_source(recipe)}"), role=found)
+
+
+def _entry(axis: str, recipe: Recipe, source: str) -> AxisEntry:
+    written = Plan(f"{axis}: {recipe.entry(axis)}").axes[0]
     return replace(written, line=0, text="", source=source)

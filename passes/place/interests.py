@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Final
 
 from torch.fx import Node
 
@@ -15,6 +16,9 @@ from meshc.ir import records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.names import Names
 from meshc.plan.plan import Plan
+
+EVEN: Final = frozenset({"cp"})
+"""Roles by whose name alone an axis pads nothing that comes before the last of its entry."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,6 @@ def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Intere
                     for factor, aliases in names.also.items():
                         if any(term.covers(alias) for alias in aliases):
                             ranks.setdefault(factor, []).append((rank, term.region))
-        even = entry is not None and entry.source.startswith("role cp,")
+        even = entry is not None and entry.role in EVEN
         found[axis] = Interest(axis, {factor: tuple(rows) for factor, rows in ranks.items()}, even)
     return found

@@ -15,6 +15,7 @@ from meshc.ir import Record
 from meshc.ir.graph import call, give, placeholders
 from meshc.ir.keys import is_a
 from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.trace.drop_unread import drop_unread
 
 aten = torch.ops.aten
 
@@ -42,6 +43,7 @@ def close_loss(traced: Traced) -> Traced:
         kept_outputs.append(port)
         results.append(node)
     give(graph, results)
+    drop_unread(graph)
     joint = replace(joint, inputs=tuple(kept_inputs), outputs=tuple(kept_outputs))
     return replace(traced.noting(*_missing_gradients(joint)), joint=joint)
 

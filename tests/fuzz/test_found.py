@@ -314,6 +314,17 @@ def test_a_step_that_the_checker_takes(model: nn.Module, mesh: str, plan: str, s
     assert meshc.verify(program, dtype=torch.float64).ok
 
 
+def test_a_step_reads_the_gradient_of_a_bias_alone() -> None:
+    """All three gradients of the convolution are asked for: its operands are inputs that require one, too."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in ((3, 7, 3), (4, 7, 3)))
+    model = BiasAlone()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    program = meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x, "y": y}, plan="a: seq")
+    check_program(program.compiled, "the program", rules)
+    assert meshc.verify(program, dtype=torch.float64).ok
+
+
 def test_many_operands_of_one_operator_are_checked() -> None:
     """Of thirty there are a billion parts."""
 

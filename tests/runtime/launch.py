@@ -61,7 +61,8 @@ class Run:
 
 
 _NURSERIES: Final[list[Nursery]] = []
-"""One for each rank that has been needed so far."""
+"""Ranks take them in turn: two are enough to have ranks whose hashes differ, and importing takes each some seconds."""
+INTERPRETERS: Final = 2
 
 
 def launch(
@@ -76,16 +77,17 @@ def launch(
 
 
 def _forked(target: str, arguments: Sequence[str], ranks: int, timeout_s: float, variables: dict[str, str], folder: Path) -> Run:
-    while len(_NURSERIES) < ranks:
+    while len(_NURSERIES) < min(ranks, INTERPRETERS):
         _NURSERIES.append(Nursery())
-    for nursery in _NURSERIES[:ranks]:
+    for nursery in _NURSERIES:
         nursery.wait()
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     start, began = time.monotonic(), time.time()
     processes = []
     for rank in range(ranks):
         environment = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(_NURSERIES[rank].start(target, arguments, environment, folder / f"{rank}.out", folder / f"{rank}.err"))
+        nursery = _NURSERIES[rank % len(_NURSERIES)]
+        processes.append(nursery.start(target, arguments, environment, folder / f"{rank}.out", folder / f"{rank}.err"))
     seconds = [0.0] * ranks
     running = set(range(ranks))
     timed_out = False

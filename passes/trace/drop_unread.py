@@ -1,0 +1,61 @@
+"""Drop unread: what no result is made of goes, and an operator that makes several gradients is asked for those that are read.
+
+    g, gw, gb = convolution_backward(grad, x, w, ..., [True, True, True])       where nothing reads g
+  becomes
+    _, gw, gb = convolution_backward(grad, x, w, ..., [False, True, True])
+
+Autograd makes the gradients of all that requires one; a step gives none of its inputs', and so reads none. Left in, they would be computed,
+and would tie what is read to operands that it is not made of: a bias's gradient alone is a sum of the convolution's, whose channels no
+rank then needs to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import is_getitem, record, records, set_record
+from meshc.ir.graph import call
+
+aten = torch.ops.aten
+
+ASKED: Final[Mapping[object, tuple[int, ...]]] = {
+    aten.convolution_backward.default: (0, 1, 2),
+    aten.native_layer_norm_backward.default: (0, 1, 2),
+    aten.grid_sampler_2d_backward.default: (0,),
+    aten.grid_sampler_3d_backward.default: (0,),
+}
+"""Operators whose last argument says which results are wanted, and which of these they can leave out."""
+
+
+def drop_unread(graph: Graph) -> None:
+    """Results that are no more wanted are nothing, as autograd has them; the gradient of a convolution's bias alone becomes a sum."""
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.target not in ASKED or not all(map(is_getitem, node.users)):
+            continue
+        *given, asked = node.args
+        assert isinstance(asked, list | tuple)
+        read = {user.args[1] for user in node.users}
+        wanted = [bool(want) and (place in read or place not in ASKED[node.target]) for place, want in enumerate(asked)]
+        if node.target is aten.convolution_backward.default and wanted == [False, False, True]:
+            _sum_alone(graph, node)
+        elif wanted != list(asked):
+            node.args = (*given, wanted)
+            made = zip(records(node), wanted, strict=True)
+            set_record(node, tuple(one if want else replace(one, shape=(), dtype=None) for one, want in made))
+    graph.eliminate_dead_code()
+
+
+def _sum_alone(graph: Graph, node: Node) -> None:
+    """A sum in the place of the one result of a convolution's backward that is read, its bias's gradient."""
+    grad, *_ = node.args
+    assert isinstance(grad, Node)
+    over = [0, *range(2, len(record(grad).shape))]
+    for result in list(node.users):
+        with graph.inserting_before(result):
+            result.replace_all_uses_with(call(graph, record(result), aten.sum.dim_IntList, grad, over))
