@@ -205,8 +205,8 @@ class Growing:
         return left
 
     def _refuse_missing(self, outputs: Sequence[Port], left: Sequence[Port], results: Sequence[Node]) -> None:
-        """What leaves by a layer's name leaves for every layer. One value may be the gradient of them all (layers that are added up), and is
-        made in none of them. Raises Unequal."""
+        """What leaves by a layer's name leaves for every layer. One value may be the gradient of them all (of layers that are added up),
+        and is made in none of them. Raises Unequal."""
         inside = [place for place, port in enumerate(outputs) if port.kind in NAMED and self.mentions.block(port.of or port.name) == 1]
         if sum(port.kind in NAMED for port in left) == sum(port.kind in NAMED for port in outputs) + self.count * len(inside):
             return

@@ -67,7 +67,7 @@ def test_module_mode_split_over_heads(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "mesh, ranks, names",
     [
-        ("tp=2", 2, ("adafactor", "around_a_step", "untraceable")), broad("tp=2", 2, ("adafactor_elsewhere", "others")),
+        ("tp=2", 2, ("adafactor", "around_a_step", "untraceable")), broad("tp=2", 2, ("adafactor_elsewhere", "others", "derived")),
         broad("dp_shard=2,tp=2", 4, ("adafactor", "adafactor_elsewhere", "others")),
     ],
 )  # fmt: skip
