@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch._dynamo.symbolic_convert as symbolic_convert
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
+    import torch.distributed.tensor._random as dtensor_random
     import torch.fx._pytree as trees_of_fx
     import torch.utils._pytree as trees_of_torch
     from torch._decomp import get_decompositions
@@ -66,6 +67,7 @@ NAMES: Final[Mapping[str, str]] = {
     "symbolic_convert": "torch._dynamo.symbolic_convert",
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
+    "dtensor_random": "torch.distributed.tensor._random",
     "trees_of_fx": "torch.fx._pytree",
     "trees_of_torch": "torch.utils._pytree",
     "get_decompositions": "torch._decomp:get_decompositions",
@@ -125,6 +127,7 @@ REPLACED: Final = (
     "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.utils:_compilation_metrics",
+    "torch.distributed.tensor._random:_rng_tracker",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",
     "torch.fx.graph_module:_loader.eval_cache", "torch.nn.attention.flex_attention:_validate_device",
     "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",

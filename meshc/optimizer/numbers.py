@@ -77,7 +77,7 @@ class NumbersAsTensors(TorchFunctionMode):
         self.decisions = list(decisions)
         self.known: dict[int, _Number] = {}
         self.scalar_state: dict[int, Tensor] = {}
-        self.grads: dict[int, tuple[Tensor, Tensor]] = {}
+        self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.guards: list[Guard] = []
 
     def number(self, tensor: Tensor, value: float | bool | None = None, names: frozenset[str] = frozenset()) -> Tensor:
@@ -119,7 +119,7 @@ class NumbersAsTensors(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):
+        if name in ("__get__", "__set__", "__delete__"):
             return self._attribute(func, name, args)
         if name == "__bool__":
             return self._truth(args[0])
@@ -139,8 +139,11 @@ class NumbersAsTensors(TorchFunctionMode):
 
     def _attribute(self, func: Function, name: str, args: tuple[Any, ...]) -> Any:
         held = self.grads.get(id(args[0]))
-        if name == "__get__" and func == _ATTRIBUTES.grad.__get__ and held is not None:
+        if held is not None and func == _ATTRIBUTES.grad.__get__:
             return held[1]
+        if held is not None and func in (_ATTRIBUTES.grad.__set__, _ATTRIBUTES.grad.__delete__):
+            self.grads[id(args[0])] = held[0], args[1] if name == "__set__" else None
+            return None
         if name == "__get__" and func == _ATTRIBUTES.data.__get__:
             return args[0]
         if name == "__set__" and func == _ATTRIBUTES.data.__set__:

@@ -17,36 +17,27 @@ group (`if weight_decay != 0`), the outcome is a guard, part of the key under wh
 from __future__ import annotations
 
 import inspect
-import math
-import operator
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.fx import Node
-from torch.fx.node import Argument
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshc.errors import CompileError, InputError, StateError
-from meshc.ir.graph import results_of
-from meshc.ir.keys import key_of, name_of
-from meshc.ops import optim as _updates  # noqa: F401  registers the operators
+from meshc.errors import CompileError, StateError
 from meshc.optimizer import group_counts
+from meshc.optimizer.against_itself import check_against_itself
+from meshc.optimizer.emit import update_nodes
 from meshc.optimizer.forms import in_form, refuse_fewer_bits
 from meshc.optimizer.registered import UPDATES, adapted
 from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
-from meshc.optimizer.slots import fresh_slots, private_copy, sample_shape, written_numbers
+from meshc.optimizer.slots import fresh_slots, is_copy, written_numbers
 from meshc.optimizer.spec import (
-    ADAM_NUMBERS,
     AS_IT_IS,
     FIRST,
     HIDDEN,
-    SGD_NUMBERS,
     GroupSpec,
     Guard,
     Keeping,
@@ -63,9 +54,6 @@ from meshc.optimizer.spec import (
     unhooked,
 )
 from meshc.optimizer.trace import trace_update
-
-Value = TypeVar("Value")
-"""What an update is written in: graph nodes, or tensors."""
 
 __all__ = [
     "FIRST",
@@ -150,9 +138,12 @@ def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerS
 
 @contextmanager
 def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which no other optimizer may step: one that `step` reaches, and meshc did not find, would be lost."""
+    """A context in which no other optimizer may step: one that `step` reaches, and meshc did not find, would be lost. A copy of this one
+    that comes by here runs `super().step()`, which torch gives hooks of its own once its class has been used."""
 
     def refuse(other: torch.optim.Optimizer, *_: object) -> None:
+        if is_copy(other):
+            return
         name, theirs = type(optimizer).__qualname__, type(other).__qualname__
         raise CompileError(
             f"{name}.step calls {theirs}.step, and no {theirs} lies in {name}'s attributes, where meshc looks for inner optimizers\n"
@@ -182,7 +173,7 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
                 f"{type(optimizer).__qualname__}: group {i} has complex parameters, which only Adam, AdamW and SGD take here."
             )
         if kind == "other" and not is_torchs_own(optimizer):
-            _check_against_itself(optimizer, i, written)
+            check_against_itself(optimizer, i, written)
         for p in params:
             signature = (tuple(p.shape), keeping.computed(p.dtype))
             if signature in fresh:
@@ -235,72 +226,6 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-# Emit.
-
-
-def update_nodes(
-    group: GroupSpec,
-    param: Value,
-    grad: Value,
-    state: Mapping[str, Value],
-    numbers: Mapping[str, Value],
-    call: Callable[..., Value],
-    like: Tensor | None = None,
-) -> tuple[Value, dict[str, Value]]:
-    """Write one parameter's update; returns its new value and its new state, one entry a slot.
-
-    `param`, `grad`, the values of `state` and `numbers` are opaque: graph nodes, or tensors. `call(op, *args, **kwargs)` adds one operator.
-    A traced update depends on the parameter's global shape and dtype, read from `like` (default: `param` itself).
-    """
-    if group.kind in ("adam", "adamw"):
-        amsgrad = group.flag("amsgrad")
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ()), "step")
-        op = torch.ops.meshc.adam_amsgrad.default if amsgrad else torch.ops.meshc.adam.default
-        given = [state[name] for name in names] + [numbers[name] for name in ADAM_NUMBERS]
-        result = call(op, param, grad, *given, group.flag("decoupled"), group.flag("maximize"))
-    elif group.kind == "sgd" and group.flag("momentum"):
-        names = ("momentum_buffer", FIRST)
-        given = [state[name] for name in names] + [numbers[name] for name in SGD_NUMBERS]
-        result = call(torch.ops.meshc.sgd.default, param, grad, *given, group.flag("nesterov"), group.flag("maximize"))
-    elif group.kind == "sgd":
-        plain = call(torch.ops.meshc.sgd_plain.default, param, grad, numbers["lr"], numbers["weight_decay"], group.flag("maximize"))
-        return plain, {}
-    else:
-        return _inline(group, param, grad, state, numbers, call, cast(Tensor, param) if like is None else like)
-    return call(operator.getitem, result, 0), {name: call(operator.getitem, result, i) for i, name in enumerate(names, 1)}
-
-
-def _inline(
-    group: GroupSpec,
-    param: Value,
-    grad: Value,
-    state: Mapping[str, Value],
-    numbers: Mapping[str, Value],
-    call: Callable[..., Value],
-    like: Tensor,
-) -> tuple[Value, dict[str, Value]]:
-    update = group.traced.get((tuple(like.shape), like.dtype))
-    if update is None:
-        raise InputError(
-            f"{group.optimizer}: no update was traced for a parameter of shape {tuple(like.shape)} and {like.dtype} in group "
-            f"{group.index}. Pass the described parameter as `like`."
-        )
-    sources = {"param": param, "grad": grad}
-    sources |= {key_of("state", name): value for name, value in state.items()} | {
-        key_of("number", name): value for name, value in numbers.items()
-    }
-    values: dict[Node, Value] = {}
-    inputs = iter(update.inputs)
-    for node in update.graph.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = sources[next(inputs)]
-        elif node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), cast(Callable[[Node], Argument], values.__getitem__))
-            values[node] = call(node.target, *args, **kwargs)
-    results = dict(zip(update.outputs, [values[node] for node in results_of(update.graph.graph)], strict=True))
-    return results.pop("param"), {name_of(key): value for key, value in results.items()}
-
-
 # Back to the live optimizer.
 
 
@@ -341,52 +266,3 @@ def mark_stepped(optimizer: AnyOptimizer) -> None:
     for one in (*members_of(optimizer), *wrappers):
         if isinstance(one, torch.optim.Optimizer):
             one._opt_called = True  # type: ignore[attr-defined]
-
-
-# A user's own class, against its own trace.
-
-
-def _check_against_itself(optimizer: torch.optim.Optimizer, index: int, written: Sequence[str]) -> None:
-    """Three steps of two small parameters together, eager and traced.
-
-    Finds what a trace of one parameter cannot show: an update that couples parameters, or that keeps a count where tracing did not look.
-    """
-    group = optimizer.param_groups[index]
-    generator = torch.Generator().manual_seed(0)
-    ranks = sorted({p.dim() for p in group["params"]})
-    firsts = [next(p for p in group["params"] if p.dim() == rank) for rank in ranks]
-    shapes = [sample_shape(optimizer, index, tuple(p.shape), torch.float64) for p in firsts]
-    shapes = [shape for shape in (shapes * 2)[: max(2, len(shapes))] if math.prod(shape)]
-    if not shapes:
-        return
-
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    eager = [torch.nn.Parameter(draw(shape)) for shape in shapes]
-    twin = private_copy(optimizer, index, eager[0], {}, defaultdict(dict))
-    twin.param_groups[0]["params"] = eager
-    given = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers(optimizer)[index].items()}
-    mine = [p.detach().clone() for p in eager]
-    counts = group_counts.slots(written, group)
-    slots = [fresh_slots(optimizer, index, shape, torch.float64) + counts for shape in shapes]
-    traces = {shape: trace_update(optimizer, index, shape, torch.float64, s)[0] for shape, s in zip(shapes, slots, strict=True)}
-    by_signature = {(shape, torch.float64): trace for shape, trace in traces.items()}
-    spec = GroupSpec(index, "other", type(optimizer).__qualname__, (), tuple(given), (), (), (), by_signature)
-    states = [{slot.name: slot.initial(p) for slot in s} for s, p in zip(slots, mine, strict=True)]
-    start = [p.clone() for p in mine]
-    for _ in range(3):
-        for i, p in enumerate(eager):
-            p.grad = draw(shapes[i])
-            mine[i], states[i] = update_nodes(spec, mine[i], p.grad.clone(), states[i], given, lambda op, *a, **k: op(*a, **k))
-        with torch.no_grad():
-            unhooked(type(twin).step)(twin)
-    for p, q, before in zip(eager, mine, start, strict=True):
-        moved = (p.detach() - before).abs().max().item()
-        wrong = (p.detach() - q).abs().max().item()
-        if not wrong <= 1e-5 * moved:
-            raise CompileError(
-                f"{type(optimizer).__qualname__}: after three steps on small tensors its traced update differs by {wrong:.3g} where the "
-                f"parameter moved by {moved:.3g}. A step that couples parameters, draws random numbers or counts outside "
-                "optimizer.state cannot be compiled; use Adam, AdamW, SGD or an elementwise update."
-            )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from meshc.ir.functions import Function
 from meshc.optimizer.group_counts import Watched
 from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, group_numbers, is_torchs_own, kind_of, numbers, unhooked
 from meshc.private import FakeTensorMode
+
+_COPIES: Final[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
+"""Optimizers that meshc has made of others, to step in their place."""
+
+
+def is_copy(optimizer: torch.optim.Optimizer) -> bool:
+    return optimizer in _COPIES
 
 
 def private_copy(
@@ -43,6 +51,7 @@ def private_copy(
         group[name] = entries.get(name, copy.copy(value) if isinstance(value, dict | set) else value)
     twin.param_groups = [{"params": [param], **group}]
     twin.state = state
+    _COPIES.add(twin)
     return twin
 
 

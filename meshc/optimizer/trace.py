@@ -146,8 +146,10 @@ def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str,
     changed = sorted(k for k in {*before, *after} if before.get(k) != after.get(k))
     if changed:
         raise CompileError(
-            f"{name}.step changes {', '.join(changed)}, which is not state of a parameter and would be compiled in as a constant. "
-            "Keep step counts and averages in optimizer.state[parameter]."
+            f"{name}.step changes {', '.join(changed)}, which is not state of a parameter and would be compiled in as a constant\n"
+            "  what to do: keep counts and averages in optimizer.state[parameter]; a count for all of a group in the group, where it\n"
+            "  stands from the start (group['count'] = 0 in __init__, group['count'] += 1 in step); a rate by step is that of a\n"
+            "  torch.optim.lr_scheduler"
         )
 
 

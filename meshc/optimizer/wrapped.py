@@ -34,6 +34,11 @@ _OWN: Final = ("state", "param_groups", "defaults", "step")
 """Attributes of an optimizer in which no other optimizer is looked for; `step` is there once a scheduler has wrapped it."""
 _CONTAINERS: Final = (list, tuple, set, dict, OrderedDict, defaultdict)
 
+_BASE: Final = torch.optim.Optimizer
+_BESIDE: Final = (
+    "  a super().step() beside their steps is none of theirs: keep what it updates as an optimizer in an attribute, too\n"
+    "  (self.rest = torch.optim.AdamW(...)), and call self.rest.step()\n"
+)
 NameOf = Callable[[Tensor], str]
 
 
@@ -183,7 +188,10 @@ class _Trial:
         )
 
     def _advice(self) -> str:
+        bases = type(self.wrapper).__mro__[1:]
+        derived = isinstance(self.wrapper, torch.optim.Optimizer) and any("step" in vars(one) for one in bases if one is not _BASE)
         return (
+            f"{_BESIDE if derived else ''}"
             "  what to do: give the optimizers themselves, TrainStep(model, optimizer=[first, second]), and do what else the step does\n"
             "  elsewhere: a rate in a torch.optim.lr_scheduler of an inner optimizer, clipping by TrainStep(clip_grad_norm=...), counts\n"
             "  and averages after the call of the program; or compile the module itself and step in eager code"

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from meshc.ir import KEY, Record, records
 from meshc.ir.graph import placeholders, results_of
-from meshc.passes.depth.blocks import Blocks
+from meshc.passes.depth.blocks import NAMED, Blocks
 from meshc.passes.depth.draws import call_of, with_call
 from meshc.passes.depth.equal import same_records, twins
 from meshc.passes.depth.mentions import Elsewhere, Mentions
@@ -200,8 +200,18 @@ class Growing:
             node, port = results[place], outputs[place]
             made.append(self.copies[node][number] if number else self.kept[node])
             left.append(leaving.copy(port, outputs[partner[place]], number) if number else leaving.later(port))
+        self._refuse_missing(outputs, left, results)
         self.made.output(tuple(made))
         return left
+
+    def _refuse_missing(self, outputs: Sequence[Port], left: Sequence[Port], results: Sequence[Node]) -> None:
+        """What leaves by a layer's name leaves for every layer. One value may be the gradient of them all (of layers that are added up),
+        and is made in none of them. Raises Unequal."""
+        inside = [place for place, port in enumerate(outputs) if port.kind in NAMED and self.mentions.block(port.of or port.name) == 1]
+        if sum(port.kind in NAMED for port in left) == sum(port.kind in NAMED for port in outputs) + self.count * len(inside):
+            return
+        apart = next((place for place in inside if self.blocks.get(results[place]) != 1), inside[0])
+        raise Unequal(f"{outputs[apart].kind} {outputs[apart].of or outputs[apart].name} is made outside of its layer")
 
 
 class Ports:

@@ -157,6 +157,10 @@ class Transfers:
         chunk = layouts.pad_to(value.to_local(), layouts.largest_chunk(value.shape, placements, self.mesh))
         return layouts.put_chunks(self._gathered(chunk, axes), value.shape, placements, self.mesh)
 
+    def over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
+        """The group of the ranks that differ from this one along these axes; None: it is alone."""
+        return self._group(axes)
+
     def _gathered(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:
         stacked = collectives.all_gather(x.unsqueeze(0), self._group(axes)).wait()
         for at, piece in zip(layouts.all_coordinates(axes, self.sizes), stacked, strict=True):

@@ -430,8 +430,9 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report, 
     if tangents:
         given = _kind(found, "gradient")
         mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+        lacking = {name: value for name, value in mine.items() if name not in given and bool(value.any())}
         mine |= {key_of("input", name): leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
-        report.add("gradient", given, {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
+        report.add("gradient", given, lacking | {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
     _compare_buffers(found, reference, report)
 
 

@@ -41,7 +41,7 @@ from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
-from meshc.runtime.state import adoption, optimizer_state, ownership, state_dicts
+from meshc.runtime.state import adoption, optimizer_state, ownership, random_draws, state_dicts
 from meshc.runtime.state.held import Held
 from meshc.runtime.state.making import made
 from meshc.runtime.state.standing import Standing
@@ -66,6 +66,7 @@ class Store:
         self.moves = 0
         self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
+        random_draws.follow(self.transfers)
         self.owners: dict[str, int] = {}
         self._stages: Mapping[int, StageTransfers] = {}
         self.held: dict[str, Held] = {}
@@ -142,6 +143,9 @@ class Store:
         self.owners |= owners
         if owners and axis is not None and not self._stages:
             self._stages = of_stages(self.transfers, axis.name)
+            for home in self._stages.values():
+                if home.member:
+                    random_draws.follow(home)
 
     def places(self) -> dict[str, int]:
         """On which stage's ranks things live, by each of their names."""
@@ -190,6 +194,7 @@ class Store:
     def adopt_changes(self, stands: bool = False) -> None:
         """Before a program runs: reads back what was changed from outside since the last time. stands: the model was found as it was."""
         with torch.no_grad(), self._taking() as taken:
+            random_draws.even_out(self.held.values())
             stands = stands or self._standing.holds()
             if not stands:
                 self._refuse_rearranged()
@@ -369,6 +374,8 @@ class Store:
         home = self.home(key)
         self.transfers.groups.prepare([home.splitting(sharding)])
         held = made(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, parked=parked, on_disk=on_disk)
+        if self._stages:
+            self.transfers.groups.prepare([random_draws.replicating(held)])  # what is drawn into it is of its stage's ranks
         if tile is None:
             adoption.mark_empty(held.local)
             self._unfilled.add(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.optimization import Adafactor
 
 import meshc
+from tests.optimizer.derived import Averages, Bounded, Cautious, Clips, Halves, HalvesAgain, Rows, Skips, Warms
 from tests.optimizer.others import AdamW8bit, Shampoo, SignInKernel, Soap, sign_state, sign_update
 from tests.processes.reference import close
 from tests.processes.session import run_checks
@@ -172,7 +174,19 @@ def untraceable(mesh: Any) -> None:
             pair.mine_steps.step()
 
 
-CHECKS = (adafactor, adafactor_elsewhere, others, around_a_step, untraceable)
+def derived(mesh: Any) -> None:
+    """Lines of a user's around `super().step()` are torch's on DTensors; of a class that keeps other state they are part of its trace."""
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, Halves):
+        kind([nn.Parameter(torch.zeros(2))], lr=0.1)  # whose steps torch has wrapped from now on
+    for build in (Halves, HalvesAgain, Bounded, Averages, Cautious, Warms, Rows, Clips, Skips):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pair = Pair(mesh, partial(build, lr=0.05))
+            pair.train(3)
+            pair.same()
+
+
+CHECKS = (adafactor, adafactor_elsewhere, others, around_a_step, untraceable, derived)
 
 
 def run(mesh: str, *names: str) -> None:

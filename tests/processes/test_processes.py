@@ -67,12 +67,23 @@ def test_module_mode_split_over_heads(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "mesh, ranks, names",
     [
-        ("tp=2", 2, ("adafactor", "around_a_step", "untraceable")), broad("tp=2", 2, ("adafactor_elsewhere", "others")),
+        ("tp=2", 2, ("adafactor", "around_a_step", "untraceable")), broad("tp=2", 2, ("adafactor_elsewhere", "others", "derived")),
         broad("dp_shard=2,tp=2", 4, ("adafactor", "adafactor_elsewhere", "others")),
     ],
 )  # fmt: skip
 def test_optimizers_that_cannot_take_dtensors(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
     assert run("own_steps", ranks, mesh, *names).split() == [*names]
+
+
+@pytest.mark.parametrize(
+    "mesh, ranks, names",
+    [
+        ("tp=2", 2, ("seeded_alike", "seeded_apart")), broad("tp=2", 2, ("of_other_kinds", "in_a_step")), broad("pp=2", 2, ("in_a_step",)),
+        broad("dp_shard=2,tp=2", 4, ("seeded_alike", "seeded_apart", "of_other_kinds", "in_a_step")), broad("dp=2,pp=2", 4, ("in_a_step",)),
+    ],
+)  # fmt: skip
+def test_random_values_drawn_into_parameters(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
+    assert run("drawn", ranks, mesh, *names).split() == [*names]
 
 
 @pytest.mark.parametrize("mesh, ranks", [broad("dp_shard=2", 2), ("tp=2", 2), broad("dp_shard=2,tp=2", 4)])

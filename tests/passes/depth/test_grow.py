@@ -142,6 +142,25 @@ def test_what_is_not_equal_is_captured_whole_with_a_note() -> None:
     assert not [note for note in compiled(Stack([16] * 6), depth="whole").compiled.notes if "one by one" in note]
 
 
+class Added(nn.Module):
+    """Layers side by side: the gradient of one is that of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.ModuleList(nn.Linear(4, 8) for _ in range(7)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(sum((layer(x) for layer in self.layers), torch.zeros(())).relu())
+
+
+def test_layers_whose_gradients_are_one_value_have_them_all() -> None:
+    program = meshc.compile(Added().double(), meshc.Mesh("dp=2"), args=(torch.randn(4, 4, dtype=torch.float64),))
+    assert [note for note in program.compiled.notes if "one by one: gradient layers.2.weight is made outside of its layer" in note]
+    gradients = {name for kind, name, _ in meshc.verify(program).rows if kind == "gradient"}
+    assert gradients == {f"{of}.{name}" for of in (*(f"layers.{i}" for i in range(7)), "head") for name in ("weight", "bias")}
+
+
 def test_a_grown_step_means_what_the_model_means() -> None:
     ids = torch.randint(WORDS, (4, 3))
     program = compiled(Stack([16] * 6, dropout=0.1), mesh="dp=2,tp=2", clip_grad_norm=0.1)

@@ -1,0 +1,128 @@
+"""Random numbers that people draw into the parts of a compiled model on a CPU mesh: those of one device.
+
+    nn.init.normal_(model.head.weight)       a DTensor: torch has each rank draw into its own part
+    ranks that are seeded alike              rows 0-2 and rows 3-5 would be the same numbers
+    ranks that are not                       replicas would differ
+
+On accelerators torch places a rank's draws in the whole tensor itself; for CPU meshes it has a place for who does (`_rng_tracker`), and
+nobody. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent. What was
+drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from meshc.ir import layouts, trees
+from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
+from meshc.runtime.comm import collectives
+from meshc.runtime.comm.transfers import Transfers
+from meshc.runtime.state.held import Held
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_OF_VALUES: Final = (torch.ops.aten.bernoulli.default, torch.ops.aten.native_dropout.default)
+"""Draws that read the values of what they are given; others read its shape."""
+
+
+class Draws:
+    """What torch asks, by these names, for a context around each random operator of a DTensor."""
+
+    distribute_region_enabled: Final = True
+
+    def __init__(self) -> None:
+        self.homes: dict[DeviceMesh, Transfers] = {}
+        self.written: set[int] = set()
+        """Memory into which was drawn since it was last asked for."""
+
+    @contextmanager
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        home = self.homes.get(spec.mesh)
+        if home is None or any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
+            yield
+            return
+        with _Whole(self, spec, home, generator):
+            yield
+
+
+_DRAWS: Final = Draws()
+
+
+def follow(home: Transfers) -> None:
+    """From now on draws into DTensors on this mesh are those of one device. Where there is an accelerator torch has its own way."""
+    place: Any = dtensor_random
+    mesh = home.mesh.device_mesh
+    if mesh is None or home.device.type != "cpu" or torch.accelerator.is_available() or place._rng_tracker not in (None, _DRAWS):
+        return
+    place._rng_tracker = _DRAWS
+    _DRAWS.homes.pop(mesh, None)  # an equal one, of a world that has ended
+    _DRAWS.homes[mesh] = home
+
+
+def even_out(stored: Iterable[Held]) -> None:
+    """Makes what has been drawn into replicas that of the first of them. All ranks call it, and have drawn into the same."""
+    if not _DRAWS.written:
+        return
+    for held in stored:
+        if held.local.data_ptr() in _DRAWS.written and held.local.numel():
+            group = held.home.over(replicating(held))
+            if group is not None:
+                collectives.broadcast(held.local, group, 0).wait()
+    _DRAWS.written.clear()
+
+
+def replicating(held: Held) -> tuple[str, ...]:
+    """The axes along which ranks hold the same of it."""
+    axes = zip(held.home.mesh.axes, held.placements, strict=True) if held.placements else ()
+    return tuple(axis.name for axis, placement in axes if axis.size > 1 and isinstance(placement, Replicate))
+
+
+class _Whole(TorchDispatchMode):
+    """Draws the whole tensor in the place of a part."""
+
+    def __init__(self, draws: Draws, spec: Any, home: Transfers, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.draws, self.spec, self.generator = draws, spec, generator
+        self.ranges = layouts.chunk_ranges(spec.shape, spec.placements, home.mesh, home.coordinates)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        part = args[0] if args else None
+        if type(part) is not Tensor or tuple(part.shape) != tuple(length for _, length in self.ranges):
+            return func(*args, **kwargs)
+        whole = torch.empty_strided(self.spec.shape, self.spec.stride, dtype=part.dtype, device=part.device)
+        if func in _OF_VALUES:
+            whole.zero_()
+            self._part(whole).copy_(part)
+        with _from(self.generator):
+            result = func(whole, *args[1:], **kwargs)
+        if result is whole:
+            self.draws.written.add(part.data_ptr())
+            return part.copy_(self._part(whole))
+        return trees.mapped(lambda one: self._part(one).clone() if isinstance(one, Tensor) else one, result)
+
+    def _part(self, whole: Tensor) -> Tensor:
+        for dim, (start, length) in enumerate(self.ranges):
+            whole = whole.narrow(dim, start, length)
+        return whole
+
+
+@contextmanager
+def _from(generator: torch.Generator | None) -> Iterator[None]:
+    """A context in which torch draws from this generator."""
+    if generator is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator.get_state())
+        yield
+        generator.set_state(torch.get_rng_state())
