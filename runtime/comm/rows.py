@@ -82,14 +82,14 @@ def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None)
         flat.index_add_(0, chosen.rows, mine)
         return Pending(result)
     sent = rows.index_select(0, chosen.others(chosen.places, chosen.of))
-    before, own = sum(chosen.by[:rank]), chosen.by[rank]
+    sizes = chosen.sizes(chosen.by)
 
     def add(came: Tensor) -> Tensor:
-        for to, terms in zip(chosen.rows.split([before, own, len(came) - before]), (came[:before], mine, came[before:]), strict=True):
-            flat.index_add_(0, to, terms)
+        for teller, (to, terms) in enumerate(zip(chosen.rows.split(chosen.by), came.split(sizes), strict=True)):
+            flat.index_add_(0, to, mine if teller == rank else terms)  # of one rank no row twice: the order is the same on any device
         return result
 
-    return all_to_all_rows(sent, chosen.sizes(chosen.of), chosen.sizes(chosen.by), group).then(add)
+    return all_to_all_rows(sent, chosen.sizes(chosen.of), sizes, group).then(add)
 
 
 def _place(group: ProcessGroup | None) -> tuple[int, int]:
