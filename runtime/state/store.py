@@ -453,7 +453,9 @@ class Store:
     def _reclaim(self, held: Held) -> None:
         """Takes the values that were swapped into the live tensor, and gives it its memory again."""
         assert isinstance(held.live, DTensor) and held.memory is not None
-        value = DTensor.from_local(held.live._local_tensor, held.home.mesh.device_mesh, held.placements, run_check=False)
+        mesh, stride = held.home.mesh.device_mesh, torch.empty(held.shape, device="meta").stride()
+        local, shape = held.live._local_tensor, torch.Size(held.shape)  # of a part alone torch would guess, wrongly where parts are uneven
+        value = DTensor.from_local(local, mesh, held.placements, run_check=False, shape=shape, stride=stride)
         held.live._local_tensor = held.memory
         held.remember()
         self.write(held, value)

@@ -132,7 +132,26 @@ def tied_in_a_step(mesh: Any) -> None:
         program(X, target=X)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (written, data_set, data_set_before_saving, tied, untied, removed, tied_in_a_step)
+def swapped_uneven(mesh: Any) -> None:
+    """Three rows on two ranks; frameworks move a model to its device so, after which the values are those that were there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    twin, x = copy.deepcopy(model), torch.randn(4, 4, dtype=torch.float64)
+    meshc.compile(model, mesh, args=(x,))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(lambda value: value.clone())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    torch.testing.assert_close(model(x), twin(x))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(one), other)
+
+
+CHECKS: tuple[Callable[[Any], None], ...] = (
+    written, data_set, data_set_before_saving, tied, untied, removed, tied_in_a_step, swapped_uneven,
+)  # fmt: skip
 
 
 def run(mesh: str, *names: str) -> None:

@@ -55,7 +55,7 @@ def test_more_of_module_mode_on_two_ranks() -> None:
 
 
 def test_parameters_that_are_written_set_tied_or_moved_after_compiling() -> None:
-    names = ("written", "data_set", "tied", "untied", "removed", "data_set_before_saving", "tied_in_a_step")
+    names = ("written", "data_set", "tied", "untied", "removed", "data_set_before_saving", "tied_in_a_step", "swapped_uneven")
     assert run("rearranged", 2, "dp_shard=2", *names).split() == [*names]
 
 
