@@ -3,7 +3,8 @@ same, and takes most of a small model's compilation.
 
 Alike is what pickles alike: the function that is called, with its code and what it closes over; the module with all that it holds,
 parameters, buffers and inputs by shape and type, other tensors by their values; and what torch has set. What does not pickle is traced.
-A test that patches something has it traced, for it might have patched what traces; so has one whose passes somebody listens to.
+A test that patches something has it traced, for it might have patched what traces, unless it says that it does not (`patches_behind`);
+so has one whose passes somebody listens to.
 """
 
 from __future__ import annotations
@@ -130,10 +131,15 @@ def traces() -> Kept:
     return OrderedDict()
 
 
+@pytest.fixture
+def patches_behind() -> None:
+    """A test that asks for this patches nothing that has a part in tracing, but what comes behind it."""
+
+
 @pytest.fixture(autouse=True)
 def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
     """Around each test of a folder whose conftest.py has it."""
-    if "monkeypatch" in request.fixturenames:
+    if "monkeypatch" in request.fixturenames and "patches_behind" not in request.fixturenames:
         yield
         return
     trace, at_depth, heard = compile._traced, compile.at_depth, False

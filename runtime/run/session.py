@@ -37,6 +37,7 @@ from meshc.runtime.run.backwards import Backwards, Make
 from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.executor import Executor
+from meshc.runtime.state import random_draws
 from meshc.runtime.state.store import Store
 
 
@@ -97,6 +98,7 @@ class Session:
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
         takes = self.numbers or self.random is not None
         self.stream = executor.board.numbers.stream("program") if executor.board is not None and takes else None
+        self._draws = executor.board.numbers.stream("random values, program", random_draws.ADVICE) if executor.board is not None else None
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self._placed: dict[str, tuple[Placement, ...]] = {}
@@ -129,6 +131,8 @@ class Session:
         """Every input by key, for the executor."""
         self.store.check_filled()
         stands, self._stands = self._stands, False
+        if self._draws is not None:  # before ranks wait for each other's
+            self._draws.note(("how often random values were drawn into parameters",), (random_draws.drawn(),))
         self.store.adopt_changes(stands)
         if self.stream is not None:
             self._note(self.stream, numbers)

@@ -6,7 +6,8 @@
 
 On accelerators torch places a rank's draws in the whole tensor itself; for CPU meshes it has a place for who does (`_rng_tracker`), and
 nobody. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent. What was
-drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`).
+drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`). Ranks of which one has drawn
+and another has not would wait for each other: before that they note how often they have (`drawn`), which the board compares.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Draws:
         self.homes: dict[DeviceMesh, Transfers] = {}
         self.written: set[int] = set()
         """Memory into which was drawn since it was last asked for."""
+        self.count = 0
 
     @contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
@@ -53,6 +55,16 @@ class Draws:
 
 
 _DRAWS: Final = Draws()
+
+ADVICE: Final = (
+    "\n  why: replicas of a parameter take the first one's values before the next call, which every rank waits for\n"
+    "  what to do: draw on every rank (`nn.init`, `p.normal_()`), without `if rank == 0`; ranks need no common seed for it"
+)
+
+
+def drawn() -> int:
+    """How often this rank has drawn into parameters of compiled models."""
+    return _DRAWS.count
 
 
 def follow(home: Transfers) -> None:
@@ -107,6 +119,7 @@ class _Whole(TorchDispatchMode):
             result = func(whole, *args[1:], **kwargs)
         if result is whole:
             self.draws.written.add(part.data_ptr())
+            self.draws.count += 1
             return part.copy_(self._part(whole))
         return trees.mapped(lambda one: self._part(one).clone() if isinstance(one, Tensor) else one, result)
 

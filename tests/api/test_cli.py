@@ -21,6 +21,7 @@ from meshc.text.show import hash_program
 from tests.broad import broad
 from tests.cache_name import CACHE
 from tests.models import llama, mlp
+from tests.runtime.launch import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -292,6 +293,12 @@ def test_a_program_of_one_rank_needs_no_launcher(folder: Path, capsys: pytest.Ca
     assert "was saved without weights" in failing(capsys, "run", "bare", "--inputs", "x.safetensors", "--outputs", "out")
 
 
+def on_ranks(ranks: int, *arguments: str, cwd: Path) -> None:
+    """The command as a launcher would have it run on each rank."""
+    run = launch("tests.runtime.programs:command", str(cwd), *arguments, ranks=ranks, timeout_s=120)
+    assert run.ok, run
+
+
 def torchrun(ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "meshc"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -344,8 +351,7 @@ def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_it
     for name, value in parameters.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
-    again = torchrun(2, "run", "two.meshc", "--inputs", "c.safetensors", "--outputs", "back", "--state", "s", cwd=folder)
-    assert again.returncode == 0, again.stderr
+    on_ranks(2, "run", "two.meshc", "--inputs", "c.safetensors", "--outputs", "back", "--state", "s", cwd=folder)
     assert json.loads((folder / "back/metrics.json").read_text())[0]["loss"] == pytest.approx(rows[2]["loss"], rel=1e-5)
 
     assert main(["run", "one.meshc", "--inputs", "c.safetensors", "--outputs", "fresh"]) == 0
@@ -378,8 +384,7 @@ def test_three_uneven_ranks_give_the_models_outputs_by_path(folder: Path) -> Non
     case = llama()
     save_file({"input_ids": case.kwargs["input_ids"]}, "x.safetensors")
     assert main(["compile", "model.py:decoder", "--mesh", "tp=3", "--out", "m"]) == 0
-    run = torchrun(3, "run", "m", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
-    assert run.returncode == 0, run.stderr
+    on_ranks(3, "run", "m", "--inputs", "x.safetensors", "--outputs", "out", cwd=folder)
     found = load_file(folder / "out/outputs.safetensors")
     with torch.no_grad():
         wanted = case.model.eval()(input_ids=case.kwargs["input_ids"])

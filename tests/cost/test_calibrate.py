@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +16,8 @@ from meshc.cost.fit import Product, Sample
 from meshc.cost.links import fastest
 from meshc.errors import StateError
 from meshc.ir.mesh import Mesh
+from tests.runtime.launch import launch
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
 
 
@@ -131,28 +128,13 @@ def test_a_dtype_without_a_fast_kernel_is_not_tried_at_all_sizes(monkeypatch: py
     assert measure.products(torch.device("cpu"), torch.float16) == [Product(2.0 * 128**3, 2.0 * 3 * 128**2, 1.0)]
 
 
-SCRIPT = """
-import sys
-from meshc.__main__ import main
-from meshc.cost import measure
-from meshc.runtime.run import link_times
-
-measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
-measure.THIN = {"cpu": ((8, 128, 128),)}
-link_times.SIZES, link_times.BESIDE, link_times.AFTER = (1 << 10, 1 << 20), (1 << 18,), (1e-4,)
-sys.exit(main(["calibrate", "--device", "cpu", *sys.argv[1:]]))
-"""
-
-
 @pytest.mark.processes
 def test_the_command_measures_links_under_a_launcher(tmp_path: Path) -> None:
-    script, path = tmp_path / "quick.py", tmp_path / "devices.toml"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "--out", str(path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"written to {path}") == 1 and "link inside a node, 2 ranks" in done.stdout
+    path = tmp_path / "devices.toml"
+    done = launch("tests.runtime.programs:calibrated", str(path), ranks=2, timeout_s=120, environment={"LOCAL_WORLD_SIZE": "2"})
+    assert done.ok, done
+    said = "".join(end.out for end in done.ranks)
+    assert said.count(f"written to {path}") == 1 and "link inside a node, 2 ranks" in said
     one = read(path)["cpu"]
-    assert "contention = " in path.read_text() and "uneven = " in path.read_text() and "computing loses beside" in done.stdout
+    assert "contention = " in path.read_text() and "uneven = " in path.read_text() and "computing loses beside" in said
     assert one.ranks_per_node == 2 and one.inside_node != device("cpu").inside_node

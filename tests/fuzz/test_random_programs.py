@@ -1,4 +1,4 @@
-"""24 random cases, 320 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
+"""16 random cases, 320 with `make test-broad`; and of the fuzzer itself: seeds repeat, texts mean what steps mean, a planted fault is
 found and made small."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.fuzz.sketch import Leaf, Sketch, Step, module, text
 PROGRAMS_A_TEST = 5
 
 
-ALWAYS = range(15, 18)
-BEYOND = [range(first, first + PROGRAMS_A_TEST) for first in range(0, 40, PROGRAMS_A_TEST) if first != 15] + [range(18, 20)]
+ALWAYS = range(15, 17)
+BEYOND = [range(first, first + PROGRAMS_A_TEST) for first in range(0, 40, PROGRAMS_A_TEST) if first != 15] + [range(17, 20)]
 
 
 @pytest.mark.parametrize("seeds", [ALWAYS, *map(broad, BEYOND)], ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")

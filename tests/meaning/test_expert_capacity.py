@@ -14,7 +14,7 @@ from meshc.ops.capacity import counts_of_rows, first_choices, heaviest_choices
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
 from tests.models import Case
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import FAMILIES, shallow
 
 
 def compiled(found: Case, mesh: str, microbatches: int | None = None, plan: str | None = None, **options: Any) -> meshc.Program:
@@ -132,7 +132,7 @@ def test_what_has_chosen_nothing_is_counted_nowhere() -> None:
 
 
 def test_an_error_names_the_layer_and_the_expert() -> None:
-    program = compiled(FAMILIES["mixtral"].case("mixtral"), "dp=2", expert_capacity=0.75, overflow="error")
+    program = compiled(shallow("mixtral"), "dp=2", expert_capacity=0.75, overflow="error")
     said = r"model\.layers\.0\.mlp\.experts: expert \d is chosen by \d+ tokens of group \d, and takes 5"
     with pytest.raises(meshc.InputError, match=said) as raised:
         meshc.verify(program, dtype=torch.float64)
@@ -149,7 +149,7 @@ def test_an_error_names_the_layer_and_the_expert() -> None:
 def test_a_capacity_that_cannot_be_is_refused_while_tracing(options: dict[str, Any], said: str) -> None:
     """In words of its own, not as something that cannot be traced."""
     with pytest.raises(meshc.CaptureError, match=said) as raised:
-        compiled(FAMILIES["mixtral"].case("mixtral"), "dp=2", **options)
+        compiled(shallow("mixtral"), "dp=2", **options)
     first, *_, last = str(raised.value).splitlines()
     assert first.startswith("Options(expert_capacity=") and "what to do" not in first and last.startswith("  what to do: ")
 

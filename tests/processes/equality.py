@@ -52,11 +52,11 @@ TWO = (
     Sample("vit", "tp=2", "megatron_sp"),
     Sample("resnet", "cp=2", "cp: height", "sgd"),
     Sample("llama", "cp=2", "cp: seq", attention="ring"),
-    Sample("mixtral", "ep=2"),
     Sample("qwen3_next", "cp=2", "cp: seq", "sgd", recurrence="join"),
     Sample("lstm", "cp=2", "cp: seq"),
 )
 MORE_OF_TWO = (
+    Sample("mixtral", "ep=2"),
     Sample("nanogpt", "cp=2"),
     Sample("llama", "dp=2"),
     Sample("llama", "tp=2", PARKED, microbatches=3),

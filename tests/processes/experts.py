@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 import meshc
 from tests.models import Case
 from tests.processes.session import run_checks
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import shallow
 
 TAKEN = 5
 """Of a row of 12 tokens that choose 2 of 4 experts each, by a capacity of 0.75."""
 
 
 def _case() -> Case:
-    found = FAMILIES["mixtral"].case("mixtral")
+    found = shallow("mixtral")
     found.model.double()
     return found
 

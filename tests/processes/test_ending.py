@@ -27,7 +27,7 @@ def ends(run: Run, culprit: int) -> None:
 
 @pytest.mark.parametrize(
     "phase, culprit",
-    [("before", 0), ("meet", 0), broad("meet", 1), ("compile", 0), broad("compile", 1), ("save", 1)],
+    [("before", 0), broad("meet", 0), broad("meet", 1), ("compile", 0), broad("compile", 1), ("save", 1)],
 )
 def test_a_rank_is_killed(phase: str, culprit: int) -> None:
     """Before anybody has met it, before the compilation, in its first, at the end of a save."""

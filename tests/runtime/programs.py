@@ -16,12 +16,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshc.__main__ import main
+from meshc.cost import measure
 from meshc.errors import PeerError
 from meshc.runtime.comm import collectives, rows
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.halo import Exchange
 from meshc.runtime.failure import watch
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
+from meshc.runtime.run import link_times
+
+
+def command(folder: str, *words: str) -> None:
+    """`python -m meshc WORDS` in this folder."""
+    os.chdir(folder)
+    sys.exit(main([*words]))
+
+
+def calibrated(path: str) -> None:
+    """`meshc calibrate`, which measures little."""
+    measure.BATCH_S, measure.SQUARES, measure.VECTORS = 1e-4, {"cpu": (64, 128)}, {"cpu": (1 << 16, 1 << 18)}
+    measure.THIN = {"cpu": ((8, 128, 128),)}
+    link_times.SIZES, link_times.BESIDE, link_times.AFTER = (1 << 10, 1 << 20), (1 << 18,), (1e-4,)
+    sys.exit(main(["calibrate", "--device", "cpu", "--out", path]))
+
 
 MOVED = [
     torch.float32,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -15,13 +15,18 @@ from tests.zoo.families import BART_LIKE, EXPERTS, LLAMA_LIKE, ROTARY, T5_LIKE, 
 class Wide(Stock):
     """In float64, routers too, which cast to a dtype of their own that their configuration does not let be float64."""
 
-    def case(self, name: str) -> Case:
-        found = super().case(name)
+    def case(self, name: str, **sizes: Any) -> Case:
+        found = super().case(name, **sizes)
         found.model.double()
         for each in found.model.modules():
             if type(each).__name__.endswith("Router") and hasattr(each, "dtype"):
                 each.dtype = torch.float64
         return found
+
+
+def shallow(family: str) -> Case:
+    """With one layer, of a family whose first layer has experts."""
+    return FAMILIES[family].case(family, num_hidden_layers=1)
 
 
 MOE: Final = {**LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

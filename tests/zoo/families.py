@@ -56,9 +56,10 @@ class Stock:
     sizes: Mapping[str, Any]
     inputs: Callable[[Any], dict[str, Tensor]]
 
-    def case(self, name: str) -> Case:
+    def case(self, name: str, **sizes: Any) -> Case:
+        """sizes: in the place of its own, as `num_hidden_layers=1` where a second layer would show nothing."""
         torch.manual_seed(1)
-        config = getattr(transformers, self.config)(**self.sizes)
+        config = getattr(transformers, self.config)(**{**self.sizes, **sizes})
         model = getattr(transformers, self.model)(config).float()
         return Case(name, model.train(), self.inputs(config))
 

@@ -23,6 +23,7 @@ def text(budget: int) -> str:
     return str(meshc.compile(made, meshc.Mesh("dp=2"), options=options, args=(ids,), kwargs={"target": ids}))
 
 
+@pytest.mark.usefixtures("patches_behind")
 def test_a_program_is_the_same_and_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     count, asked = 0, 0
     plain, remembering = begun.begin, begun.Begun.begin
@@ -47,6 +48,7 @@ def test_a_program_is_the_same_and_begins_once(monkeypatch: pytest.MonkeyPatch) 
     assert refusal(64, 256, memory_budget=1) == said and text(int(least)) == found
 
 
+@pytest.mark.usefixtures("patches_behind")
 def test_changes_begin_once_as_they_are_tried_and_as_they_are_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last beginning alone is remembered they begin more often, and the refusal says the same."""
     plain, counts, said = begun.begin, list[int](), list[str]()

@@ -45,9 +45,9 @@ def tokens(case: Case, batch: int, seq: int) -> dict[str, Tensor]:
     return {name: torch.zeros(batch, seq, dtype=value.dtype) for name, value in case.call_kwargs.items()}
 
 
-def stack(**more: Any) -> Case:
+def stack(layers: int = 6, **more: Any) -> Case:
     ids = torch.zeros(4, 3, dtype=torch.int64)
-    return Case("stack", Stack([16] * 6, **more), {"ids": ids}, cross_entropy, {"target": ids})
+    return Case("stack", Stack([16] * layers, **more), {"ids": ids}, cross_entropy, {"target": ids})
 
 
 LENGTHS: Calls = ((4, 12), (4, 20), (4, 28), (4, 24), (4, 36))
@@ -90,22 +90,33 @@ def test_a_size_that_is_followed_is_the_program_that_compiling_it_gives(name: st
 LONG = 1 << 18
 
 
+@pytest.fixture(scope="module")
+def long() -> str:
+    """The program that compiling this size gives."""
+    case = short()
+    return str(meshc.compile(step_of(case), meshc.Mesh("dp=2,tp=2"), kwargs=tokens(case, 4, LONG)))
+
+
+def short() -> Case:
+    return stack(layers=2)
+
+
 def lengths_of(case: Case, program: meshc.Program, *lengths: int) -> None:
     for length in lengths:
         program.prepare((), tokens(case, 4, length))
 
 
-def test_a_size_that_is_decided_otherwise_is_not_followed(run_whole: list[int]) -> None:
+def test_a_size_that_is_decided_otherwise_is_not_followed(run_whole: list[int], long: str) -> None:
     """A product that is summed over `tp` has memory of its own from 8 MiB on: [2, seq, 8] in float32 has them at 131,072 positions."""
-    case, alone, mesh = stack(), stack(), meshc.Mesh("dp=2,tp=2")
-    program = meshc.compile(step_of(case), mesh, kwargs=tokens(case, 4, 12))
+    case = short()
+    program = meshc.compile(step_of(case), meshc.Mesh("dp=2,tp=2"), kwargs=tokens(case, 4, 12))
     lengths_of(case, program, 20, 28, 44, LONG, LONG + 64, 36)
     assert run_whole[:2] == [1, 0] and run_whole[2:] == [1, 0, 0]
     program.prepare((), tokens(case, 4, LONG))
-    assert str(program) == str(meshc.compile(step_of(alone), mesh, kwargs=tokens(alone, 4, LONG)))
+    assert str(program) == long
 
 
-def test_without_asking_it_would_be_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_asking_it_would_be_another_program(monkeypatch: pytest.MonkeyPatch, long: str) -> None:
     asked = Trail.at
 
     def unasked(self: Any, *given: Any) -> Any:
@@ -113,14 +124,14 @@ def test_without_asking_it_would_be_another_program(monkeypatch: pytest.MonkeyPa
         return asked(self, *given)
 
     monkeypatch.setattr(Trail, "at", unasked)
-    case, alone, mesh = stack(), stack(), meshc.Mesh("dp=2,tp=2")
-    program = meshc.compile(step_of(case), mesh, kwargs=tokens(case, 4, 12))
+    case = short()
+    program = meshc.compile(step_of(case), meshc.Mesh("dp=2,tp=2"), kwargs=tokens(case, 4, 12))
     lengths_of(case, program, 20, 28, LONG)
-    assert str(program) != str(meshc.compile(step_of(alone), mesh, kwargs=tokens(alone, 4, LONG)))
+    assert str(program) != long
 
 
 def test_a_budget_is_not_followed(run_whole: list[int]) -> None:
-    case = stack()
+    case = short()
     program = meshc.compile(step_of(case), meshc.Mesh("dp=2"), kwargs=tokens(case, 4, 12), options=meshc.Options(memory_budget="1GB"))
     lengths_of(case, program, 20, 28, 44)
     assert run_whole == [] and "sizes" not in program.timings

@@ -13,13 +13,13 @@ from meshc.cost.links import payload
 from meshc.ir import spmd
 from meshc.program.program import PlainProgram
 from tests.broad import broad
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import shallow
 
-TOKENS, HIDDEN, BYTES, LAYERS = 4 * 12, 32, 4, 2
+TOKENS, HIDDEN, BYTES, LAYERS = 4 * 12, 32, 4, 1
 
 
 def program(family: str, mesh: str) -> meshc.Program:
-    case = FAMILIES[family].case(family)
+    case = shallow(family)
     step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters(), lr=0.1), loss=lambda output: output.loss)
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs)
 
@@ -60,7 +60,7 @@ def exchanged(found: meshc.Program) -> list[torch.fx.Node]:
 
 def test_where_most_tokens_go_to_a_rank_in_any_case_all_rows_travel() -> None:
     """Two of two experts a token: both ranks have one of each token's."""
-    case = FAMILIES["mixtral"].case("mixtral")
+    case = shallow("mixtral")
     config = type(case.model.config)(**{**case.model.config.to_dict(), "num_local_experts": 2})
     model = type(case.model)(config).train()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda output: output.loss)

@@ -26,7 +26,7 @@ BUCKET = 4
 
 
 @pytest.fixture(autouse=True)
-def _four_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def _four_buckets(monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> None:
     """As of a larger model; of one of four mebibytes there would be two."""
     monkeypatch.setattr(bundle, "ALONE", BUCKET * WEIGHT)
 

@@ -106,7 +106,7 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.parametrize("build", [torch.optim.NAdam, broad(torch.optim.Adafactor), broad(torch.optim.Muon), torch.optim.Adagrad])
+@pytest.mark.parametrize("build", [broad(torch.optim.NAdam), broad(torch.optim.Adafactor), broad(torch.optim.Muon), torch.optim.Adagrad])
 def test_optimizers_that_are_traced_run_there_too(build: Callable[..., torch.optim.Optimizer]) -> None:
     """What ranks do together for an update they do on the device, in between."""
     model = Net()

@@ -47,10 +47,14 @@ def first_refused(make: Callable[..., Case], mesh: str, plan: str | None, microb
     raise AssertionError("no budget is refused")
 
 
+def small(batch: int) -> Case:
+    return nanogpt(batch=batch, layers=1)
+
+
 @pytest.mark.parametrize(
     "make, mesh, plan, microbatches",
     [
-        (nanogpt, "dp=2", None, 1), broad(nanogpt, "dp_shard=2,tp=2", None, 1),
+        (small, "dp=2", None, 1), broad(nanogpt, "dp=2", None, 1), broad(nanogpt, "dp_shard=2,tp=2", None, 1),
         broad(llama, "dp=2,tp=2", None, 1), broad(gpt2, "dp=2", "dp: batch; store state", 1), broad(nanogpt, "pp=2,dp=2", None, 2),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
