@@ -98,7 +98,7 @@ class Session:
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
         takes = self.numbers or self.random is not None
         self.stream = executor.board.numbers.stream("program") if executor.board is not None and takes else None
-        self._draws = executor.board.numbers.stream("random values, program", random_draws.ADVICE) if executor.board is not None else None
+        self._draws = None if executor.board is None else random_draws.compared(store.transfers, executor.board.numbers)
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self._placed: dict[str, tuple[Placement, ...]] = {}
@@ -132,7 +132,7 @@ class Session:
         self.store.check_filled()
         stands, self._stands = self._stands, False
         if self._draws is not None:  # before ranks wait for each other's
-            self._draws.note(("how often random values were drawn into parameters",), (random_draws.drawn(),))
+            random_draws.note(self._draws)
         self.store.adopt_changes(stands)
         if self.stream is not None:
             self._note(self.stream, numbers)

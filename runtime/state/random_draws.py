@@ -7,7 +7,7 @@
 On accelerators torch places a rank's draws in the whole tensor itself; for CPU meshes it has a place for who does (`_rng_tracker`), and
 nobody. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent. What was
 drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`). Ranks of which one has drawn
-and another has not would wait for each other: before that they note how often they have (`drawn`), which the board compares.
+and another has not would wait for each other: before that they note how often they have, which the board compares.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from meshc.ir import layouts, trees
 from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.transfers import Transfers
+from meshc.runtime.failure.numbers import Numbers, Stream
 from meshc.runtime.state.held import Held
 
 if TYPE_CHECKING:
@@ -62,9 +64,20 @@ ADVICE: Final = (
 )
 
 
-def drawn() -> int:
-    """How often this rank has drawn into parameters of compiled models."""
-    return _DRAWS.count
+_STREAMS: Final[WeakKeyDictionary[Transfers, Stream]] = WeakKeyDictionary()
+
+
+def compared(home: Transfers, numbers: Numbers) -> Stream:
+    """Of a model's programs: how often ranks had drawn at each call."""
+    stream = _STREAMS.get(home)
+    if stream is None:
+        stream = _STREAMS[home] = numbers.stream("draws, model", ADVICE)
+    return stream
+
+
+def note(stream: Stream) -> None:
+    """One more call."""
+    stream.note(("how often random values were drawn into parameters",), (_DRAWS.count,))
 
 
 def follow(home: Transfers) -> None:

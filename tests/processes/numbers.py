@@ -78,6 +78,16 @@ def another_rate_in_module_mode(mesh: Any) -> None:
     for_ever(step)
 
 
+def a_draw_on_one_rank(mesh: Any) -> None:
+    """Rank 0 alone begins a layer anew, behind the second step."""
+    program, _, case = trained(mesh)
+    for _ in range(2):
+        program(**case.call_kwargs)
+    if dist.get_rank() == 0:
+        torch.nn.init.normal_(next(case.model.parameters()))
+    for_ever(lambda: program(**case.call_kwargs))
+
+
 def another_size(mesh: Any) -> None:
     """Rank 1 goes on with batches of 4 rows; both have both programs, whose gradients are of equal shapes."""
     program, _, case = trained(mesh, meshc.Options(check_inputs=0))
@@ -141,13 +151,13 @@ def all_is_well(mesh: Any) -> None:
     board = world_board()
     board.settle(20)
     streams = board.numbers.to_say()
-    assert len(streams) == 5, streams  # two shapes, which of them calls have, the second program, the optimizer
+    assert len(streams) == 8, streams  # two shapes, which of them calls have, the second program, the optimizer, draws of three models
     assert board.numbers.settled([1 - dist.get_rank()], streams), streams
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
     another_rate, a_scheduler_on_one_rank, saved_after_another_rate, another_rate_in_module_mode, another_size, two_threads,
-    a_save_beside_a_step, all_is_well,
+    a_draw_on_one_rank, a_save_beside_a_step, all_is_well,
 )  # fmt: skip
 
 
