@@ -54,8 +54,9 @@ AFTER: Final = """
 - **Lightning.** Its own sampler shuffles training rows as it deals them out; `use_distributed_sampler=False` leaves a loader as it is. A
   distributed checkpoint is a folder, which `load_from_checkpoint` does not take: `ModelParallelStrategy(save_distributed_checkpoint=False)`
   writes one file. Its `StochasticWeightAveraging` callback ends in torch's "got mixed torch.Tensor and DTensor": `torch.optim.swa_utils`
-  averages a compiled model. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo ranks: fit with clipping, accumulation,
-  schedulers, early stopping, checkpoints and resume, test, predict, bf16-mixed; Fabric under torchrun and with processes of its own.)
+  averages a compiled model. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo ranks: fit with clipping,
+  accumulation, schedulers, early stopping, checkpoints and resume, test, predict, bf16-mixed; Fabric under torchrun, and with processes of
+  its own.)
 - **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.
 """
 
