@@ -185,6 +185,9 @@ class FailureBoard(Watch):
 
     def _at_exit(self) -> None:
         self.close()
+        deadline = time.monotonic() + PATIENCE_S
+        for thread in self._threads:  # one that is in the store, whose server has gone, would abort the process likewise when it comes back
+            thread.join(max(0.0, deadline - time.monotonic()))
         # gloo's worker threads let go of a finished collective's tensors a little late, need the interpreter's lock for it, and abort
         # the process ("terminate called without an active exception") if they ask for it once the interpreter has begun to end.
         time.sleep(SETTLE_S)
