@@ -85,7 +85,7 @@ def _of_choices(said: Node, kind: object) -> list[Node]:
     choices = said.args[0]
     assert isinstance(choices, Node)
     named = [each for each in choices.users if is_getitem(each) and each.args[1] == 0]
-    return [node for node in read_by(named, lambda node: node in named) if node.target is kind]
+    return [node for each in named for node in each.users if node.target is kind]
 
 
 def _operand(node: Node) -> Node:
