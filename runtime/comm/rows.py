@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 from weakref import ref
 
 import torch
@@ -96,19 +96,25 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-_KEPT: Final[dict[tuple[int, int, int, int], tuple[ref[Tensor], Chosen]]] = {}
-"""What was found of choices that are alive, by who they are and whose they are asked for: a layer's four exchanges go by the same ones."""
+Key: TypeAlias = tuple[int, int, int, int]
+"""Whose choices, by the tensor's id, and for which experts they are looked through."""
+
+_KEPT: Final[dict[Key, tuple[ref[Tensor], int, Chosen]]] = {}
+"""What was found of choices that are alive, and the version that they had: a layer's four exchanges go by the same ones."""
 
 
 def _chosen(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
+    if choice.is_inference():  # nobody counts how often such a tensor is written
+        return _looked_up(choice, each, rank, count)
     key = (id(choice), each, rank, count)
     kept = _KEPT.get(key)
-    if kept is None or kept[0]() is not choice:
-        kept = _KEPT[key] = (ref(choice, lambda gone: _forget(key, gone)), _looked_up(choice, each, rank, count))
-    return kept[1]
+    if kept is None or kept[0]() is not choice or kept[1] != choice._version:
+        found = _looked_up(choice, each, rank, count)
+        kept = _KEPT[key] = (ref(choice, lambda gone: _forget(key, gone)), choice._version, found)
+    return kept[2]
 
 
-def _forget(key: tuple[int, int, int, int], gone: ref[Tensor]) -> None:
+def _forget(key: Key, gone: ref[Tensor]) -> None:
     if key in _KEPT and _KEPT[key][0] is gone:
         del _KEPT[key]
 

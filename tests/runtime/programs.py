@@ -130,6 +130,9 @@ def rows_that_are_chosen(group: dist.ProcessGroup) -> None:
             wanted = total[rank * tokens : (rank + 1) * tokens].contiguous()
             same(rows.scatter(told[rank], choice, each=3, group=group).wait(), wanted, f"scatter_rows {dtype}")
             blocks_of_rows(group, choice, here, given, told)
+        choice.fill_(-1)  # what was found of it counts no more
+        nothing = rows.gather(given[rank], choice, each=3, group=group).wait()
+        same(nothing, torch.zeros_like(nothing), "gather_rows of choices that were written")
 
 
 def blocks_of_rows(
