@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import is_getitem, record, spmd
+from meshc.ir import is_getitem, record, records, spmd
 from meshc.ir.graph import call, made_of, read_by
 from meshc.ir.nodes import Record
 
@@ -126,4 +126,5 @@ def _in_order(weights: Weights, point: Node) -> bool:
 
 def _free(nodes: Sequence[Node], point: Node) -> bool:
     """Whether they are calls of the point's own phase."""
-    return all(node.op == "call_function" and record(node).phase == record(point).phase for node in nodes)
+    there = {record(point).phase}
+    return all(node.op == "call_function" and {one.phase for one in records(node)} == there for node in nodes)

@@ -68,8 +68,8 @@ MESHES = ("dp=2", "ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2")
 @pytest.mark.parametrize(
     "kind, mesh, microbatches",
     [
-        ("All", "dp=2,ep=2", None),
-        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) != ("All", "dp=2,ep=2")),
+        ("All", "dp=2,ep=2", None), ("Gated", "ep=2", None),
+        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) not in (("All", "dp=2,ep=2"), ("Gated", "ep=2"))),
         *(broad("Hit", mesh, 2) for mesh in MESHES),
     ],
 )  # fmt: skip
