@@ -15,7 +15,7 @@ from tests.fuzz.strategy import sketches
 EVERY = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@settings(EVERY, max_examples=2)
+@settings(EVERY, max_examples=3)
 @given(cases(most=6))
 def test_cases_of_hypothesis(case: Case) -> None:
     found = check_once(case)
@@ -24,7 +24,7 @@ def test_cases_of_hypothesis(case: Case) -> None:
 
 def test_steps_are_left_out() -> None:
     """What a matmul needs is left of a program that has one."""
-    limits = settings(EVERY, max_examples=30)
+    limits = settings(EVERY, max_examples=60)
     small = find(sketches(most=6), lambda sketch: any("matmul" in step.op for step in sketch.steps), settings=limits)
     assert len(small.steps) <= 2
 

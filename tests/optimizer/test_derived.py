@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from tests.broad import broad
 from tests.optimizer.derived import Averages, Bounded, Cautious, Clips, CountsInItself, Halves, HalvesAgain, Rows, Skips, Warms
 from tests.optimizer.stepped import SHAPES, parameters, run
 
-DERIVED = [Halves, HalvesAgain, Bounded, Averages, Cautious, Warms, Rows]
+Build = Callable[..., torch.optim.Optimizer]
+
+DERIVED: list[Build] = [Halves, HalvesAgain, Bounded, Averages, Cautious, Warms, Rows]
 
 
 @pytest.fixture(autouse=True)
@@ -23,12 +26,12 @@ def _bases_have_been_used() -> None:
     """torch wraps the `step` of a class when the first optimizer of it is made, and `super().step()` runs what it has wrapped."""
     for kind in (Halves, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor):
         kind(parameters(((2,),)), lr=0.1)
-        assert kind.step.hooked  # type: ignore[attr-defined]
+        assert vars(kind.step)["hooked"]
 
 
 @pytest.mark.parametrize("kind", [*DERIVED[:-1], broad(Rows)])
-def test_steps_equal_its_own(kind: type[torch.optim.Optimizer]) -> None:
-    optimizer = kind(parameters(SHAPES[:2]), lr=0.05)  # type: ignore[call-arg]
+def test_steps_equal_its_own(kind: Build) -> None:
+    optimizer = kind(parameters(SHAPES[:2]), lr=0.05)
     shadow = run(optimizer, steps=5)
     assert shadow.spec.groups[0].kind == "other"
     targets = {str(node.target) for traced in shadow.spec.groups[0].traced.values() for node in traced.graph.graph.nodes}
@@ -36,7 +39,7 @@ def test_steps_equal_its_own(kind: type[torch.optim.Optimizer]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [pytest.param([Halves, Averages], id="two"), broad(DERIVED, id="all")])
-def test_on_a_mesh(kinds: list[type[torch.optim.Optimizer]]) -> None:
+def test_on_a_mesh(kinds: list[Build]) -> None:
     """All at once, each with parameters of its own, split over both axes with their state."""
 
     class Branches(nn.Module):
@@ -49,7 +52,7 @@ def test_on_a_mesh(kinds: list[type[torch.optim.Optimizer]]) -> None:
             return self.down(F.gelu(sum((up(x) for up in self.up), torch.zeros(()))))
 
     model = Branches().double()
-    optimizers: list[Any] = [kind(up.parameters(), lr=0.05) for kind, up in zip(kinds, model.up, strict=True)]  # type: ignore[call-arg]
+    optimizers: list[Any] = [kind(up.parameters(), lr=0.05) for kind, up in zip(kinds, model.up, strict=True)]
     step = meshc.TrainStep(model, optimizer=optimizers, loss=F.mse_loss)
     inputs = (torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64))
     plan = "dp: batch; store params, grads, state\ntp: ffn; store params, grads, state"
@@ -66,8 +69,8 @@ def test_on_a_mesh(kinds: list[type[torch.optim.Optimizer]]) -> None:
         (CountsInItself, r"(?s)CountsInItself.step changes self.count.*group\['count'\]"),
     ],
 )
-def test_what_a_step_cannot_do(kind: type[torch.optim.Optimizer], words: str) -> None:
-    optimizer = kind(parameters(SHAPES[:2]), lr=0.05)  # type: ignore[call-arg]
+def test_what_a_step_cannot_do(kind: Build, words: str) -> None:
+    optimizer = kind(parameters(SHAPES[:2]), lr=0.05)
     with pytest.raises(meshc.CompileError, match=words):
         mo.describe(optimizer)
     assert not optimizer.state

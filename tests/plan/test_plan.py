@@ -473,24 +473,6 @@ def test_explain() -> None:
     assert explain("fsdp", Mesh("dp=2")).splitlines()[1] == "dp    2      batch   params, grads, state  recipe fsdp"
 
 
-@pytest.mark.parametrize(
-    "plan, wanted",
-    [
-        (None, {"dp": "dp", "cp": "cp", "pp": "pp"}),
-        ("ulysses", {"dp": "dp", "cp": "", "pp": "pp"}),
-        ("cp: heads@attention > seq", {"dp": "dp", "cp": "", "pp": "pp"}),
-        ("auto", {"dp": "", "cp": "", "pp": "pp"}),
-    ],
-)
-def test_an_entry_that_nobody_asked_for_knows_its_role(plan: str | None, wanted: dict[str, str]) -> None:
-    """Also where it has been resolved before; as text it is an entry by hand."""
-    mesh = Mesh("dp=2,cp=2,pp=2")
-    resolved = resolve(plan, mesh)
-    for again in (resolved, resolve(resolved, mesh)):
-        assert {entry.axis: entry.role for entry in again.axes} == wanted
-    assert {entry.role for entry in Plan(str(resolved)).axes} == {""} and Plan(str(resolved)) == resolved
-
-
 def test_pins_of_operators() -> None:
     plan = Plan("pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp\npin op: ffn/tp, _\npin op:/update: pending/dp/tp")
     first, second = plan.operators
