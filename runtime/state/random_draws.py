@@ -7,7 +7,8 @@
 On accelerators torch places a rank's draws in the whole tensor itself; for CPU meshes it has a place for who does (`_rng_tracker`), and
 nobody. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent. What was
 drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`). Ranks of which one has drawn
-and another has not would wait for each other: before that they note how often they have, which the board compares.
+and another has not would wait for each other: before that they note how often they have, which the board compares
+(of what every rank has, not of a pipeline's stages).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshc.ir import layouts, trees
 from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
 from meshc.runtime.comm import collectives
+from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.numbers import Numbers, Stream
 from meshc.runtime.state.held import Held
@@ -45,6 +47,7 @@ class Draws:
         self.written: set[int] = set()
         """Memory into which was drawn since it was last asked for."""
         self.count = 0
+        """Of draws into what every rank has."""
 
     @contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
@@ -62,7 +65,6 @@ ADVICE: Final = (
     "\n  why: replicas of a parameter take the first one's values before the next call, which every rank waits for\n"
     "  what to do: draw on every rank (`nn.init`, `p.normal_()`), without `if rank == 0`; ranks need no common seed for it"
 )
-
 
 _STREAMS: Final[WeakKeyDictionary[Transfers, Stream]] = WeakKeyDictionary()
 
@@ -115,6 +117,7 @@ class _Whole(TorchDispatchMode):
     def __init__(self, draws: Draws, spec: Any, home: Transfers, generator: torch.Generator | None) -> None:
         super().__init__()
         self.draws, self.spec, self.generator = draws, spec, generator
+        self.counts = not isinstance(home, StageTransfers)  # into what lives on a stage its ranks alone draw
         self.ranges = layouts.chunk_ranges(spec.shape, spec.placements, home.mesh, home.coordinates)
 
     def __torch_dispatch__(
@@ -132,7 +135,7 @@ class _Whole(TorchDispatchMode):
             result = func(whole, *args[1:], **kwargs)
         if result is whole:
             self.draws.written.add(part.data_ptr())
-            self.draws.count += 1
+            self.draws.count += self.counts
             return part.copy_(self._part(whole))
         return trees.mapped(lambda one: self._part(one).clone() if isinstance(one, Tensor) else one, result)
 
