@@ -75,8 +75,7 @@ def _lower_backward(local: Local, letter: str, dim: int) -> Made:
     else:
         grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
         if local.turns is not None:
-            last = local.emit(aten.slice.Tensor, h, dim, local.shape(h)[dim] - 1, local.shape(h)[dim])
-            before = local.hand_on(last, axes, dim, False)
+            before = _before(local, h, letter, axes, dim)
             return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
         product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
         products, ends, starts, lasts = _of_all(local, axes, dim, product, end, *_last(local, h, letter, dim))
@@ -96,13 +95,30 @@ def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Tar
     return [together(local, axes, one, along, back) for one in made[:count]]
 
 
+def _before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -> Node:
+    """The last h of the ranks before: of the one before, where no tile has padding, which may be a whole tile of it between others."""
+    real = local.neutralise(h, letter, 0.0)
+    if real is h:
+        return local.hand_on(_at_end(local, h, dim), axes, dim, False)
+    return _come_to(local, axes, dim, *_of_all(local, axes, dim, *_as_steps(local, h, real, letter, dim)), aten.lt.Scalar)
+
+
 def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
     """The last h of a tile, padding aside, as steps come to it: 0 times what was before, and it. A tile of padding takes no step."""
     real = local.neutralise(h, letter, 0.0)
     if real is not h:
-        return _end(local, local.neutralise(local.emit(aten.zeros_like.default, h), letter, 1.0), real, dim, False)
-    last = local.emit(aten.slice.Tensor, h, dim, local.shape(h)[dim] - 1, local.shape(h)[dim])
+        return _as_steps(local, h, real, letter, dim)
+    last = _at_end(local, h, dim)
     return local.emit(aten.zeros_like.default, last), last
+
+
+def _as_steps(local: Local, h: Node, real: Node, letter: str, dim: int) -> tuple[Node, Node]:
+    return _end(local, local.neutralise(local.emit(aten.zeros_like.default, h), letter, 1.0), real, dim, False)
+
+
+def _at_end(local: Local, h: Node, dim: int) -> Node:
+    size = local.shape(h)[dim]
+    return local.emit(aten.slice.Tensor, h, dim, size - 1, size)
 
 
 def _end(local: Local, a: Node, b: Node, dim: int, reverse: bool) -> tuple[Node, Node]:
