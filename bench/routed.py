@@ -25,7 +25,7 @@ NAMES = {2: "two", 4: "four"}
 
 
 def otherwise(plan: str, ranks: int) -> tuple[str, ...]:
-    """`long` has six heads: over four ranks they go with a ring of two."""
+    """`long` has six heads: over four ranks they go with a ring of two, as they do by the name of the axis."""
     return tuple(way.replace("heads@", "heads*seq@") if ranks > 2 else way for way in OTHERWISE[plan])
 
 

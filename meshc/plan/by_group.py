@@ -46,7 +46,7 @@ def parts_by_group(plan: Plan, mesh: Mesh, shared: Sequence[int], groups: Sequen
             continue
         rest, uneven = divmod(axis.size, heads)
         parts = Axis(f"{axis.name}_kv_heads", heads), Axis(f"{axis.name}_group", rest)
-        if uneven or any(size % rest for size in each) or _is_held(plan, axis.name) or {part.name for part in parts} & {*mesh.names}:
+        if uneven or any(size % rest for size in each) or is_held(plan, axis.name) or {part.name for part in parts} & {*mesh.names}:
             break
         left, each = {1}, tuple(size // rest for size in each)
         if heads > 1:
@@ -66,7 +66,7 @@ def _in_regions(entry: AxisEntry) -> bool:
     return all(term.region is not None for term in entry.terms if any(map(term.covers, (*SHARED, *GROUP))))
 
 
-def _is_held(plan: Plan, axis: str) -> bool:
+def is_held(plan: Plan, axis: str) -> bool:
     """Whether lines of the plan say of single values that the axis splits heads there."""
     heads = {*SHARED, *GROUP}
     said = [(factor.factor, factor.axes) for line in (*plan.pins, *plan.stores) for dim in line.dims for factor in dim.factors]

@@ -63,8 +63,15 @@ def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, ...]]) -> Plan:
         splits = tuple(replace(split, axes=finer(split.axes)) for split in pin.splits)
         return replace(pin, splits=splits, whole=finer(pin.whole), pending=finer(pin.pending))
 
-    entries: list[AxisEntry] = [replace(entry, axis=name) for entry in plan.axes for name in finer([entry.axis])]
+    entries = [_of_part(entry, name) for entry in plan.axes for name in finer([entry.axis])]
     return Plan.of(
         entries, [replace(pin, dims=dims(pin.dims)) for pin in plan.pins], [replace(line, dims=dims(line.dims)) for line in plan.stores],
         map(operator, plan.operators), plan.remats, plan.kept, plan.offloads, plan.chunks,
     )  # fmt: skip
+
+
+def _of_part(entry: AxisEntry, part: str) -> AxisEntry:
+    """What is left of an entry for a part of its axis: all; of a part that is called by a factor of the entry, from that factor on."""
+    factor = part.removeprefix(f"{entry.axis}_")
+    named = [rank for rank, terms in enumerate(entry.ranks) if any(term.factor == factor for term in terms)]
+    return replace(entry, axis=part, ranks=entry.ranks[named[0] if named and part != entry.axis else 0 :])

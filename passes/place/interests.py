@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
 
 from torch.fx import Node
 
 from meshc.ir import records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.names import Names
+from meshc.plan.by_name import EVEN
 from meshc.plan.plan import Plan
-
-EVEN: Final = frozenset({"cp"})
-"""Roles by whose name alone an axis pads nothing that comes before the last of its entry."""
-
 
 @dataclass(frozen=True)
 class Interest:
