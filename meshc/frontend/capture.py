@@ -20,6 +20,7 @@ from torch import nn
 
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
+from meshc.frontend.averaged_norms import averaged_norms
 from meshc.frontend.double import wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
@@ -228,6 +229,7 @@ def torch_graph(
         listed_experts(module),
         unhinted_masks(),
         traced_distributions(),
+        averaged_norms(),
         apart(),
         unasked(),
         unwritten(),

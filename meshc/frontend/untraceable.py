@@ -54,7 +54,7 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "by a program: in a stock model set layerdrop and the like to 0, or call it in evaluation mode"
     )),
     (r"[Dd]ata-dependent branching|Data.dependent jump|Caused by: if ", _BRANCH),
-    (r"ToFloat\(u\d+\)", f"{_KEEP}; momentum=None of a batch norm, which update_bn sets, divides by a counter: give it a number"),
+    (r"ToFloat\(u\d+\)", _KEEP),
     (r"tolist\(\)|\.item\(\)|unbacked symbols", _KEEP),
     (r"[Dd]ata.dependent|GuardOnDataDependent|Dynamic shape operator", _FIXED),
     (r"backwards? hooks", (
