@@ -59,9 +59,7 @@ def compile(
         args, kwargs = tuple(args), dict(kwargs or {})
         if not args and not kwargs and inputs == "global":
             args, kwargs = exported.examples(what)
-        mesh, plan = with_parts(
-            what, mesh, plan, args, kwargs, inputs=inputs, outputs=outputs, backend=backend, names=names, options=options
-        )
+        mesh, plan = with_parts(mesh, plan, options)
         asked = Asked(what, mesh, plan, inputs, outputs, backend, names, options)
         program = Program(asked, World(asked.mesh, board))
         if not args and not kwargs and asked.step is None:

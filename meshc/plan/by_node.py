@@ -17,6 +17,7 @@ from typing import Final
 from meshc.ir.mesh import Axis, Mesh, role
 from meshc.plan.entries import AxisEntry, OperatorPin, PinDim
 from meshc.plan.plan import Plan
+from meshc.plan.products import settled
 
 EXPERTS: Final = "experts"
 
@@ -72,6 +73,9 @@ def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, ...]]) -> Plan:
 
 def _of_part(entry: AxisEntry, part: str) -> AxisEntry:
     """What is left of an entry for a part of its axis: all; of a part that is called by a factor of the entry, from that factor on."""
+    if part == entry.axis:
+        return entry
     factor = part.removeprefix(f"{entry.axis}_")
+    entry = settled(entry, factor)
     named = [rank for rank, terms in enumerate(entry.ranks) if any(term.factor == factor for term in terms)]
-    return replace(entry, axis=part, ranks=entry.ranks[named[0] if named and part != entry.axis else 0 :])
+    return replace(entry, axis=part, ranks=entry.ranks[named[0] if named else 0 :])

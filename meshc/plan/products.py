@@ -30,20 +30,22 @@ def taken_apart(plan: Plan) -> list[tuple[AxisEntry, Term]]:
     return found
 
 
-def parts_of(entry: AxisEntry, term: Term, ranks: int, sizes: Iterable[int]) -> list[tuple[Axis, AxisEntry]]:
-    """The axes that stand for one of so many ranks, major to minor, with their entries. `sizes`: of all dims that are called as the first
-    factor is. One axis, with its name, where one of the two factors takes all ranks."""
+def parts_of(entry: AxisEntry, term: Term, ranks: int, sizes: Iterable[int]) -> tuple[Axis, ...]:
+    """The axes that stand for one of so many ranks, major to minor. `sizes`: of all dims that are called as the first factor is. One axis,
+    with its name, where one of the two factors takes all ranks."""
     first = gcd(ranks, *sizes)
+    if first in (1, ranks):
+        return (Axis(entry.axis, ranks),)
+    return Axis(f"{entry.axis}_{term.rest}", ranks // first), Axis(f"{entry.axis}_{term.factor}", first)
+
+
+def factor_of(term: Term, ranks: int, sizes: Iterable[int]) -> str:
+    """Which factor takes all ranks of an axis that is one."""
     assert term.rest is not None
-    halves = [(term.rest, ranks // first), (term.factor, first)]
-    several = 1 < first < ranks
-    found = []
-    for factor, size in halves:
-        if size == 1 and ranks > 1:
-            continue
-        name = f"{entry.axis}_{factor}" if several else entry.axis
-        ways = tuple(tuple(Term(factor, one.region) if one is term else one for one in rank) for rank in entry.ranks)
-        found.append((Axis(name, size), replace(entry, axis=name, ranks=ways)))
-        if ranks == 1:
-            break
-    return found
+    return term.factor if gcd(ranks, *sizes) == ranks else term.rest
+
+
+def settled(entry: AxisEntry, factor: str) -> AxisEntry:
+    """The entry, of whose term with two factors this one is left."""
+    ways = (tuple(term if term.rest is None else Term(factor, term.region) for term in rank) for rank in entry.ranks)
+    return replace(entry, ranks=tuple(ways))

@@ -1,9 +1,11 @@
-"""Axes that have more ranks than the model has heads for them: from here on two axes stand for each (`meshc/plan/by_group.py`, `by_name.py`).
+"""Axes that are taken apart by how many heads a model has: from here on two axes stand for each (`meshc/plan/products.py`, `by_group.py`,
+`by_name.py`).
 
-    tp=4, "tp: heads, ffn"       of a model with 2 key-value heads for 8 of queries       tp_kv_heads=2,tp_group=2, and an entry for each
-    cp=4, of which nothing is said       of a model with 6 heads                          cp_seq=2,cp_heads=2, likewise
+    cp=8, "cp: heads*seq@attention > seq"       of a model with 4 heads                          cp_seq=2,cp_heads=4, and an entry for each
+    tp=4, "tp: heads, ffn"                      of one with 2 key-value heads for 8 of queries   tp_kv_heads=2,tp_group=2, likewise
+    cp=4, of which nothing is said              of one with 6 heads                              cp_seq=2,cp_heads=2, likewise
 
-How many heads there are is known when factors have names, and no pass before has asked for the mesh or the plan: it goes on with others.
+How many there are is known when factors have names, and no pass before has asked for the mesh or the plan: it goes on with others.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from meshc.errors import PlanError
 from meshc.ir.mesh import Axis, Mesh
 from meshc.passes.driver.choose import open_axes
 from meshc.passes.phases.placed import Placed
@@ -18,14 +21,45 @@ from meshc.passes.written.shared_keys import lines_for_keys
 from meshc.plan.by_group import GROUP, SHARED, parts_by_group
 from meshc.plan.by_name import HEADS, parts_by_name
 from meshc.plan.by_node import with_axes_apart
+from meshc.plan.products import factor_of, parts_of, settled, taken_apart
 
 
 def with_heads_apart(placed: Placed) -> Placed:
-    """With such axes taken apart, and a note for each; as it is where there is none, where a search has axes to decide about, and where
-    another program has settled how parameters lie."""
+    """With such axes taken apart, and a note for each that the plan did not ask for; as it is where there is none. Where a search has axes
+    to decide about, or another program has settled how parameters lie, what was asked for is taken apart alone.
+
+    Raises PlanError for a factor that the model has not, and for an axis that the other program has left whole.
+    """
+    placed = _by_product(placed)
     if placed.request.fixed or open_axes(placed.plan):
         return placed
     return _by_name(_by_group(placed))
+
+
+def _by_product(placed: Placed) -> Placed:
+    apart = taken_apart(placed.plan)
+    parts: dict[str, tuple[Axis, ...]] = {}
+    entries = {entry.axis: entry for entry in placed.plan.axes}
+    for entry, term in apart:
+        sizes, ranks = _sizes(placed, term.factor), placed.mesh.size(entry.axis)
+        if not sizes:
+            known = sorted({name for names in placed.names.also.values() for name in names if "." not in name})
+            raise PlanError(f"{entry.where}: the model has no factor {term.factor!r}; it has {', '.join(known)}")
+        found = parts_of(entry, term, ranks, sizes)
+        if len(found) > 1:
+            parts[entry.axis] = found
+        else:
+            entries[entry.axis] = settled(entry, factor_of(term, ranks, sizes))
+    if parts and placed.request.fixed:
+        raise PlanError(
+            f"{apart[0][0].where}: another program of this model has settled how its parameters lie, on the mesh {placed.mesh}, and this "
+            f"one would have {' and '.join(str(part) for both in parts.values() for part in both)} in it\n"
+            "  what to do: compile the other one with this line too, or leave it out here"
+        )
+    if not apart:
+        return placed
+    settled_plan = placed.plan.having(entries.values())
+    return _on(placed.again(replace(placed.request, plan=settled_plan)), parts)
 
 
 def _by_group(placed: Placed) -> Placed:

@@ -9,6 +9,8 @@ import torch
 
 import meshc
 from meshc.errors import PlanError
+from meshc.frontend.capture import torch_graph
+from meshc.passes.trace import capture
 from meshc.plan.plan import Plan
 from meshc.report import summary
 from tests.broad import broad
@@ -75,9 +77,19 @@ def test_what_cannot_be_taken_apart_says_why() -> None:
         ("pp: heads*seq", "pp=2", "pp has stages by its name"),
         (f"{BOTH}\ncp_seq: batch", "cp=4,cp_seq=2", "makes an axis cp_seq, which the mesh .* has already"),
         ("cp: heads*seq > ffn*seq", "cp=4", "both take cp apart; keep one of them"),
-        (f"{BOTH}\npin qkv.weight: _, features/cp", "cp=4", "the mesh has no axis cp"),
+        (f"{BOTH}\npin qkv.weight: _, features/cp_seq", "cp=4", "the mesh has no axis cp_seq"),
     ):
         with pytest.raises(PlanError, match=text):
             compiled(mesh, plan=plan)
-    with pytest.raises(PlanError, match="pass example inputs to meshc.compile"):
-        meshc.compile(Attends(16, 2), meshc.Mesh("cp=4"), plan=BOTH)
+
+
+def test_lines_about_the_axis_are_of_both_parts() -> None:
+    program = compiled("cp=4", plan=f"{BOTH}\nstore qkv.weight: _, features/cp")
+    assert "store qkv.weight: _, features/cp_seq/cp_heads" in str(program.compiled.plan)
+
+
+def test_nothing_is_traced_to_count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    monkeypatch.setattr(capture, "torch_graph", lambda *args, **how: traces.append(args) or torch_graph(*args, **how))
+    compiled("cp=4")
+    assert len(traces) == 1
