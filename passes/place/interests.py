@@ -17,6 +17,7 @@ from meshc.passes.phases.names import Names
 from meshc.plan.by_name import EVEN
 from meshc.plan.plan import Plan
 
+
 @dataclass(frozen=True)
 class Interest:
     """What an axis may take: class -> (rank, regions); region None is everywhere.

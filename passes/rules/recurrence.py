@@ -100,7 +100,8 @@ def _before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -
     real = local.neutralise(h, letter, 0.0)
     if real is h:
         return local.hand_on(_at_end(local, h, dim), axes, dim, False)
-    return _come_to(local, axes, dim, *_of_all(local, axes, dim, *_as_steps(local, h, real, letter, dim)), aten.lt.Scalar)
+    starts, lasts = _of_all(local, axes, dim, *_as_steps(local, h, real, letter, dim))
+    return _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
 
 
 def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:

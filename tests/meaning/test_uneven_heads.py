@@ -1,4 +1,4 @@
-"""An axis that does not divide the heads of an attention: asked for it pads them, by its name alone it takes as many as go and leaves the rest."""
+"""An axis that does not divide the heads of an attention: asked for it pads them, by its name alone it takes as many as go."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.meaning.test_rings import Attends, trained
     ],
 )
 def test_by_its_name_alone_an_axis_pads_no_heads(heads: int, plan: str | None, lies: str, mesh: str) -> None:
-    """Five heads over four ranks are left alone, and their positions stay split; of six, two ranks have three each, and positions stay split
-    along the rest; asked for they are padded."""
+    """Five heads over four ranks are left alone, and their positions stay split; of six, two ranks have three each, and positions stay
+    split along the rest; asked for they are padded."""
     model = Attends(4 * heads, heads, is_causal=True)
     program = trained(model, "cp=4", {"x": torch.randn(2, 8, 4 * heads)}, "gather", plan)
     assert f'attention_default: "({lies}' in str(program) and str(program.compiled.mesh) == mesh

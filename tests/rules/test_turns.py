@@ -1,4 +1,4 @@
-"""Steps that ranks take in turns where tiles of padding lie between others: seven steps on two ranks by three are tiles of 2, 2, 0, 2, 1, 0."""
+"""Steps in turns where tiles of padding lie between others: seven steps on two ranks by three are tiles of 2, 2, 0, 2, 1 and 0."""
 
 from __future__ import annotations
 
