@@ -6,8 +6,8 @@ They answer what a stock model's own code asks of a cache (its length, beams in 
 tensors in and out, and never as a whole on one rank. Buffers have room for more rows and tokens than there are: a program is for one size
 of them. This file imports transformers, and is imported where a cache of it is met.
 
-Whisper's generate, asked for more than tokens, takes the cache apart row by row when all tokens are there, on the host: it gets plain tensors
-on every rank, for which buffers become whole. Who asks is read off the stack.
+Whisper's generate, asked for more than tokens, takes the cache apart row by row when all tokens are there, on the host: it gets plain
+tensors on every rank, for which buffers become whole. Who asks is read off the stack.
 """
 
 from __future__ import annotations
