@@ -35,6 +35,7 @@ from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.program.program import BACKENDS
+from meshc.runtime.state.ownership import refuse_anothers
 from meshc.runtime.state.store import Store
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -114,7 +115,10 @@ class Asked:
         self.path = ""
         """Where that is in the model."""
         self._exported = exported.is_module(self.module)
-        admission.refuse_module(self.module, Store.of(self.module) is not None)
+        adopted = Store.of(self.module) is not None
+        if not adopted:
+            refuse_anothers(self.module)
+        admission.refuse_module(self.module, adopted)
         refused = getattr(self.traced.function, "refused", [])
         if refused:
             raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
@@ -220,6 +224,8 @@ class Asked:
             flex.masks_as_inputs()
             calling.refuse_inputs(signature, args, kwargs)
         inputs = calling.canonical(signature, args, kwargs, self.traced.parameters)
+        if calling.has_hooks(self.called):
+            inputs = (args, kwargs)  # hooks see what is passed by position, and what by name
         if self._exported:
             names = input_names(signature, *inputs)
             exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole(inputs)), strict=True)))

@@ -32,6 +32,8 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     if options.path.endswith(".json") and Path(options.path).is_file():
         return _show_trace(options)
+    if options.device is not None and not (options.summary or options.json):
+        raise PlanError("--device says whose times are predicted: with --summary or --json")
     program = artifact.load(options.path, allow_edited=options.allow_edited, allow=options.allow, rules=rules)
     if options.stage is not None and options.stage not in program.stages:
         raise PlanError(f"{options.path} has no stage {options.stage!r}; it has {', '.join(program.stages)}")

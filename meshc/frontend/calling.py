@@ -61,6 +61,15 @@ def canonical(
     return tuple(rest), dict(sorted(named.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
 
+def has_hooks(called: object) -> bool:
+    """Whether what is called has hooks of its user around its forward."""
+    model = called.model if isinstance(called, TrainStep) else called
+    if not isinstance(model, nn.Module):
+        return False
+    before = [hook for hook in model._forward_pre_hooks.values() if not getattr(hook, "of_meshc", False)]
+    return bool(before or model._forward_hooks)
+
+
 def parameters_of(signature: Function) -> list[inspect.Parameter] | None:
     """What a signature takes; None where there is none to read."""
     try:

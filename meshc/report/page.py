@@ -24,7 +24,7 @@ from meshc.report.account import stage_accounts
 from meshc.report.axes import AxisAccount, axes
 from meshc.report.figures import MEMORY
 from meshc.report.spans import Span, spans
-from meshc.report.summary import CollectiveUse, collectives, communicating, why
+from meshc.report.summary import CollectiveUse, collectives, communicating, mostly, why
 from meshc.report.tables import bytes_text, seconds_text
 from meshc.report.tree import Branch, Made, tree, values
 
@@ -195,7 +195,7 @@ def _traffic(uses: Sequence[CollectiveUse]) -> list[Traffic]:
         groups.setdefault((use.axes, use.phase, use.kind), []).append(use)
     found = [
         Traffic(phase, kind, over, sum(use.times for use in those), sum(use.times * use.bytes_per_rank for use in those),
-                sum(use.seconds for use in those), why(max(those, key=lambda use: use.bytes_per_rank)))
+                sum(use.seconds for use in those), mostly(those))
         for (over, phase, kind), those in groups.items()
     ]  # fmt: skip
     return sorted(found, key=lambda one: (one.axes, PHASES.index(one.phase), -one.seconds))
@@ -233,7 +233,7 @@ def _memory(program: PlainProgram, found: Alive, budget: int | None) -> Memory:
         "a rank" if program.pipeline is None else f"rank {most.rank} of {program.pipeline.axis}, which needs most", peak.at, kinds,
         sum(most.kept.values()), most.total, budget, course, at,
         [(held.bytes_of(those), len(those), alike) for alike, those in folded[: held.LARGEST]],
-        (len(rest), sum(map(held.bytes_of, rest))),
+        (sum(map(len, rest)), sum(map(held.bytes_of, rest))),
     )  # fmt: skip
 
 

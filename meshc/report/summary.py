@@ -234,15 +234,20 @@ def _collectives(program: PlainProgram) -> str:
         return "no collectives: ranks do not communicate"
     rows = []
     for (phase, kind, axes), uses in sorted(groups.items(), key=lambda item: PHASES.index(item[0][0])):
-        said: Counter[str] = Counter()
-        for use in uses:
-            said[why(use)] += use.times * use.bytes_per_rank
         total = sum(use.bytes_per_rank * use.times for use in uses)
         largest = max(use.bytes_per_rank for use in uses)
-        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), said.most_common(1)[0][0]))
+        rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), mostly(uses)))
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
     return table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo)")
+
+
+def mostly(uses: Iterable[CollectiveUse]) -> str:
+    """The reason that most bytes have."""
+    said: Counter[str] = Counter()
+    for use in uses:
+        said[why(use)] += use.times * use.bytes_per_rank
+    return said.most_common(1)[0][0]
 
 
 def why(use: CollectiveUse) -> str:

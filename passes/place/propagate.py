@@ -35,7 +35,7 @@ from meshc.passes.place.deferral import Deferral, Deferred
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.rings import Rings
 from meshc.passes.place.spread import backward_map, forward_map, spread
-from meshc.passes.place.storage import held_to, stored_split
+from meshc.passes.place.storage import held_to, in_names_of, stored_split
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
@@ -327,9 +327,9 @@ class Propagator:
             self.first_use.setdefault(port.key, _without(want, SEQUENTIAL))
 
     def _settled(self, name: str, node: Node) -> Sharding | None:
-        """The storage that another program has settled; one that did not use the parameter has no names for what it keeps whole."""
+        """The storage that another program has settled, in the names of this one."""
         base = self.fixed.get(name)
-        return self.result.whole((node, 0)) if base is not None and not base.split_axes() else base
+        return None if base is None else in_names_of(self.result.whole((node, 0)), name, base, self.sizes)
 
     def storage(self, name: str, kind: str) -> Sharding:
         """How a parameter (kind parameter), its gradient or its state lies between steps."""

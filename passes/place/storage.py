@@ -13,9 +13,11 @@ all of them, is reduce-scattered by one: over two dims each would be two, the fi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Final, TypeAlias
 
+from meshc.errors import PlanError
 from meshc.ir.sharding import Part, Sharding, local_size
 from meshc.passes.phases.placed import Slots
 from meshc.plan.entries import STORES
@@ -25,6 +27,40 @@ Place: TypeAlias = tuple[int, int]
 
 CLAUSE: Final = {"parameter": "params", "gradient": "grads", "state": "state"}
 """What lies between steps -> what plans call it."""
+
+
+def in_names_of(own: Sharding, name: str, base: Sharding, sizes: Mapping[str, int]) -> Sharding:
+    """How the parameter `name` lies by another program of its model, in the factors that it has in this one: `own`, which nothing splits.
+
+        [ffn 16/tp, hidden 8]                 a layer that this program does not call has given ffn its name: [up.weight.0 16/tp, hidden 8]
+        [heads 4/tp * head 8, hidden 8]       here nobody takes heads apart: [q.weight.0 32/tp, hidden 8]
+
+    Raises PlanError where it cannot be said so.
+    """
+    dims = [_renamed(mine, theirs, sizes) for mine, theirs in zip(own.dims, base.dims, strict=True)]
+    found = tuple(dim for dim in dims if dim is not None)
+    if len(found) < len(dims):
+        raise PlanError(
+            f"{name} lies as {base}, by the program of this model that was compiled first, and this program has it as {own}, which cannot "
+            "lie so\n"
+            "  why: the programs of a model share its parameters, and an inner factor of a dim is split, or tiles do not divide\n"
+            "  what to do: a plan that keeps it whole between the calls, or splits another dim of it, for the program that is compiled "
+            "first:\n"
+            f"  `store {name} [params]: ...`, or an axis without its `store` clause (docs/plans.md)"
+        )
+    return Sharding(found)
+
+
+def _renamed(mine: tuple[Part, ...], theirs: tuple[Part, ...], sizes: Mapping[str, int]) -> tuple[Part, ...] | None:
+    if not any(part.axes for part in theirs):
+        return mine
+    if [part.size for part in mine] == [part.size for part in theirs]:
+        return tuple(replace(one, axes=other.axes, order=other.order) for one, other in zip(mine, theirs, strict=True))
+    first, count = theirs[0], prod(sizes[axis] for axis in theirs[0].axes)
+    inner = any(part.axes for part in theirs[1:]) or bool(first.order)
+    if inner or first.size % count or mine[0].size % count:
+        return None
+    return (replace(mine[0], axes=first.axes), *mine[1:])
 
 
 def held_to(base: Sharding, slots: Slots) -> Sharding:

@@ -25,6 +25,7 @@ from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.placed import Placed
 from meshc.passes.place.deferral import deferring, may_defer
 from meshc.passes.place.spread import backward_map, spread
+from meshc.passes.place.storage import in_names_of
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.planner.candidates import Possible
 from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Option, Reading, Space
@@ -136,6 +137,9 @@ class _Survey:
         labels = tuple(_slots(dims))
         sizes = tuple(self.factors.size[factor] for row in dims for factor in row)
         settled = self.placed.request.fixed.get(name)
+        if settled is not None:
+            own = Sharding(tuple(tuple(Part(self.names.of[factor], self.factors.size[factor]) for factor in row) for row in dims))
+            settled = in_names_of(own, name, settled, self.placed.sizes)
         everything: dict[str, list[int | None]] = {axis: [None, *range(len(labels))] for axis in self.axes}
         for kind in ("parameter", "state"):
             pins = {**self.placed.pins.storage.get(name, {}), **self.placed.pins.stored.get((name, kind), {})}

@@ -96,6 +96,10 @@ ADVICE: Final[Mapping[str, str]] = {
     "the optimizer's numbers": "build the optimizer with the same numbers on every rank",
     "the saved program": "give every rank the same folder, on storage that all share, or the same copy on each machine",
     "the saved state": "give every rank the same state, on storage that all share, or the same copy on each machine",
+    INPUTS: (
+        "pass the same structure, shapes, dtypes and plain values on every rank: parts of a batch padded to one length "
+        '(padding="max_length", or to a\n  multiple that all reach), or the length of the longest part on any rank'
+    ),
     COMPILED: "see what a rank's own code has made different: a branch on the rank, or values that forward reads",
 }
 

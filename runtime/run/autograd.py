@@ -5,15 +5,16 @@ What a call saves is what the backward from all outputs needs, so that the forwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError
+from meshc.errors import StateError, listed
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import Session
+from meshc.runtime.state.held import Held
 
 
 class Call:
@@ -30,6 +31,32 @@ class Call:
         self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
         self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
         self.results = session.results
+        self._versions: dict[str, object] = {}
+        self._lie: dict[int, Held | None] = {}
+
+    def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+        """What backward reads; of parameters and inputs, which users may write to, in which state they are. given: what the call began
+        with."""
+        self.saved = saved
+        ports = [port.key for port in self.session.program.inputs if port.kind in ("parameter", "input")]
+        self._lie = {_memory(given[key]): self.session.store.find(key) for key in ports if key in given}
+        self._versions = {key: self._version(value) for key, value in saved.items() if _memory(value) in self._lie}
+
+    def _version(self, tensor: torch.Tensor) -> object:
+        """Another one after each write to it, or to the DTensor that has its memory."""
+        held = self._lie[_memory(tensor)]
+        return 0 if tensor.is_inference() else tensor._version, held.version() if held is not None and held.shared else ()
+
+    def refuse_changed(self, read: Iterable[str]) -> None:
+        """Refuses a backward that would read what was written to since the call, as torch does. Raises StateError."""
+        versions = self._versions
+        changed = [key.partition(":")[2] or key for key in read if key in versions and versions[key] != self._version(self.saved[key])]
+        if changed:
+            raise StateError(
+                f"these were changed in place between this call and its backward, which reads them: {listed(changed, 4)}\n"
+                "  why: the gradients would be those of other values than the call had; of a plain model torch refuses that too\n"
+                "  what to do: optimizer.step(), and writing to inputs, behind the backward of all calls that were made before it"
+            )
 
 
 class _Context(Protocol):
@@ -49,13 +76,16 @@ class ProgramFunction(torch.autograd.Function):
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
+        begun = {key: value for key, value in env.items() if isinstance(value, torch.Tensor)}
+        taken = {_memory(value) for value in begun.values()}
         with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
-        call.saved = {key: env[key] for key in session.program.stages["backward"].inputs if key in env}
+        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, begun)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in call.results]
-        outputs = tuple(o if isinstance(o, DTensor) else _given(o) for o in whole)
+        taken |= {_memory(value) for value in call.saved.values()}
+        outputs = tuple(o if isinstance(o, DTensor) else _given(o, taken) for o in whole)
         ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
         return outputs
 
@@ -69,6 +99,7 @@ class ProgramFunction(torch.autograd.Function):
                 "  what to do: call backward (torch.autograd.grad) without create_graph; a loss that holds gradients, such as a penalty on "
                 "them,\n  needs the model as it was before meshc.compile"
             )
+        _refuse_anomalies()
         if call.moves != session.store.moves:
             raise StateError(
                 "experts have moved between this call and its backward, which would read others in their places\n"
@@ -91,7 +122,7 @@ class ProgramFunction(torch.autograd.Function):
         taken = {_memory(value) for value in env.values() if isinstance(value, torch.Tensor)}
         assert session.backwards is not None
         with torch.no_grad():
-            made = session.backwards.run(frozenset(received), env, call.step)
+            made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
             own = {key: _own(env[key], taken) for key in made}
         found: list[object] = []
         for port in call.parameters:
@@ -101,10 +132,23 @@ class ProgramFunction(torch.autograd.Function):
         return (None, None, *found, *[own.get(f"gradient:input:{port.name}") for port in call.inputs])
 
 
-def _given(output: torch.Tensor) -> torch.Tensor:
-    """An output as torch takes it, which may be an input or another output: a view, which cannot be changed in place, since backward may
-    read what it is of; one number by itself, as loops scale a loss in place."""
-    return output.view_as(output) if output.dim() else output.clone()
+def _refuse_anomalies() -> None:
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise StateError(
+            "torch.autograd's anomaly mode looks for NaN in each gradient, which torch cannot do with DTensors, as these are\n"
+            "  what to do: torch.autograd.set_detect_anomaly(True, check_nan=False), and hooks of parameters to look at gradients; or the\n"
+            "  plain model on one device"
+        )
+
+
+def _given(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """An output as torch takes it. In memory of its own it may be changed in place, as any: `logits /= 2`. What is an input, another output
+    or read by backward becomes a view, of which torch refuses that; one number is copied, as loops scale a loss in place."""
+    memory = _memory(output)
+    if memory in taken:
+        return output.view_as(output) if output.dim() else output.clone()
+    taken.add(memory)
+    return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
 def _own(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:

@@ -7,7 +7,7 @@ usual case, the same set at each step, costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -30,20 +30,26 @@ class Backwards:
         self._loaded: dict[frozenset[str], LoadedStage] = {key: executor.stages["backward"] for key in self.programs}
         self._last: frozenset[str] | None = None
 
-    def run(self, received: frozenset[str], env: dict[str, torch.Tensor], step: int) -> tuple[str, ...]:
-        """`env` has the tangents and what the forward call saved; gradients are added to it. All ranks call it with the same set.
+    def run(
+        self, received: frozenset[str], env: dict[str, torch.Tensor], step: int, look: Callable[[Iterable[str]], None]
+    ) -> tuple[str, ...]:
+        """`env` has the tangents and what the forward call saved; gradients are added to it. All ranks call it with the same set. `look` is
+        shown what is read, and may raise.
 
         Raises StateError, or PeerError, on ranks that differ in the set.
         """
-        with self.executor.guarded(step, f"run backward from {', '.join(sorted(received)) or 'no output'}"):
+        what = f"run backward from {', '.join(sorted(received)) or 'no output'}"
+        with self.executor.guarded(step, what):
             self._agree(received)
             if not received:
                 return ()  # torch comes here too when what follows has given no gradient to any output
             if received not in self.programs:
                 self.programs[received] = self.make(received)
-            stage = self.programs[received].stages["backward"]
-            if not stage.outputs:
-                return ()  # nothing that takes gradients is behind these outputs
+        stage = self.programs[received].stages["backward"]
+        if not stage.outputs:
+            return ()  # nothing that takes gradients is behind these outputs
+        look(stage.inputs)
+        with self.executor.guarded(step, what):
             if received not in self._loaded:
                 self._loaded[received] = self.executor.load(stage)
             with self.executor.recording(step), self.executor.doing(Instruction("run", "backward")):

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from meshc.runtime.saved.rebalanced import Placement
 from meshc.runtime.saved.scheduled import NumbersByStep
 from meshc.text import show
 from meshc.text.libraries import libraries_of
+
+WRITTEN: Final = "write it with safetensors.torch.save_file({name: tensor, ...}, path), by the names of the program's inputs"
+"""What to do about a file of inputs that is none."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
     placement = None if ask.rebalance_every is None else Placement(loaded, ask.path)
     writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
     for number, name in enumerate(ask.inputs or (None,), 1):
-        with TensorFile(Path(name)) if name is not None else nullcontext() as file:
+        with TensorFile(Path(name), advice=WRITTEN) if name is not None else nullcontext() as file:
             inputs = loaded.inputs(file)
         step = loaded.step
         if schedule is not None:

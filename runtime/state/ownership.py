@@ -46,6 +46,20 @@ def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
     return _STORES.get(owner)
 
 
+def refuse_anothers(model: nn.Module) -> None:
+    """Refuses a model without a store that has parameters of a compiled one: live ones, or those that they have replaced."""
+    stores = {store for owner, store in _STORES.items() if isinstance(owner, nn.Module)}
+    rows = [(name, store) for name, one in model.named_parameters() for store in stores if store.parameter_key(one)]
+    if rows:
+        others = sorted({type(store.model).__qualname__ for _, store in rows})
+        raise StateError(
+            f"these parameters are of a model that is compiled already ({', '.join(others)}): {listed([name for name, _ in rows], 4)}\n"
+            "  why: a program keeps the parameters of one model; another one's would be copies of them, which from then on train apart\n"
+            "  what to do: put both into one nn.Module and compile that: each way in which its forward is called is a program of its own, "
+            "over the\n  same parameters (docs/training.md, Several models)"
+        )
+
+
 def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store) -> None:
     """Ties a model to its store; `holders_of_copies` are the submodules whose tensors need `sync` before they are read."""
     for module in holders_of_copies | {model}:

@@ -272,6 +272,7 @@ def test_mistakes_on_the_command_line(folder: Path, capsys: pytest.CaptureFixtur
     assert "an axis is NAME=SIZE" in failing(capsys, "compile", "model.py:build", "--mesh", "dp")
     assert "there is no recipe 'fast'" in failing(capsys, "compile", "model.py:build", *mesh, "--plan", "fast")
     assert "there is no saved program at gone" in failing(capsys, "show", "gone")
+    assert "--device says whose times are predicted: with --summary" in failing(capsys, "show", "gone", "--device", "h100")
 
 
 def test_a_program_of_one_rank_needs_no_launcher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +289,10 @@ def test_a_program_of_one_rank_needs_no_launcher(folder: Path, capsys: pytest.Ca
     told = failing(capsys, "run", "m", "--inputs", "bad.safetensors", "--outputs", "out")
     assert "x is torch.float32 of shape [6, 23], the program takes torch.float32 of shape [6, 24]" in told
     assert "y is no input of the program" in told
+    torch.save(case.kwargs, "x.pt")
+    told = failing(capsys, "run", "m", "--inputs", "x.pt", "--outputs", "out")
+    assert "x.pt cannot be read: it does not begin with a header" in told
+    assert "safetensors.torch.save_file({name: tensor, ...}, path)" in told
     assert "x is missing" in failing(capsys, "run", "m", "--outputs", "out")
     main(["compile", "model.py:build", "--mesh", "dp=1", "--out", "bare", "--no-weights"])
     assert "was saved without weights" in failing(capsys, "run", "bare", "--inputs", "x.safetensors", "--outputs", "out")

@@ -13,8 +13,16 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.optimization import Adafactor
+from transformers.trainer_pt_utils import LabelSmoother
 
 import meshc
 from tests.frameworks.rows import Rows, refuses, shared_folder
@@ -125,8 +133,6 @@ def accumulated(mesh: Any) -> None:
         _close(model, twin)
         logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         torch.testing.assert_close(logged, [loss.item() for loss in losses], rtol=1e-5, atol=1e-5)
-
-
     accumulated_means(mesh)
 
 
@@ -246,6 +252,61 @@ def not_resumed(mesh: Any) -> None:
     plain = Whole(model=llama(), args=arguments(folder), train_dataset=texts(), callbacks=[meshc.trainer_checkpoints()])
     plain.is_distributed_loading_by_transformers = True
     refuses(meshc.StateError, "is not compiled", plain.train)
+
+
+@ROWS.row('gradient_checkpointing, re-entrant and not, with inputs="local"', mesh="dp=2")
+def made_again(mesh: Any) -> None:
+    for reentrant in (True, False):
+        model, twin = compiled(mesh, "local", 2)
+        given = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        Trainer(model=model, args=arguments(shared_folder(), **given), train_dataset=texts()).train()
+        trained(twin)
+        _close(model, twin)
+
+
+@ROWS.row("label_smoothing_factor", line='meshc.Options(local_loss="mean")', mesh="dp=2")
+def smoothed(mesh: Any) -> None:
+    """The Trainer makes the loss of the logits, of each rank's own rows, of which each has as many labels."""
+    data = [{name: value.clamp(min=3) for name, value in row.items()} for row in texts()]
+    model, given = llama(), arguments(shared_folder(), label_smoothing_factor=0.1)
+    twin = copy.deepcopy(model)
+    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local", options=meshc.Options(local_loss="mean"))
+    Trainer(model=model, args=given, train_dataset=data).train()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for batch in (default_collate(data[start : start + 4]) for start in range(0, 12, 4)):
+        LabelSmoother(0.1)(twin(**batch), batch["labels"], shift_labels=True).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    _close(model, twin)
+
+
+@ROWS.row("load_best_model_at_end", line=CHECKPOINTS, mesh="dp=2")
+def the_best(mesh: Any) -> None:
+    """By the loss of an evaluation after each step, of steps that are too long."""
+    model, twin = compiled(mesh, "local", 2)
+    how = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, save_only_model=True, load_best_model_at_end=True)
+    given = arguments(shared_folder(), **how, metric_for_best_model="eval_loss", learning_rate=0.5)
+    trainer = Trainer(
+        model=model, args=given, train_dataset=texts(), eval_dataset=texts(4), callbacks=[meshc.trainer_checkpoints()]
+    )  # fmt: skip
+    trainer.train()
+    found = []
+    for batch in batches(4):
+        trained_on(twin, batch, 0.5)
+        with torch.no_grad():
+            found.append((twin(**batches(4)[0]).loss.item(), copy.deepcopy(twin.state_dict())))
+    told = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    torch.testing.assert_close(told, [loss for loss, _ in found], rtol=1e-5, atol=1e-5)
+    twin.load_state_dict(min(found, key=lambda one: one[0])[1])
+    _close(model, twin)
+
+
+def trained_on(twin: nn.Module, batch: Any, rate: float) -> None:
+    twin.zero_grad()
+    twin(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    torch.optim.SGD(twin.parameters(), lr=rate).step()
 
 
 @ROWS.row('ranks that are dealt other rows, with inputs="global"', refused='compile with inputs="local", or do not deal out')

@@ -44,6 +44,8 @@ AFTER: Final = """
   model means by it.
 - **The Trainer's loss outside the model** (`label_smoothing_factor`, `compute_loss_func`) is of each rank's own rows: compile with
   `options=meshc.Options(local_loss="mean")`, which is what the Trainer means. Without it backward is refused.
+- **The Trainer's collator.** One that pads each rank's rows to the longest of them gives ranks sequences of other lengths, which is refused
+  with both: `padding="max_length"`, or `pad_to_multiple_of` a length that all parts reach. Each length is a program.
 - **The Trainer's last batch.** Where rows do not divide, Accelerate gives some rows twice, to make parts equal, as it does under DDP:
   the step's mean counts them twice, and `eval_loss` of such a last batch is the mean of what ranks were given. Metrics of `compute_metrics`
   and `predict` count each row once. `dataloader_drop_last=True`, or a number of rows that divides, is exact.

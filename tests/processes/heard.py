@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
@@ -109,14 +110,25 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def heard(mesh: Any) -> None:
-    """Three rows, which are filled up to four, and of speech a mask of frames, of which the encoder leaves a quarter."""
+    """Three rows, which are filled up to four, and of speech a mask of frames, of which the encoder leaves a quarter. Whisper's generate
+    takes the cache apart for its dict."""
     _, model, twin = compiled(whisper, mesh)
     same(model, twin, input_features=numbers(3, 8, 30), min_new_tokens=12)
-    same(model, twin, input_features=numbers(3, 8, 30), num_beams=2)
+    how = dict(input_features=numbers(3, 8, 30), num_beams=2, max_new_tokens=12, return_dict_in_generate=True)
+    mine, theirs = (one.generate(**how, output_attentions=True, output_hidden_states=True) for one in (model, twin))
+    one, other = (tree_leaves([found[name] for name in found if name != "cache"]) for found in (mine, theirs))
+    one, other = ([*beside, *kept_in(found.cache)] for beside, found in ((one, mine), (other, theirs)))
+    torch.testing.assert_close(one, other)
     _, model, twin = compiled(speech, mesh)
     mask = torch.ones(3, 24, dtype=torch.int64)
     mask[0, 12:] = 0
     scored(model, twin, input_features=numbers(3, 24, 8), attention_mask=mask)
+
+
+def kept_in(cache: Any) -> list[torch.Tensor]:
+    """Keys and values of a decoder with an encoder."""
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
 def seen(mesh: Any) -> None:

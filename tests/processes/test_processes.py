@@ -49,6 +49,11 @@ def test_module_mode_on_two_ranks() -> None:
     assert run("module_mode", 2, "dp=2", *names).split() == [*names]
 
 
+def test_unusual_turns_of_module_mode() -> None:
+    names = ("parts_of_a_forward", "hooks_around_it", "written_outputs", "written_before_backward", "anomalies", "models_that_share")
+    assert run("module_edges", 2, "tp=2", *names).split() == [*names]
+
+
 @pytest.mark.broad
 def test_more_of_module_mode_on_two_ranks() -> None:
     assert run("module_mode", 2, "dp=2", "several_sets").split() == ["several_sets"]

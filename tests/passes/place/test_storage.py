@@ -7,9 +7,10 @@ from math import prod
 
 import pytest
 
+from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
-from meshc.passes.place.storage import stored_split
+from meshc.passes.place.storage import in_names_of, stored_split
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report.summary import collectives
@@ -30,6 +31,27 @@ def base(text: str) -> Sharding:
 
 def said(sharding: Sharding) -> str:
     return ", ".join(" * ".join("/".join((str(part.size), *part.axes)) for part in dim) for dim in sharding.dims)
+
+
+@pytest.mark.parametrize(
+    "own, theirs, found",
+    [
+        ("16, 8", "16/tp, 8", "16/tp, 8"),
+        ("16, 8", "4/tp * 4, 8", "16/tp, 8"),
+        ("4 * 4, 8", "16/tp, 8", "4/tp * 4, 8"),
+        ("4 * 4, 8", "16, 2 * 4", "4 * 4, 8"),
+        ("16, 8", "4/tp/dp * 4, 8", "16/tp/dp, 8"),
+        ("16, 8", "4 * 4/tp, 8", None),
+        ("12, 8", "3/tp * 4, 8", None),
+    ],
+)
+def test_another_programs_storage_is_said_in_the_factors_that_this_one_has(own: str, theirs: str, found: str | None) -> None:
+    if found is None:
+        with pytest.raises(PlanError, match=r"(?s)up.weight lies as .*what to do: a plan that keeps it whole"):
+            in_names_of(base(own), "up.weight", base(theirs), {"tp": 2, "dp": 2})
+    else:
+        renamed = in_names_of(base(own), "up.weight", base(theirs), {"tp": 2, "dp": 2})
+        assert said(renamed) == found and renamed.whole() == base(own)
 
 
 def stored(text: str, plan: str, mesh: str) -> list[str]:
