@@ -19,7 +19,10 @@ from meshc.frontend.stock_experts import formed_experts
 from tests.broad import broad
 from tests.zoo.loops import EXPERTS, LOOPS, OF_ALL, WIDTH, Expert, Layer, Model
 
-SKIPS = {"Hit": True, "All": False, "Masked": True, "One": True, "Places": True, **dict.fromkeys(OF_ALL, False)}
+SKIPS = {
+    **{"Hit": True, "All": False, "Masked": True, "One": True, "Places": True, "Counted": True, "Repeated": False, "Written": True},
+    **dict.fromkeys(OF_ALL, False),
+}
 """Whether an expert that nobody has chosen is not called."""
 
 
@@ -141,6 +144,46 @@ def test_experts_of_two_kinds_are_refused_with_the_line() -> None:
     with pytest.raises(meshc.CaptureError, match="expert 0 and expert 3 differ: ") as raised:
         trained(model, "ep=2")
     assert "loops.py:" in str(raised.value) and "what to do: experts of one class and size" in str(raised.value)
+
+
+class Given(Layer):
+    """Choices that come from outside."""
+
+    def forward(self, x: Tensor, weights: Tensor, selected: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, nth = torch.where(selected == i)
+            if token.numel() == 0:
+                continue
+            out[token] += weights[token, nth, None] * expert(x[token])
+        return out
+
+
+def test_of_one_expert_that_a_token_has_chosen_twice_what_stands_last_counts() -> None:
+    """As torch writes rows with one index on a CPU."""
+    torch.manual_seed(0)
+    layer = Given().double()
+    given = torch.randn(3, WIDTH).double(), torch.rand(3, 3).double(), torch.tensor([[2, 0, 2], [1, 3, 4], [5, 5, 5]])
+    wanted = layer(*given)
+    for groups in (1, 2):
+        with formed_experts(layer, lambda path, groups=groups: groups), listed_experts(layer):  # type: ignore[misc]
+            torch.testing.assert_close(layer(*given), wanted)
+
+
+class Places(Layer):
+    """Writes rows of tokens that have two choices each: the last expert's stand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        selected = torch.topk(self.gate(x), 2)[1]
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out[torch.where(selected == i)[0]] = expert(x[torch.where(selected == i)[0]])
+        return out
+
+
+def test_rows_that_several_experts_write_are_refused() -> None:
+    with pytest.raises(meshc.CaptureError, match=r"writes a row for each token, and has choices \[16, 2\] for tokens \[16, 8\]"):
+        meshc.compile(Places(), meshc.Mesh("dp=2"), args=(torch.randn(16, WIDTH),))
 
 
 class Summed(Layer):
