@@ -20,6 +20,7 @@ from torch import nn
 
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
+from meshc.frontend.adapted_experts import adapted_experts
 from meshc.frontend.double import wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
@@ -120,7 +121,10 @@ class JointGraph:
 def prepared(module: nn.Module) -> Iterator[None]:
     """Inside, the code of a model runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
-    with stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), traced_flex():
+    with (
+        stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
+        traced_flex(),
+    ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
@@ -226,6 +230,7 @@ def torch_graph(
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
         listed_experts(module),
+        adapted_experts(module),
         unhinted_masks(),
         traced_distributions(),
         apart(),

@@ -122,7 +122,7 @@ def _compiled(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType
 
 
 class _Reader(Terms):
-    """Of one function. skips, once, single: see `Loop`; added: to what, and what; written: not to a sum, but in its place; distinct: names of
+    """Of one function. skips, once, single: see `Loop`; added: to what, and what; written: in its place, not to a sum; distinct: names of
     choices of which a token has none twice."""
 
     def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef) -> None:
@@ -319,8 +319,9 @@ class _Reader(Terms):
         terms = [self.term(each) for each in (places.elts if isinstance(places, ast.Tuple) else [places])]
         kinds = {each.kind for each in terms}
         self.single = self.single or "mask" in kinds or any("single" in each.more for each in terms)
+        tokens = "any" in kinds or any("tokens" in each.more for each in terms)
         slots = any(term.kind == "slot" for term in self.known.values())
-        self.once = ("any" in kinds or "expert" in value.more or indexed and slots) and not self.is_distinct()
+        self.once = (tokens or "expert" in value.more or indexed and slots) and not self.is_distinct()
 
     def assigned(self, target: ast.expr, value: ast.expr) -> None:
         term = self.term(value)
@@ -336,7 +337,8 @@ class _Reader(Terms):
             kinds = ["slot", "token"]
         else:
             kinds = ["token"] * max(len(names) - 1, 1) + ["slot"] * (len(names) > 1)
-        self.known |= {name: Term(kind) for name, kind in zip(names, kinds, strict=True)}
+        more = ("tokens",) * ("tokens" in term.more)
+        self.known |= {name: Term(kind, more=more) for name, kind in zip(names, kinds, strict=True)}
 
     def condition(self, statement: ast.If) -> None:
         """Whether an expert is chosen at all, or something that the module's own attributes decide."""

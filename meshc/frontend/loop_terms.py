@@ -35,12 +35,21 @@ class Term:
     scores     weights [tokens, slots] where they are of the loop's expert, zeros elsewhere
 
     Where the expert is given all tokens, made and weighed are "all", and "masked" if others than those that have chosen it count nothing.
-    A token is "single", and a mask that indexes is, where that has the meaning it has here if each token has one choice.
+    A token is "single", and a mask that indexes is, where that has the meaning it has here if each token has one choice. Places are of
+    "tokens" where they are of a mask of tokens, any.
     """
 
     kind: str
     of: tuple[ast.expr, ...] = ()
     more: tuple[object, ...] = ()
+
+    def where(self, kind: str) -> Term:
+        """Of a mask, where it is true."""
+        return Term(kind, self.of, (*self.more, *("tokens",) * (self.kind == "any")))
+
+    def first(self) -> Term:
+        """Of such places those along the first dim alone."""
+        return Term("token", more=("tokens",) if "tokens" in self.more else ("single",))
 
 
 def numbered(held: Any, key: str) -> int:
@@ -178,7 +187,7 @@ class Terms:
         if value is not None and value.kind == "index" and is_zero(index):
             return Term("index")
         if is_zero(index) and self.kind(x.value) == "found" and "turned" not in self.term(x.value).more:  # torch.where(mask)[0]
-            return Term("token", more=("single",))
+            return self.term(x.value).first()
         if value is not None and value.kind == "weight" and len(inner) == 2 and isinstance(inner[0], ast.Slice) and kinds[1] == "none":
             return Term("weight", value.of, (*value.more, "wide"))
         if value is not None and value.kind in ("any", "weight") and kinds[-1] == "none" and _all_before(inner):  # x[..., None]
@@ -229,10 +238,7 @@ class Terms:
             return Term("made", rows.of, ("all",) if rows.kind == "free" else ()) if rows.kind in ("rows", "free") else unread()
         name = called_name(x)
         if name in ("torch.where", "torch.nonzero") and self.kind(x.args[0]) in ("mask", "any") and len(x.args) == 1:
-            if name == "torch.nonzero" and not as_tuple(x):
-                return Term("places", self.term(x.args[0]).of, self.term(x.args[0]).more)
-            found = self.term(x.args[0])
-            return Term("found", found.of, found.more)
+            return self.term(x.args[0]).where("found" if name == "torch.where" or as_tuple(x) else "places")
         if name == "torch.where" and len(x.args) == 3 and not x.keywords:
             where, made, other = (self.term(each) for each in x.args)
             fits = where.kind == "any" and "wide" in where.more and made.kind in ("made", "weighed") and "all" in made.more
@@ -269,12 +275,12 @@ class Terms:
         if of.kind == "counted" and name == "nonzero" and not x.args and not x.keywords:
             return Term("hits")
         if of.kind in ("mask", "any") and name == "nonzero" and as_tuple(x):
-            return Term("found", of.of, of.more)
-        if of.kind == "mask" and name == "nonzero" and not x.args and not x.keywords:
-            return Term("places", of.of, of.more)
+            return of.where("found")
+        if of.kind in ("mask", "any") and name == "nonzero" and not x.args and not x.keywords:
+            return of.where("places")
         flat = name == "squeeze" and numbers in ([], [1], [-1]) or name == "flatten" or name in ("view", "reshape") and numbers == [-1]
         if of.kind == "places" and flat and "turned" not in of.more:
-            return Term("token", more=("single",))
+            return of.first()
         if of.kind in ("made", "weighed") and name == "squeeze" and numbers in ([1], [-1]):  # of rows, which are wider than 1
             return of
         if of.kind == "mask" and name == "squeeze" and numbers == [0]:

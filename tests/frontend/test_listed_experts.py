@@ -228,6 +228,32 @@ def test_rows_that_a_model_has_sorted_are_split_by_no_axis_and_the_error_has_the
     assert meshc.compile(Sorted(), meshc.Mesh("dp=2"), args=(torch.randn(16, WIDTH),)).compiled is not None
 
 
+class Runs(nn.Module):
+    """The same in the model's own type, by both of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        ends = F.one_hot(chosen, EXPERTS).sum(0).cumsum(0).int()
+        made = F.grouped_mm(torch._grouped_mm(x[order], self.up, offs=ends).relu(), self.down, offs=ends)
+        return torch.zeros_like(x).index_add(0, order, made) * weight[:, None]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", broad("tp=2"), broad("dp=2,tp=2")])
+def test_such_products_are_of_any_type(mesh: str) -> None:
+    """torch's own take no float32 in a trace, and no float64 at all."""
+    model = Runs()
+    torch.manual_seed(0)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    program = meshc.compile(step, meshc.Mesh(mesh), args=(torch.randn(16, WIDTH),))
+    assert meshc.verify(program, dtype=torch.float64).ok
+
+
 def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:
     model = Model("All", layers=1)
     for index in range(EXPERTS):
