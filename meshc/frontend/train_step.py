@@ -37,9 +37,9 @@ class TrainStep:
     """A training step as a value: forward, loss, backward, clipping, accumulation over microbatches, update.
 
     Called like the model; its scalar output, or `output.loss`, is the loss. With `loss`, what `model.forward` takes goes to the model, by
-    position and by name, and the rest to `loss(output, ...)`: further positional arguments in order, others by name. Of a forward that takes
-    any name (`**kwargs`) the model gets those that the loss has no parameter for. A loss function may return `(loss, metrics)`, or a dict with
-    "loss": tensors that are detached and come to `program.metrics` by name.
+    position and by name, and the rest to `loss(output, ...)`: further positional arguments in order, others by name. Of a forward that
+    takes any name (`**kwargs`) the model gets those that the loss has no parameter for. A loss function may return `(loss, metrics)`, or
+    a dict with "loss": tensors that are detached and come to `program.metrics` by name.
 
     optimizer       a torch.optim optimizer, several in a list, or a wrapper whose `step` calls theirs
     clip_grad_norm  the largest global norm of all gradients; a dict from patterns of parameters' names to norms clips each group by its
