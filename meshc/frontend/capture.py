@@ -20,6 +20,7 @@ from torch import nn
 
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
+from meshc.frontend.adapted_experts import adapted_experts
 from meshc.frontend.averaged_norms import averaged_norms
 from meshc.frontend.double import wide, widen
 from meshc.frontend.flex import traced_flex
@@ -121,7 +122,10 @@ class JointGraph:
 def prepared(module: nn.Module) -> Iterator[None]:
     """Inside, the code of a model runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
-    with stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), traced_flex():
+    with (
+        stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
+        traced_flex(),
+    ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
@@ -226,15 +230,9 @@ def torch_graph(
         fake_tensors(module, mode, grad, double) as (tensors, aliases),
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
-        listed_experts(module),
-        unhinted_masks(),
-        traced_distributions(),
-        averaged_norms(),
-        apart(),
-        unasked(),
-        unwritten(),
-        untraceable.said_once(),
-    ):
+        listed_experts(module), adapted_experts(module), unhinted_masks(), traced_distributions(), averaged_norms(),
+        apart(), unasked(), unwritten(), untraceable.said_once(),
+    ):  # fmt: skip
         try:
             with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), observed() as seen:
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)

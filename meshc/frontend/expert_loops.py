@@ -43,6 +43,9 @@ class Loop:
     weights    "choice": [tokens, choices]; "token": [tokens] or [tokens, 1], which have one choice; "expert": [tokens, experts]; None: 1
     one_hot    choices are rows of zeros and a one, or of zeros alone
     skips      an expert that is not chosen is not called, so that torch gives it no gradient at all
+    once       where a token has chosen an expert more than once, what stands last counts, and nothing else
+    single     each token has one choice: choices have the shape of the tokens
+    blank      what is summed up has no values before the loop, and each token is written there
     of_all     experts are given all tokens, and no statement branches: torch traces the loop as it is
     line       of the loop
     forward    the module's function, with a call in the place of the loop
@@ -53,6 +56,9 @@ class Loop:
     weights: str | None
     one_hot: bool
     skips: bool
+    once: bool
+    single: bool
+    blank: bool
     of_all: bool
     line: int
     forward: FunctionType
@@ -116,12 +122,13 @@ def _compiled(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType
 
 
 class _Reader(Terms):
-    """Of one function. skips: see `Loop`; added: to what, and what; distinct: names of choices of which a token has none twice."""
+    """Of one function. skips, once, single: see `Loop`; added: to what, and what; written: in its place, not to a sum; distinct: names of
+    choices of which a token has none twice."""
 
     def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef) -> None:
         super().__init__(module)
         self.function, self.tree = function, tree
-        self.skips = False
+        self.skips = self.once = self.single = self.written = False
         self.added: tuple[str, Term] | None = None
         self.distinct: set[str] = set()
 
@@ -150,7 +157,8 @@ class _Reader(Terms):
             self.choice = ast.Constant(None)  # whichever are chosen, all are added
         if self.choice is None:
             raise Unread
-        if self.known.get(into, Term("free")).kind != "zeros" or value.kind not in ("made", "weighed"):
+        start = self.known.get(into, Term("free"))
+        if start.kind != "zeros" or value.kind not in ("made", "weighed") or "blank" in start.more and not self.written:
             raise Unread
         others = [*self.tree.body[:place], *self.tree.body[place + 1 :]]
         behind = {name for statement in self.tree.body[place + 1 :] for name in names_of(statement)}
@@ -158,12 +166,14 @@ class _Reader(Terms):
             raise Unread
         x, *weights = value.of
         call = self.call(found, into, x, weights[0] if weights else ast.Constant(None))
-        before = [self.without_hits(each, found, behind) for each in self.tree.body[:place]]
+        hits = {name for name in names_of(found) if self.known.get(name, Term("")).kind in ("hits", "counts")}
+        before = [self.without_hits(each, hits, behind) for each in self.tree.body[:place]]
         body = [*(each for each in before if each is not None), call, *self.tree.body[place + 1 :]]
         of = value.more[0] if weights and value.more else None  # how they lie
         assert of is None or isinstance(of, str)
         of_all = "all" in value.more and not self.skips
-        return Loop(self.container, self.key, of, self.one_hot, self.skips, of_all, found.lineno, self.compiled(body))
+        flags = (self.one_hot, self.skips, self.once, self.single, "blank" in start.more, of_all)
+        return Loop(self.container, self.key, of, *flags, found.lineno, self.compiled(body))
 
     def calls_experts(self, statement: ast.stmt) -> bool:
         """Whether experts are read outside of the loop, but for how many there are."""
@@ -173,18 +183,15 @@ class _Reader(Terms):
             own = [each.value for each in ast.walk(statement) if isinstance(each, ast.Subscript) and path_of(each.value) == ()]  # type: ignore[misc]
         return any(id(each) not in counted for each in own)
 
-    def without_hits(self, statement: ast.stmt, loop: ast.For, behind: set[str]) -> ast.stmt | None:
-        """A statement without what makes the numbers of chosen experts, which the loop alone goes over."""
-        name = loop.iter.id if isinstance(loop.iter, ast.Name) else ""
-        if not name:
-            return statement
-        if isinstance(statement, ast.With):
-            inner = [kept for each in statement.body if (kept := self.without_hits(each, loop, behind)) is not None]
+    def without_hits(self, statement: ast.stmt, hits: set[str], behind: set[str]) -> ast.stmt | None:
+        """A statement without what makes the numbers of chosen experts, or counts of them, which the loop alone reads."""
+        if isinstance(statement, ast.With) and hits:
+            inner = [kept for each in statement.body if (kept := self.without_hits(each, hits, behind)) is not None]
             made = ast.With(statement.items, inner or [ast.copy_location(ast.Pass(), statement)])
             return ast.copy_location(made, statement)
-        if isinstance(statement, ast.Assign) and [each.id for each in statement.targets if isinstance(each, ast.Name)] == [name]:
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and getattr(statement.targets[0], "id", "") in hits:
             return None
-        if name in names_of(statement) | behind:
+        if hits & (names_of(statement) | behind):
             raise Unread
         return statement
 
@@ -228,6 +235,8 @@ class _Reader(Terms):
                 term = self.term(statement.value)
             except Unread:
                 term = Term("free")
+            if term.kind == "free" and isinstance(number := self.own_number(statement.value), int):
+                term = Term("number", more=(number,))
         stale = [name for name, of in self.known.items() if name in stored or any(names_of(each) & stored for each in of.of)]
         self.known = {name: known for name, known in self.known.items() if name not in stale}
         if plain and term.kind != "free" and not any(names_of(each) & stored for each in term.of):
@@ -240,8 +249,10 @@ class _Reader(Terms):
         if isinstance(target, ast.Name) and isinstance(over, ast.Name) and self.known.get(over.id, Term("")).kind == "hits":
             self.skips = True
             self.known[target.id] = Term("index")
-        elif isinstance(target, ast.Name) and is_call(over, "range") and len(over.args) == 1:
-            self.expected = self.own_value(over.args[0])
+        elif isinstance(target, ast.Name) and is_call(over, "range") and 0 < len(over.args) < 3:
+            if len(over.args) == 2 and self.own_value(over.args[0]) != 0:
+                raise Unread
+            self.expected = self.own_value(over.args[-1])
             self.known[target.id] = Term("index")
         elif isinstance(target, ast.Tuple) and is_call(over, "enumerate") and len(over.args) == 1 and len(target.elts) == 2:
             number, expert = target.elts
@@ -271,6 +282,9 @@ class _Reader(Terms):
             self.adds_all(*added)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self.index_add(statement.value)
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Subscript):
+            self.single = self.written = True  # of several choices the last expert's would stand
+            self.adds(statement.targets[0].value, statement.targets[0].slice, self.term(statement.value), indexed=True)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             self.assigned(statement.targets[0], statement.value)
         elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
@@ -281,10 +295,12 @@ class _Reader(Terms):
         value = self.term(added)
         if value.kind not in ("made", "weighed") or "all" not in value.more or any(into in names_of(each) for each in value.of):
             raise Unread
-        once = "masked" in value.more and "choice" not in value.more
-        if once and (not isinstance(self.choice, ast.Name) or self.choice.id not in self.distinct):
-            raise Unread  # a token that chooses an expert twice is added once
+        self.once = "masked" in value.more and "choice" not in value.more and not self.is_distinct()
         self.added = into, value
+
+    def is_distinct(self) -> bool:
+        """Whether no token chooses an expert twice, by what stands in front of the loop."""
+        return isinstance(self.choice, ast.Name) and self.choice.id in self.distinct
 
     def index_add(self, call: ast.Call) -> None:
         """`out.index_add_(0, token, value)`"""
@@ -300,10 +316,12 @@ class _Reader(Terms):
             raise Unread
         assert isinstance(into, ast.Name)
         self.added = into.id, value
-        kinds = {self.kind(each) for each in (places.elts if isinstance(places, ast.Tuple) else [places])}
-        if "any" in kinds or "expert" in value.more or (indexed and any(term.kind == "slot" for term in self.known.values())):
-            if not isinstance(self.choice, ast.Name) or self.choice.id not in self.distinct:
-                raise Unread  # a token that chooses an expert twice is added once
+        terms = [self.term(each) for each in (places.elts if isinstance(places, ast.Tuple) else [places])]
+        kinds = {each.kind for each in terms}
+        self.single = self.single or "mask" in kinds or any("single" in each.more for each in terms)
+        tokens = "any" in kinds or any("tokens" in each.more for each in terms)
+        slots = any(term.kind == "slot" for term in self.known.values())
+        self.once = (tokens or "expert" in value.more or indexed and slots) and not self.is_distinct()
 
     def assigned(self, target: ast.expr, value: ast.expr) -> None:
         term = self.term(value)
@@ -319,7 +337,8 @@ class _Reader(Terms):
             kinds = ["slot", "token"]
         else:
             kinds = ["token"] * max(len(names) - 1, 1) + ["slot"] * (len(names) > 1)
-        self.known |= {name: Term(kind) for name, kind in zip(names, kinds, strict=True)}
+        more = ("tokens",) * ("tokens" in term.more)
+        self.known |= {name: Term(kind, more=more) for name, kind in zip(names, kinds, strict=True)}
 
     def condition(self, statement: ast.If) -> None:
         """Whether an expert is chosen at all, or something that the module's own attributes decide."""
@@ -349,7 +368,10 @@ class _Reader(Terms):
         return False if self.counted(test) else None
 
     def counted(self, x: ast.expr) -> bool:
-        """Whether it is how many tokens there are: token.numel(), token.shape[0], len(token), mask.sum()."""
+        """Whether it is how many tokens there are: token.numel(), token.shape[0], len(token), mask.sum(), counts[i]."""
+        if isinstance(x, ast.Subscript) and self.kind(x.value) == "counts" and self.kind(x.slice) == "index":
+            self.chosen(self.term(x.value).of[0])
+            return True
         if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Attribute) and x.value.attr == "shape" and is_zero(x.slice):
             return self.kind(x.value.value) == "token"
         if is_call(x, "len") and len(x.args) == 1:

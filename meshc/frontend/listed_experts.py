@@ -170,13 +170,19 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
         )
     tokens, where = x.reshape(-1, x.shape[-1]), where_of(module)
     slots = None if where is None else where.slots
+    if loop.single and choice is not None and choice.shape not in (x.shape[:-1], (*x.shape[:-1], 1)):
+        raise CaptureError(
+            f"the loop over experts at line {loop.line} writes a row for each token, and has choices {list(choice.shape)} for tokens "
+            f"{list(x.shape)}; what to do: where a token has several choices, out[token] += weights[token, slot, None] * expert(x[token])"
+        )
     choice, weights = _choices(loop, choice, weights, tokens, len(experts))
 
     def made(x: Tensor, layout: Layout) -> Tensor:
         return layout.back(_played(tape, experts, x, layout, slots) * layout.weights)
 
     out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True, where=where)
-    return before.add_(out.reshape(before.shape).to(before.dtype))  # in place, as the loop adds: another name may be a view of it
+    out = out.reshape(before.shape).to(before.dtype)
+    return before.copy_(out) if loop.blank else before.add_(out)  # in place, as the loop does: another name may be a view of it
 
 
 def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -189,6 +195,9 @@ def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: 
         ones = choice.reshape(count, -1, choice.shape[-1])
         choice = torch.where(ones.sum(-1) > 0, ones.argmax(-1), -1)
     choice = choice.reshape(count, -1).to(torch.int64)
+    if loop.once and choice.shape[1] > 1:
+        later = torch.ones(choice.shape[1], choice.shape[1], dtype=torch.bool, device=choice.device).triu(1)
+        choice = torch.where(((choice.unsqueeze(2) == choice.unsqueeze(1)) & later).any(2), -1, choice)
     weights = _weights(loop, choice, weights, tokens, experts)
     if choice.shape[1] == experts > 1:  # as many slots as experts, in which one may stand more than once
         there = F.one_hot(torch.where((choice >= 0) & (choice < experts), choice, experts), experts + 1)[..., :experts]

@@ -29,17 +29,27 @@ class Term:
 
     free       no more than outside of the loop
     onehot     [tokens, slots, experts] of choices; masks: [experts, slots, tokens]; mask: those of the loop's expert; any: tokens with one
-    hits       the numbers of experts that are chosen; index: the loop's expert
-    found      where a mask is true; token, slot: its places
+    hits       the numbers of experts that are chosen; counts: how often each is; index: the loop's expert; number: one of the module's own
+    found      where a mask is true; places: the same as rows of one tensor; token, slot: its places
     expert     the module; rows: what it is given; made: what it makes; weight: [rows, 1]; weighed: both
     scores     weights [tokens, slots] where they are of the loop's expert, zeros elsewhere
 
     Where the expert is given all tokens, made and weighed are "all", and "masked" if others than those that have chosen it count nothing.
+    A token is "single", and a mask that indexes is, where that has the meaning it has here if each token has one choice. Places are of
+    "tokens" where they are of a mask of tokens, any.
     """
 
     kind: str
     of: tuple[ast.expr, ...] = ()
     more: tuple[object, ...] = ()
+
+    def where(self, kind: str) -> Term:
+        """Of a mask, where it is true."""
+        return Term(kind, self.of, (*self.more, *("tokens",) * (self.kind == "any")))
+
+    def first(self) -> Term:
+        """Of such places those along the first dim alone."""
+        return Term("token", more=("tokens",) if "tokens" in self.more else ("single",))
 
 
 def numbered(held: Any, key: str) -> int:
@@ -85,12 +95,20 @@ class Terms:
 
     def own_value(self, test: ast.expr) -> object:
         """Of an expression of the module's attributes alone."""
-        if not names_of(test) <= {"self", "len"}:
+        local = {name: term.more[0] for name, term in self.known.items() if term.kind == "number"}
+        if not names_of(test) <= {"self", "len", *local}:
             raise Unread
         try:
-            return eval(compile(ast.Expression(test), "", "eval"), {"self": self.module, "len": len})  # noqa: S307 - the user's own code
+            return eval(compile(ast.Expression(test), "", "eval"), {"self": self.module, "len": len, **local})  # noqa: S307 - the user's own code
         except Exception as error:
             raise Unread from error
+
+    def own_number(self, x: ast.expr) -> object:
+        """As `own_value`; None: it is made of something else too."""
+        try:
+            return self.own_value(x) if names_of(x) else None
+        except Unread:
+            return None
 
     def kind(self, x: ast.expr) -> str:
         try:
@@ -102,7 +120,7 @@ class Terms:
         """Whether it indexes tokens: by the places of a mask, or by a mask of tokens."""
         inner = places.elts if isinstance(places, ast.Tuple) else [places]
         kinds = [self.kind(each) for each in inner]
-        return all(kind == "token" for kind in kinds) or kinds == ["any"]
+        return all(kind == "token" for kind in kinds) or kinds == ["any"] or kinds == ["mask"] and "turned" not in self.term(inner[0]).more
 
     def chosen(self, choice: ast.expr) -> None:
         if self.choice is not None and ast.dump(self.choice) != ast.dump(choice):
@@ -124,7 +142,7 @@ class Terms:
         return found or self.free(x)
 
     def free(self, x: ast.expr) -> Term:
-        if any(name in self.within or self.known.get(name, Term("")).kind not in ("", "zeros") for name in names_of(x)):
+        if any(name in self.within or self.known.get(name, Term("")).kind not in ("", "zeros", "number") for name in names_of(x)):
             raise Unread
         return Term("free", (x,))
 
@@ -168,14 +186,19 @@ class Terms:
             return Term("mask", value.of, ("turned", *value.more))
         if value is not None and value.kind == "index" and is_zero(index):
             return Term("index")
+        if is_zero(index) and self.kind(x.value) == "found" and "turned" not in self.term(x.value).more:  # torch.where(mask)[0]
+            return self.term(x.value).first()
         if value is not None and value.kind == "weight" and len(inner) == 2 and isinstance(inner[0], ast.Slice) and kinds[1] == "none":
             return Term("weight", value.of, (*value.more, "wide"))
         if value is not None and value.kind in ("any", "weight") and kinds[-1] == "none" and _all_before(inner):  # x[..., None]
             return Term(value.kind, value.of, (*value.more, "wide"))
         if (wide := self.of_gates(inner, kinds)) is not None:
             return Term("weight", self.free(x.value).of, ("expert", "all", *wide))
-        if not {"token", "any"} & set(kinds):
+        if not {"token", "any", "mask"} & set(kinds):
             return None
+        if any(kind == "mask" and "turned" in self.term(each).more for each, kind in zip(inner, kinds, strict=True)):
+            raise Unread
+        kinds = ["any" if kind == "mask" else kind for kind in kinds]
         of = self.free(x.value).of
         wide = ("wide",) if kinds[-1] == "none" else ()
         plain = [kind for kind in kinds if kind != "none"]
@@ -215,10 +238,7 @@ class Terms:
             return Term("made", rows.of, ("all",) if rows.kind == "free" else ()) if rows.kind in ("rows", "free") else unread()
         name = called_name(x)
         if name in ("torch.where", "torch.nonzero") and self.kind(x.args[0]) in ("mask", "any") and len(x.args) == 1:
-            if name == "torch.nonzero" and not as_tuple(x):
-                raise Unread
-            found = self.term(x.args[0])
-            return Term("found", found.of, found.more)
+            return self.term(x.args[0]).where("found" if name == "torch.where" or as_tuple(x) else "places")
         if name == "torch.where" and len(x.args) == 3 and not x.keywords:
             where, made, other = (self.term(each) for each in x.args)
             fits = where.kind == "any" and "wide" in where.more and made.kind in ("made", "weighed") and "all" in made.more
@@ -229,14 +249,22 @@ class Terms:
             return self.summed(x.args[0])
         if name in ("torch.zeros_like", "torch.zeros"):
             return Term("zeros")
+        if name in ("torch.empty_like", "torch.empty"):
+            return Term("zeros", more=("blank",))
+        if name == "torch.bincount" and len(x.args) == 1 and all(each.arg == "minlength" for each in x.keywords):
+            flat = x.args[0]
+            lies = isinstance(flat, ast.Call) and isinstance(flat.func, ast.Attribute) and flat.func.attr in ("flatten", "view", "reshape")
+            return Term("counts", self.free(flat.func.value if lies else flat).of)  # type: ignore[attr-defined]
         return self.method(x) if isinstance(x.func, ast.Attribute) else None
 
     def method(self, x: ast.Call) -> Term | None:
         assert isinstance(x.func, ast.Attribute)
         name, numbers = x.func.attr, list(numbers_of([*x.args, *(each.value for each in x.keywords)]))
         of = self.term(x.func.value)
-        if name == "new_zeros":
-            return Term("zeros")
+        if name in ("new_zeros", "new_empty"):
+            return Term("zeros", more=("blank",) * (name == "new_empty"))
+        if of.kind == "counts" and name in ("tolist", "cpu"):
+            return of
         if of.kind == "onehot" and name == "permute" and numbers == [2, 1, 0]:
             self.chosen(of.of[0])
             return Term("masks", of.of)
@@ -247,7 +275,14 @@ class Terms:
         if of.kind == "counted" and name == "nonzero" and not x.args and not x.keywords:
             return Term("hits")
         if of.kind in ("mask", "any") and name == "nonzero" and as_tuple(x):
-            return Term("found", of.of, of.more)
+            return of.where("found")
+        if of.kind in ("mask", "any") and name == "nonzero" and not x.args and not x.keywords:
+            return of.where("places")
+        flat = name == "squeeze" and numbers in ([], [1], [-1]) or name == "flatten" or name in ("view", "reshape") and numbers == [-1]
+        if of.kind == "places" and flat and "turned" not in of.more:
+            return of.first()
+        if of.kind in ("made", "weighed") and name == "squeeze" and numbers in ([1], [-1]):  # of rows, which are wider than 1
+            return of
         if of.kind == "mask" and name == "squeeze" and numbers == [0]:
             return of
         if of.kind == "mask" and name == "any" and numbers in ([-1], [-1, True]) and "turned" not in of.more:

@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from meshc.frontend.frames import innermost, within_torchs_forward
+from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
@@ -175,7 +175,7 @@ def _nothing() -> Any:
 
 
 def _changes(account: Any) -> list[Source]:
-    from meshc.private import AttributeMutationExisting, ValueMutationExisting
+    from meshc.private import AttributeMutationExisting, ValueMutationExisting, variables
 
     found: dict[Source, None] = {}
     for variable in account._get_modified_vars():
@@ -190,6 +190,8 @@ def _changes(account: Any) -> list[Source]:
             place = innermost(stack)
             if place is None or _is_stock(place.file) or within_torchs_forward(stack):
                 continue
+            if isinstance(variable, variables.torch_function.TorchFunctionModeStackVariable) and is_torch(stack[-1].filename):
+                continue  # entered and left by torch's own code, as where it makes a block mask
             if any(name in place.code for name in changed) or not any(name in place.code for name in same):
                 found[place] = None
     return list(found)

@@ -23,6 +23,7 @@ from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
 from meshc.frontend.expert_slots import is_stock, spare_of, where_of
+from meshc.frontend.grouped_calls import grouped_calls
 from meshc.frontend.listed_experts import is_listed, is_of_all
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
@@ -31,17 +32,15 @@ REPLACED = ("grouped_mm", "batched_mm", "eager")
 
 @contextmanager
 def unsorted_experts() -> Iterator[None]:
-    """Inside, stock experts take this form; without `transformers` nothing happens."""
+    """Inside, stock experts take this form, and so do products of runs that a model calls for itself."""
     loaded = sys.modules.get("transformers.integrations.moe")
-    if loaded is None:
-        yield
-        return
-    table = loaded.ALL_EXPERTS_FUNCTIONS
+    table = {} if loaded is None else loaded.ALL_EXPERTS_FUNCTIONS
     before = {name: table.get(name) for name in REPLACED}
     for name in REPLACED:
         table[name] = forward
     try:
-        yield
+        with grouped_calls():
+            yield
     finally:
         for name, own in before.items():
             del table[name]

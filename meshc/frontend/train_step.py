@@ -37,8 +37,9 @@ class TrainStep:
     """A training step as a value: forward, loss, backward, clipping, accumulation over microbatches, update.
 
     Called like the model; its scalar output, or `output.loss`, is the loss. With `loss`, what `model.forward` takes goes to the model, by
-    position and by name, and the rest to `loss(output, ...)`: further positional arguments in order, others by name. A loss function
-    may return `(loss, metrics)`, or a dict with "loss": tensors that are detached and come to `program.metrics` by name.
+    position and by name, and the rest to `loss(output, ...)`: further positional arguments in order, others by name. Of a forward that
+    takes any name (`**kwargs`) the model gets those that the loss has no parameter for. A loss function may return `(loss, metrics)`, or
+    a dict with "loss": tensors that are detached and come to `program.metrics` by name.
 
     optimizer       a torch.optim optimizer, several in a list, or a wrapper whose `step` calls theirs
     clip_grad_norm  the largest global norm of all gradients; a dict from patterns of parameters' names to norms clips each group by its
@@ -112,12 +113,12 @@ def traced_step(step: TrainStep) -> Traced:
         return Traced(step.model, lambda module, *args, **kwargs: loss_of(module(*args, **kwargs)), step.model.forward)
     loss = step.loss
     signature = StepSignature(step.model.forward, loss)
-    forward, positional, star = signature.forward, signature.positional, signature.star
+    positional, star, takes = signature.positional, signature.star, signature.takes
 
     def function(module: nn.Module, *args: object, **kwargs: object) -> object:
-        mine = {key: value for key, value in kwargs.items() if key not in forward}
+        mine = {key: value for key, value in kwargs.items() if not takes(key)}
         places = len(args) if star else len([name for name in positional if name not in kwargs])
-        output = module(*args[:places], **{key: value for key, value in kwargs.items() if key in forward})
+        output = module(*args[:places], **{key: value for key, value in kwargs.items() if takes(key)})
         return loss_and_metrics(loss(output, *args[places:], **mine))
 
     function.refused = signature.shared  # type: ignore[attr-defined]
@@ -192,6 +193,7 @@ class StepSignature:
     forward     names of forward's parameters
     positional  those of them that may be given by position
     star        forward takes any number of positional arguments, so none are left for the loss
+    any_name    forward takes arguments of any name: those that the loss has no name for, if that takes no others
     shared      names that both take
     """
 
@@ -200,6 +202,9 @@ class StepSignature:
         self.forward = tuple(p.name for p in mine)
         self.positional = tuple(p.name for p in mine if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
         self.star = any(p.kind is p.VAR_POSITIONAL for p in mine)
+        plain = [p for p in mine if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        loss_open = any(p.kind is p.VAR_KEYWORD for p in theirs)
+        self.any_name = any(p.kind is p.VAR_KEYWORD for p in mine) and (not loss_open or not plain)
         self.shared = sorted({*self.forward} & {p.name for p in theirs} - {"args", "kwargs"})
         self.loss_name = getattr(loss, "__qualname__", type(loss).__qualname__)
         self.theirs = [p for p in theirs if p.name not in self.forward]
@@ -207,6 +212,10 @@ class StepSignature:
         named = [p for p in mine if p not in places]
         behind = [] if self.star else [p for p in self.theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
         self.__signature__ = inspect.Signature([*places, *behind, *named], __validate_parameters__=False)
+
+    def takes(self, name: str) -> bool:
+        """Whether an argument of this name goes to the model."""
+        return name in self.forward or self.any_name and all(p.name != name for p in self.theirs)
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         """It only has a signature."""
@@ -218,7 +227,7 @@ class StepSignature:
         surplus = len(args[places:])
         known = {p.name for p in self.theirs}
         open_ended = not self.theirs or any(p.kind is p.VAR_KEYWORD for p in self.theirs)
-        strangers = [name for name in kwargs if name not in self.forward and name not in known]
+        strangers = [name for name in kwargs if not self.takes(name) and name not in known]
         if strangers and self.theirs and not open_ended:
             raise InputError(
                 f"{', '.join(strangers)}: neither model.forward({', '.join(self.forward)}) nor the loss {self.loss_name}(output, "

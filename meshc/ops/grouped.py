@@ -29,7 +29,7 @@ def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_mm`."""
     _fit_mm(rows, matrices, ends)
     if _has_kernel(rows) and len(rows):
-        found = torch._grouped_mm(_aligned(rows), _aligned(matrices), offs=_safe(ends, rows))[:, : matrices.shape[2]]
+        found = torch.ops.aten._grouped_mm(_aligned(rows), _aligned(matrices), offs=_safe(ends, rows))[:, : matrices.shape[2]]
         kept = torch.arange(rows.shape[0], device=rows.device) < _safe(ends, rows)[-1:]
         return torch.where(kept.unsqueeze(1), found, 0.0)
     out, done = rows.new_empty(rows.shape[0], matrices.shape[2]), 0
@@ -59,7 +59,7 @@ def outer_of_runs(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The kernel of `grouped_outer`."""
     _fit_outer(left, right, ends)
     if _has_kernel(left) and len(left):
-        found = torch._grouped_mm(_aligned(left).t(), _aligned(right), offs=_safe(ends, left))
+        found = torch.ops.aten._grouped_mm(_aligned(left).t(), _aligned(right), offs=_safe(ends, left))
         return found[:, : left.shape[1], : right.shape[1]].contiguous()
     out, without = left.new_empty(ends.shape[0], left.shape[1], right.shape[1]), set(range(ends.shape[0]))
     for run, part in _runs(ends):
@@ -150,7 +150,7 @@ grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
 grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 
-def _is_plain(rows: Tensor, matrices: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> bool:
+def is_plain(rows: Tensor, matrices: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> bool:
     """Whether a call of torch's with ends is rows in runs against matrices, with nothing added. Others go torch's own way."""
     plain = bias is None and out_dtype in (None, rows.dtype) and rows.dtype == matrices.dtype
     return plain and (rows.dim(), matrices.dim()) == (2, 3)
@@ -165,7 +165,7 @@ def functional_grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """What `torch.nn.functional.grouped_mm` means."""
-    if offs is not None and _is_plain(mat_a, mat_b, bias, out_dtype):
+    if offs is not None and is_plain(mat_a, mat_b, bias, out_dtype):
         return grouped_mm(mat_a, mat_b, offs)
     return torch.nn.functional.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
 
@@ -174,7 +174,7 @@ def torch_grouped_mm(
     self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """What `torch._grouped_mm` means."""
-    if offs is not None and _is_plain(self, mat2, bias, out_dtype):
+    if offs is not None and is_plain(self, mat2, bias, out_dtype):
         return grouped_mm(self, mat2, offs)
     return torch._grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
 

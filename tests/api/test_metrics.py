@@ -200,6 +200,25 @@ def test_what_forward_takes_goes_to_the_model() -> None:
         compiled(F.cross_entropy, args=(X, Y), model=Star())
 
 
+class Wrapped(nn.Module):
+    """Hands on whatever it is given, as adapters and other wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Simple()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner(*args, **kwargs)
+
+
+def test_names_go_to_a_model_that_takes_any_but_for_those_of_the_loss() -> None:
+    model = Wrapped()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy)
+    assert meshc.verify(meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"x": X, "target": Y}), dtype=torch.float64).ok
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda output: output.square().mean())
+    assert meshc.verify(meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"x": X}), dtype=torch.float64).ok
+
+
 def test_a_name_that_nobody_takes() -> None:
     model = Simple()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.CrossEntropyLoss())

@@ -19,7 +19,10 @@ from meshc.frontend.stock_experts import formed_experts
 from tests.broad import broad
 from tests.zoo.loops import EXPERTS, LOOPS, OF_ALL, WIDTH, Expert, Layer, Model
 
-SKIPS = {"Hit": True, "All": False, "Masked": True, "One": True, "Places": True, **dict.fromkeys(OF_ALL, False)}
+SKIPS = {
+    **{"Hit": True, "All": False, "Masked": True, "One": True, "Places": True, "Counted": True, "Repeated": False, "Written": True},
+    **dict.fromkeys(OF_ALL, False),
+}
 """Whether an expert that nobody has chosen is not called."""
 
 
@@ -143,6 +146,46 @@ def test_experts_of_two_kinds_are_refused_with_the_line() -> None:
     assert "loops.py:" in str(raised.value) and "what to do: experts of one class and size" in str(raised.value)
 
 
+class Given(Layer):
+    """Choices that come from outside."""
+
+    def forward(self, x: Tensor, weights: Tensor, selected: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, nth = torch.where(selected == i)
+            if token.numel() == 0:
+                continue
+            out[token] += weights[token, nth, None] * expert(x[token])
+        return out
+
+
+def test_of_one_expert_that_a_token_has_chosen_twice_what_stands_last_counts() -> None:
+    """As torch writes rows with one index on a CPU."""
+    torch.manual_seed(0)
+    layer = Given().double()
+    given = torch.randn(3, WIDTH).double(), torch.rand(3, 3).double(), torch.tensor([[2, 0, 2], [1, 3, 4], [5, 5, 5]])
+    wanted = layer(*given)
+    for groups in (1, 2):
+        with formed_experts(layer, lambda path, groups=groups: groups), listed_experts(layer):  # type: ignore[misc]
+            torch.testing.assert_close(layer(*given), wanted)
+
+
+class Places(Layer):
+    """Writes rows of tokens that have two choices each: the last expert's stand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        selected = torch.topk(self.gate(x), 2)[1]
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            out[torch.where(selected == i)[0]] = expert(x[torch.where(selected == i)[0]])
+        return out
+
+
+def test_rows_that_several_experts_write_are_refused() -> None:
+    with pytest.raises(meshc.CaptureError, match=r"writes a row for each token, and has choices \[16, 2\] for tokens \[16, 8\]"):
+        meshc.compile(Places(), meshc.Mesh("dp=2"), args=(torch.randn(16, WIDTH),))
+
+
 class Summed(Layer):
     """A statement in the loop that no product can stand for."""
 
@@ -183,6 +226,32 @@ def test_rows_that_a_model_has_sorted_are_split_by_no_axis_and_the_error_has_the
     with pytest.raises(meshc.PlanError, match=said):
         meshc.compile(Sorted(), meshc.Mesh("ep=2"), args=(torch.randn(16, WIDTH),))
     assert meshc.compile(Sorted(), meshc.Mesh("dp=2"), args=(torch.randn(16, WIDTH),)).compiled is not None
+
+
+class Runs(nn.Module):
+    """The same in the model's own type, by both of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        ends = F.one_hot(chosen, EXPERTS).sum(0).cumsum(0).int()
+        made = F.grouped_mm(torch._grouped_mm(x[order], self.up, offs=ends).relu(), self.down, offs=ends)
+        return torch.zeros_like(x).index_add(0, order, made) * weight[:, None]
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", broad("tp=2"), broad("dp=2,tp=2")])
+def test_such_products_are_of_any_type(mesh: str) -> None:
+    """torch's own take no float32 in a trace, and no float64 at all."""
+    model = Runs()
+    torch.manual_seed(0)
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    program = meshc.compile(step, meshc.Mesh(mesh), args=(torch.randn(16, WIDTH),))
+    assert meshc.verify(program, dtype=torch.float64).ok
 
 
 def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:

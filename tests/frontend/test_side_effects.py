@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import meshc
 from meshc.frontend.side_effects import LEFT_OUT
@@ -158,6 +159,19 @@ def test_nothing_is_told_of_what_a_program_keeps() -> None:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_nothing_is_told_of_what_torchs_own_modules_keep_for_themselves(kind: type[nn.RNNBase]) -> None:
     assert told(Recurrent(kind)) == []
+
+
+class Blocks(Base):
+    """torch enters modes of its own where it makes a block mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device=str(x.device))
+        y = self.linear(x).view(1, 1, -1, 4)
+        return flex_attention(y, y, y, block_mask=mask).view(-1, 4)  # type: ignore[union-attr]
+
+
+def test_nothing_is_told_of_modes_that_torch_enters_and_leaves() -> None:
+    assert told(Blocks()) == []
 
 
 def test_a_line_of_the_users_in_a_module_of_torchs_is_told_alone() -> None:

@@ -159,7 +159,76 @@ class Scores(Layer):
         return out
 
 
-LOOPS: Final[dict[str, type[Layer]]] = {each.__name__: each for each in (Hit, All, Masked, One, Places, Gated, Soft, Where, Scores)}
+class Router(nn.Module):
+    """Choices and weights, made in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, EXPERTS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.score(x).sigmoid()
+        chosen = torch.topk(scores, 2, dim=-1)[1]
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+
+class Counted(Layer):
+    """As DeepSeek V3's own code has it: the choices come from another module, and a count says who is passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Router()  # type: ignore[assignment]
+        self.gate.bias = self.gate.score.bias  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.size()
+        x = x.view(-1, shape[-1])
+        weights, indices = self.gate(x)
+        y = torch.zeros_like(x)
+        counts = torch.bincount(indices.flatten(), minlength=self.num_experts).tolist()
+        for i in range(0, self.num_experts):
+            if counts[i] == 0:
+                continue
+            expert = self.experts[i]
+            idx, top = torch.where(indices == i)
+            y[idx] += expert(x[idx]) * weights[idx, top, None]
+        return y.view(shape)
+
+
+class Repeated(Layer):
+    """As DeepSeekMoE's code for training has it: a row for each choice, written by its expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        weights, chosen = torch.topk(self.gate(rows).softmax(-1), 2, dim=-1)
+        flat = chosen.view(-1)
+        rows = rows.repeat_interleave(2, dim=0)
+        y = torch.empty_like(rows)
+        for i, expert in enumerate(self.experts):
+            y[flat == i] = expert(rows[flat == i])
+        return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).view(x.shape)
+
+
+class Written(Layer):
+    """One expert for a token, whose row is written where it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = len(self.experts)
+        rows = x.reshape(-1, x.shape[-1])
+        weight, selected = self.gate(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for n in range(count):
+            at = (selected == n).nonzero().squeeze(-1)
+            if len(at) == 0:
+                continue
+            out[at] = self.experts[n](rows[at]) * weight[at].unsqueeze(-1)
+        return out.view(x.shape)
+
+
+LOOPS: Final[dict[str, type[Layer]]] = {
+    each.__name__: each for each in (Hit, All, Masked, One, Places, Counted, Repeated, Written, Gated, Soft, Where, Scores)
+}
 OF_ALL: Final = ("Gated", "Soft", "Where", "Scores")
 """Loops that torch traces as they are."""
 
