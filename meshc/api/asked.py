@@ -191,6 +191,21 @@ class Asked:
         found._forms = Forms()
         return found
 
+    def of_model(self) -> Asked:
+        """The same for calls of a training step's model: programs of their own, over its parameters. What the step says of its loss's
+        inputs, of its updates and of its schedule is not of these."""
+        found, model = copy.copy(self), self.module
+        found.what = found.called = model
+        found.step, found.dynamic, found._forms = None, dynamic.read(None), Forms()
+        found.traced = Traced(model, calling.call_module, model.forward)
+        takes = found.traced.parameters
+        found.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
+        found.options = replace(
+            self.options, dynamic=None, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None,
+            optimizer_state=None, master_weights=False,
+        )  # fmt: skip
+        return found
+
     @property
     def module(self) -> nn.Module:
         """The model; of a function an empty one."""

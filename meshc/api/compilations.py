@@ -40,7 +40,7 @@ from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.optimizer_state import follow, refuse_shared
-from meshc.runtime.state.ownership import bar_calls, calls_allowed
+from meshc.runtime.state.ownership import calls_allowed
 from meshc.runtime.state.store import Store
 
 if TYPE_CHECKING:
@@ -326,8 +326,6 @@ class Compilations:
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
         self._adopted()
-        if asked.step is not None:
-            bar_calls(asked.module)
         if asked.step is not None:
             store.adopt_optimizer(asked.step.optimizers, compiled.inputs, self.spec)
             self.spec = None if self.spec is None else self.spec.of_live(store.live)

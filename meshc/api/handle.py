@@ -37,7 +37,7 @@ from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.saved import initial
 from meshc.runtime.state.counts import Counts
-from meshc.runtime.state.ownership import calls_allowed, run_calls
+from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program
 from meshc.runtime.state.store import Store
 from meshc.text import show
 
@@ -79,8 +79,10 @@ class Program:
 
     def run_by_model(self) -> None:
         """From here on a call of the module that is compiled runs its program, where there are ranks to run it; calls of an encoder and of
-        other modules in it alone, which generate makes, run programs of their own."""
+        other modules in it alone, which generate makes, run programs of their own, and so do those of a training step's model."""
         called = self.asked.called
+        if self.asked.step is not None and self.world.has_ranks and not runs_program(self.asked.module):
+            Program(self.asked.of_model(), self.world).run_by_model()
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
         tell_trainer(called)
@@ -132,8 +134,8 @@ class Program:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same
         on every rank (docs/generation.md). Raises StateError for a model without one."""
-        own = getattr(self.asked.what, "generate", None)
-        if not isinstance(self.asked.what, nn.Module) or own is None:
+        own = getattr(self.asked.module, "generate", None)
+        if own is None:
             raise StateError(
                 f"{self.asked.name} has no generate\n"
                 "  what to do: compile a model that has one, meshc.compile(model, mesh, ...), as a transformers causal model does"

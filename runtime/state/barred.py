@@ -1,7 +1,6 @@
 """What stands before a compiled module's own forward, which only a trace, a copy or somebody who goes round the program would reach.
 
     model(x)                       runs the program, past this hook: torch has `_compiled_call_impl` looked at first (note 66)
-    step_model(x)                  a TrainStep's model has no program of its own: refused
     copy.deepcopy(model)(x)        a copy has the DTensors and no program: refused, with the line that compiles it
     pickle.dumps(model)            refused: it would hold a rank's part of each parameter
 
@@ -24,16 +23,11 @@ from meshc.errors import StateError
 class Barred(enum.Enum):
     """What the module is that a bar stands before."""
 
-    OF_STEP = "of a TrainStep"
     CALLED = "compiled"
     COPY = "a copy"
 
 
 SAID: Final = {
-    Barred.OF_STEP: (
-        "this {name} is compiled: its parameters lie on the mesh, and calling it would not run the program\n"
-        "  what to do: call `program`, what meshc.compile returned; another mode (eval, generate) is a second program of the same model"
-    ),
     Barred.CALLED: (
         "this {name} is compiled, and its own forward was reached past its program\n"
         "  why: its parameters lie on the mesh, where plain inputs do not go together with them\n"

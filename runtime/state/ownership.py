@@ -87,9 +87,9 @@ def own_copies(module: nn.Module, store: Store) -> None:
         module.register_load_state_dict_pre_hook(_sync)
 
 
-def bar_calls(model: nn.Module) -> None:
-    """From now on calling the model raises, except within `calls_allowed`, and where its calls run a program."""
-    put_bar(model, _bar(model, Barred.CALLED if vars(model).get(RUN) is not None else Barred.OF_STEP))
+def runs_program(model: nn.Module) -> bool:
+    """Whether calls of the model run a program."""
+    return vars(model).get(RUN) is not None
 
 
 def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:

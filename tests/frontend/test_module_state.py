@@ -62,7 +62,7 @@ def test_a_hook_in_anothers_place_is_another_program_and_the_same_again_is_not()
 def test_hooks_of_meshcs_own_are_none() -> None:
     module = nn.ReLU()
     before = state_of(module)
-    put_bar(module, Bar(Barred.OF_STEP))
+    put_bar(module, Bar(Barred.CALLED))
     assert state_of(module) == before
 
 

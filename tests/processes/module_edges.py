@@ -134,7 +134,34 @@ def models_that_share(mesh: Any) -> None:
         meshc.compile(around, mesh, args=(X,))
 
 
-CHECKS = (parts_of_a_forward, hooks_around_it, written_outputs, written_before_backward, anomalies, models_that_share)
+def model_of_a_step(mesh: Any) -> None:
+    """A TrainStep's model, called: evaluation, and gradients of its own, over what the step trains. `names` and sizes that the step has of
+    its loss's inputs are none of the model's."""
+    torch.manual_seed(0)
+    model, target = plain(), torch.linspace(0, 1, 24, dtype=torch.float64).reshape(6, 4)
+    twin = copy.deepcopy(model)
+    step, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin))
+    program = meshc.compile(
+        meshc.TrainStep(model, optimizer=step, loss=lambda y, target: (y - target).square().sum()), mesh,
+        names={"input": ("rows", None), "target": ("rows", None)}, options=meshc.Options(keep_gradients=True),
+    )  # fmt: skip
+    for turn in range(2):
+        program(X, target=target)
+        (twin(X) - target).square().sum().backward()
+        other.step()
+        other.zero_grad()
+        with torch.no_grad():
+            close(model(X + turn), twin(X + turn))
+    for one in (model, twin):
+        one.zero_grad()
+        one(X).sum().backward()
+    same_gradients(model, twin)
+    own = meshc.compile(model, mesh, args=(X,))  # what is compiled is what runs from then on
+    close(model(X), twin(X))
+    assert vars(model)["_compiled_call_impl"].__self__ is own
+
+
+CHECKS = (parts_of_a_forward, hooks_around_it, written_outputs, written_before_backward, anomalies, models_that_share, model_of_a_step)
 
 
 def run(mesh: str, *names: str) -> None:

@@ -50,7 +50,10 @@ def test_module_mode_on_two_ranks() -> None:
 
 
 def test_unusual_turns_of_module_mode() -> None:
-    names = ("parts_of_a_forward", "hooks_around_it", "written_outputs", "written_before_backward", "anomalies", "models_that_share")
+    names = (
+        "parts_of_a_forward", "hooks_around_it", "written_outputs", "written_before_backward", "anomalies", "models_that_share",
+        "model_of_a_step",
+    )  # fmt: skip
     assert run("module_edges", 2, "tp=2", *names).split() == [*names]
 
 
