@@ -247,6 +247,11 @@ class Compilations:
     def _refusal(self, difference: Disagreement) -> MeshcError:
         if difference.field != agreed.INPUTS:
             return StateError(str(difference))
+        if difference.alone and not self._known:
+            return StateError(
+                f"this rank calls {self.asked.name}, which nobody has called yet, and rank {difference.other} does something else\n"
+                "  what to do: call it on every rank, evaluation too: all ranks compute it together, and each has the result"
+            )
         if difference.alone:
             known = " or ".join(self._known.values())
             text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {known}"
