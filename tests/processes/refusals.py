@@ -189,7 +189,21 @@ def one_of_all(mesh: Any) -> None:
         program(**mine)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (shapes, values, out_of_range, features, converted, compilations, empty, alone, one_of_all)
+def first_call(mesh: Any) -> None:
+    """Rank 1 evaluates by itself, and rank 0 trains on: both are told within 30 s what rank 1 was to do."""
+    case = mlp(torch.float64)
+    program, _ = trained(case, mesh)
+    program(**case.call_kwargs)
+    begin = time.monotonic()
+    with pytest.raises(meshc.StateError if dist.get_rank() == 1 else meshc.PeerError, match="call it on every rank, evaluation too"):
+        with torch.no_grad():
+            (case.model if dist.get_rank() == 1 else program)(**(case.kwargs if dist.get_rank() == 1 else case.call_kwargs))
+    assert time.monotonic() - begin < 30
+
+
+CHECKS: tuple[Callable[[Any], None], ...] = (
+    shapes, values, out_of_range, features, converted, compilations, empty, alone, one_of_all, first_call,
+)  # fmt: skip
 
 
 def run(mesh: str, *names: str) -> None:

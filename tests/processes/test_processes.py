@@ -158,7 +158,7 @@ def test_local_inputs() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("shapes", "values", "out_of_range", "features", "converted", "compilations", "empty", "one_of_all"), ("alone",)],
+    [("shapes", "values", "out_of_range", "features", "converted", "compilations", "empty", "one_of_all"), ("alone",), ("first_call",)],
     ids=lambda names: names[-1],
 )
 def test_refusals_that_are_caught(names: tuple[str, ...]) -> None:
