@@ -253,8 +253,9 @@ class Terms:
             return Term("zeros", more=("blank",))
         if name == "torch.bincount" and len(x.args) == 1 and all(each.arg == "minlength" for each in x.keywords):
             flat = x.args[0]
-            lies = isinstance(flat, ast.Call) and isinstance(flat.func, ast.Attribute) and flat.func.attr in ("flatten", "view", "reshape")
-            return Term("counts", self.free(flat.func.value if lies else flat).of)  # type: ignore[attr-defined]
+            if isinstance(flat, ast.Call) and isinstance(flat.func, ast.Attribute) and flat.func.attr in ("flatten", "view", "reshape"):
+                flat = flat.func.value
+            return Term("counts", self.free(flat).of)
         return self.method(x) if isinstance(x.func, ast.Attribute) else None
 
     def method(self, x: ast.Call) -> Term | None:

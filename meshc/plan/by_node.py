@@ -23,8 +23,9 @@ EXPERTS: Final = "experts"
 
 
 def expert_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that may split experts, by a plan with an entry for each axis."""
-    return tuple(entry.axis for entry in plan.axes if any(term.covers(EXPERTS) for term in entry.terms))
+    """The axes that may split experts, by a plan with an entry for each axis; but for those that the plan itself takes apart."""
+    whole = [entry for entry in plan.axes if all(term.rest is None for term in entry.terms)]
+    return tuple(entry.axis for entry in whole if any(term.covers(EXPERTS) for term in entry.terms))
 
 
 def parts_by_node(plan: Plan, mesh: Mesh, ranks_per_node: int) -> dict[str, tuple[Axis, Axis]]:

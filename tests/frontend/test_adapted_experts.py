@@ -25,7 +25,7 @@ def adapted() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     config = peft.LoraConfig(
         r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=[f"mlp.experts.{name}" for name in WEIGHTS], init_lora_weights=False
     )
-    return peft.get_peft_model(found.model, config), found.call_kwargs  # type: ignore[arg-type]
+    return peft.get_peft_model(found.model, config), found.call_kwargs
 
 
 def gradients(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def test_a_step_equals_one_device_and_experts_lie_by_expert(mesh: str) -> None:
     program = meshc.compile(step, meshc.Mesh(mesh), kwargs=kwargs)
     for name in WEIGHTS if "ep" in mesh else ():
         (path,) = [path for path, _ in model.named_parameters() if path.endswith(f"experts.base_layer.base_layer.{name}")]
-        assert str(program.compiled.port(f"parameter:{path}").sharding).startswith("[experts 4/ep, ")  # type: ignore[union-attr]
+        assert str(program.compiled.port(f"parameter:{path}").sharding).startswith("[experts 4/ep, ")
     assert meshc.verify(program, dtype=torch.float64).ok
 
 

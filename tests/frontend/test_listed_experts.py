@@ -166,7 +166,7 @@ def test_of_one_expert_that_a_token_has_chosen_twice_what_stands_last_counts() -
     given = torch.randn(3, WIDTH).double(), torch.rand(3, 3).double(), torch.tensor([[2, 0, 2], [1, 3, 4], [5, 5, 5]])
     wanted = layer(*given)
     for groups in (1, 2):
-        with formed_experts(layer, lambda path, groups=groups: groups), listed_experts(layer):  # type: ignore[misc]
+        with formed_experts(layer, lambda path, groups=groups: groups), listed_experts(layer):
             torch.testing.assert_close(layer(*given), wanted)
 
 

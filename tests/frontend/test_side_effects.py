@@ -167,7 +167,7 @@ class Blocks(Base):
     def forward(self, x: Tensor) -> Tensor:
         mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device=str(x.device))
         y = self.linear(x).view(1, 1, -1, 4)
-        return flex_attention(y, y, y, block_mask=mask).view(-1, 4)  # type: ignore[union-attr]
+        return flex_attention(y, y, y, block_mask=mask).view(-1, 4)
 
 
 def test_nothing_is_told_of_modes_that_torch_enters_and_leaves() -> None:

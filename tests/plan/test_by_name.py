@@ -6,7 +6,7 @@ import pytest
 
 from meshc.ir.mesh import Mesh
 from meshc.plan.by_name import parts_by_name
-from meshc.plan.by_node import with_axes_apart
+from meshc.plan.by_node import parts_by_node, with_axes_apart
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
 
@@ -42,3 +42,9 @@ def test_each_part_has_its_entry_and_lines_name_both() -> None:
     plan = resolve("store *.weight: features/cp, _", mesh)
     apart = with_axes_apart(plan, parts_by_name(plan, mesh, [6]))
     assert apart == Plan("cp_seq: seq\ncp_heads: heads@attention > seq\nstore *.weight: features/cp_seq/cp_heads, _")
+
+
+def test_an_axis_that_a_line_takes_apart_is_left_to_it() -> None:
+    """Also where it leads to other nodes, and may split experts."""
+    mesh = Mesh("ep=4")
+    assert parts_by_node(resolve("ep: experts > batch", mesh), mesh, 2) and not parts_by_node(Plan("ep: experts*seq > batch"), mesh, 2)

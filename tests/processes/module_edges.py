@@ -125,7 +125,7 @@ def anomalies(mesh: Any) -> None:
 def models_that_share(mesh: Any) -> None:
     """A parameter of two models that are compiled by themselves would be two from then on."""
     one, other, around = plain(), plain(), nn.Sequential()
-    other[0].weight = one[0].weight  # type: ignore[index, assignment]
+    other[0].weight = one[0].weight
     around.append(one)
     meshc.compile(one, mesh, args=(X,))
     with pytest.raises(meshc.StateError, match=r"(?s)of a model that is compiled already \(Sequential\): 0.weight\n.*one nn.Module"):

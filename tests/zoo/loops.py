@@ -178,8 +178,8 @@ class Counted(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = Router()  # type: ignore[assignment]
-        self.gate.bias = self.gate.score.bias  # type: ignore[assignment]
+        self.gate = Router()
+        self.gate.bias = self.gate.score.bias
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.size()
