@@ -37,9 +37,9 @@ else:
     checker = Later("meshc.check.program")
 
 FORMAT: Final = "meshc program"
-VERSION: Final = 4
-READ: Final = (3, VERSION)
-"""Types of version 3 do not say in which order values lie. Of programs before that it is not known which backend they were written for."""
+VERSION: Final = 5
+READ: Final = (3, 4, VERSION)
+"""Types of version 3 do not say in which order values lie, zigzag order is another one before version 5. Of programs before that it is not known which backend they were written for."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
 CONSTANTS: Final = "constants.safetensors"
@@ -115,8 +115,8 @@ def load(
     try:
         program = _program(folder, told, files)
         if version < VERSION and _has_orders(program):
-            raise ArtifactError(f"{folder} is of version {version}, whose types do not say in which order values lie, and has attention in "
-                                "zigzag order: compile and save the program again")  # fmt: skip
+            raise ArtifactError(f"{folder} is of version {version}, whose zigzag order is another one, and has attention in that order: "
+                                "compile and save the program again")  # fmt: skip
         if not own:
             checker.check_program(program, str(folder / PROGRAM), rules)
         return program

@@ -131,8 +131,6 @@ class _Walk:
             return [replace(given, dims=(None,) * len(declared[0].dims), axes=given.split())]
         if target is aten.slice.Tensor:
             return [self._cut(node)]
-        if (found := orders.exchanged(node, self.spreads, self.sizes)) is not None:
-            return [found]
         if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
             given = self._of(node.args[0])  # type: ignore[arg-type]
             shapes = zip(ir.records(node.args[0])[0].shape, ir.record(node).shape, strict=True)  # type: ignore[arg-type]

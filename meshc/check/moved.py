@@ -17,11 +17,11 @@ from typing import Final, cast
 
 from torch.fx import Node
 
-from meshc.check.orders import check_natural
+from meshc.check.orders import check_natural, reordered
 from meshc.check.spread import Parts, Spread, shown, shown_pending
 from meshc.check.types import Wrong
 from meshc.ir import spmd
-from meshc.ir.sharding import Part
+from meshc.ir.sharding import ZIGZAG, Part
 
 Axes = Sequence[str]
 Places = Mapping[object, tuple[str, ...] | None]
@@ -103,6 +103,16 @@ def _ring_shift(node: Node, given: Spread, *_: object) -> Spread:
     return replace(given, varies=True)
 
 
+def _to_zigzag(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+    axes, dim = cast(tuple[Axes, int], node.args[1:])
+    return reordered(given, dim, axes, "", ZIGZAG, sizes)
+
+
+def _from_zigzag(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+    axes, dim = cast(tuple[Axes, int], node.args[1:])
+    return reordered(given, dim, axes, ZIGZAG, "", sizes)
+
+
 def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
     check_natural(given, cast(int, node.args[2]), "reads neighbours")
     return _with_dim(given, cast(int, node.args[2]), None, declared, axes=None)
@@ -124,7 +134,8 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.all_to_all: _all_to_all,
     spmd.broadcast: _same,
     spmd.ring_shift: _ring_shift,
-    spmd.mirror: _ring_shift,
+    spmd.to_zigzag: _to_zigzag,
+    spmd.from_zigzag: _from_zigzag,
     spmd.halo: _halo,
     spmd.halo_sum: _halo,
     spmd.gather_rows: _gather_rows,

@@ -3,7 +3,7 @@
     cumsum of [batch 4, seq 8/cp~zigzag] along seq               does not go: it takes natural order
     add of [seq 8/cp~zigzag] and [seq 8/cp]                      does not go: it takes one order
     attention_zigzag of [batch 4, heads 2, seq 8/cp, head 8]     does not go: it takes zigzag order
-    cat([x[:half], mirror(x[half:], ["cp"])]) of [seq 8/cp]      gives [seq 8/cp~zigzag], and of that [seq 8/cp]
+    to_zigzag(x, ["cp"], 0) of [seq 8/cp]                        gives [seq 8/cp~zigzag], and from_zigzag of that [seq 8/cp]
 """
 
 from __future__ import annotations
@@ -57,27 +57,19 @@ def check_natural(given: Spread, dim: int, does: str) -> None:
         raise Wrong(f"it {does} along dim {dim} of its operand, which is [{shown(parts)}] and not in natural order")
 
 
-def exchanged(node: Node, spreads: Mapping[Node, Sequence[Spread]], sizes: Mapping[str, int]) -> Spread | None:
-    """What lies in the other order, of a line that joins the first half of a tile to the second one of the mirrored rank; else None."""
-    halves, dim = ir.operands(node), node.args[1] if len(node.args) > 1 else 0
-    if node.target is not aten.cat.default or len(halves) != 2 or halves[1].target is not spmd.mirror:
-        return None
-    mine, mirrored = halves[0], halves[1].args[0]
-    axes = halves[1].args[1]
-    both = [half.args for half in (mine, mirrored) if isinstance(half, Node) and half.target is aten.slice.Tensor and not half.kwargs]
-    if len(both) != 2 or both[0][0] is not both[1][0] or not isinstance(x := both[0][0], Node) or not isinstance(dim, int):
-        return None
-    size = ir.record(x).shape[dim]
-    keep = size - size // 2
-    if [list(half[1:]) for half in both] != [[dim, 0, keep], [dim, keep, size]]:
-        return None
-    (given,) = spreads[x]
+def reordered(given: Spread, dim: int, axes: Sequence[str], before: str, after: str, sizes: Mapping[str, int]) -> Spread:
+    """What lies in the order `after` along a dim that these axes split and that lies in the order `before`. Raises Wrong where it does not;
+    where tiles have no halves of their own (padding), no order says how it lies then."""
     parts = given.dims[dim]
     split = [place for place, part in enumerate(parts or ()) if part.axes]
-    if parts is None or len(split) != 1 or list(parts[split[0]].axes) != axes or not _halved(parts, sizes):
+    if parts is None or len(split) != 1 or list(parts[split[0]].axes) != list(axes):
         return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
     part = parts[split[0]]
-    other = replace(part, order="" if part.order else ZIGZAG)
+    if part.order != before:
+        raise Wrong(f"it takes dim {dim} of its operand, which is [{shown(parts)}], in another order than {before or 'the natural one'}")
+    if not _halved(parts, sizes):
+        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
+    other = replace(part, order=after)
     row = tuple(other if one is part else one for one in parts)
     return replace(given, dims=tuple(row if d == dim else each for d, each in enumerate(given.dims)))
 

@@ -129,8 +129,9 @@ def _ring_shift(x: Tensor, sizes: Mapping[str, int], axes: object, steps: object
     _integer(steps, "the number of places", 1, max(_group(axes, sizes) - 1, 1))
 
 
-def _mirror(x: Tensor, sizes: Mapping[str, int], axes: object) -> None:
+def _order(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object) -> None:
     _group(axes, sizes)
+    _dim(x, dim)
 
 
 def _window(x: Tensor, sizes: Mapping[str, int], axes: object, dim: object, size: object, window: object, held: int | None) -> None:
@@ -227,7 +228,8 @@ _CHECKS: Final[Mapping[object, Callable[..., None]]] = {
     spmd.broadcast: _broadcast,
     spmd.all_to_all: _all_to_all,
     spmd.ring_shift: _ring_shift,
-    spmd.mirror: _mirror,
+    spmd.to_zigzag: _order,
+    spmd.from_zigzag: _order,
     spmd.halo: _halo,
     spmd.halo_sum: _halo_sum,
     spmd.gather_rows: _gather_rows,

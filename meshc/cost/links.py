@@ -8,7 +8,7 @@
     all_gather       ring    n - 1 steps        (n - 1) / n * S       reduce_scatter alike
     all_to_all       direct  1 step             (n - 1) / n * S
     ring_shift       direct  1 step             S                     one message out, one in
-    mirror           direct  1 step             S                     one message out, one in, as far away as the axis is long
+    to_zigzag        direct  1 step             S / 2                 likewise, as far away as the axis is long; from_zigzag alike
     halo, halo_sum   direct  1 step             what moves
     gather_rows, scatter_rows    likewise; what goes to other nodes through a rank's own port, beside what stays in its node
 
@@ -30,6 +30,7 @@ from meshc.cost.devices import Device, Link
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from meshc.ir.window import received
+from meshc.program import flying
 
 """The axis along which one rank works through its microbatches: nothing is sent."""
 
@@ -134,13 +135,15 @@ def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> 
 
 def payload(node: Node, sizes: Mapping[str, int]) -> int:
     """Bytes of a collective on each rank: of its operand; of an all_gather its result, the larger side; of a halo and its sum what moves
-    (what the rank that needs most gets, or sends); of rows that are chosen what moves if all are chosen alike."""
+    (what the rank that needs most gets, or sends); of a change of order the half that does; of rows that are chosen what moves if all are chosen alike."""
     if node.target in spmd.OF_ROWS:
         whole = node if node.target is spmd.gather_rows else node.args[0]
         ranks = math.prod(sizes[axis] for axis in node.args[1])  # type: ignore[union-attr, misc, index]
         share = node.args[4]
         assert isinstance(whole, Node) and isinstance(share, float)
         return int(ir.local_bytes(ir.record(whole)) * share * (ranks - 1) / ranks)
+    if node.target in spmd.OF_ORDER:
+        return flying.half_bytes(node)
     moved = node if node.target is spmd.all_gather else node.args[0]
     if node.target not in (spmd.halo, spmd.halo_sum):
         return sum(map(ir.local_bytes, ir.records(moved)))  # type: ignore[arg-type]

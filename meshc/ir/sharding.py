@@ -8,8 +8,8 @@ gives the layout of the rest, which is what makes a gather over one axis exact. 
 The tiles of the first axis may lie in another order than that of their positions, which then is part of the sharding:
 
     seq 4096/cp            rank r of n has tile r
-    seq 4096/cp~zigzag     rank r has the first half of tile r and the second half of tile n - 1 - r: of 16 over 2, 0-3 4-7 | 8-11 12-15 is
-                           0-3 12-15 | 8-11 4-7
+    seq 4096/cp~zigzag     rank r has the first half of tile r and the second half of tile n - 1 - r, the earlier one first: of 16 over 2,
+                           0-3 4-7 | 8-11 12-15 is 0-3 12-15 | 4-7 8-11
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class Sharding:
 
 def zigzag_halves(size: int, count: int, place: int) -> list[tuple[int, int]]:
     """(first position, length) of both halves that the rank at `place` of `count` has in zigzag order; of a tile of odd length the first
-    half is the longer one. Tiles are not padded: `zigzag_halves(16, 2, 0) == [(0, 4), (12, 4)]`."""
+    half is the longer one. Tiles are not padded: `zigzag_halves(16, 2, 1) == [(4, 4), (8, 4)]`."""
     tile = size // count
     keep = tile - tile // 2
-    return [(place * tile, keep), ((count - 1 - place) * tile + keep, tile - keep)]
+    return sorted([(place * tile, keep), ((count - 1 - place) * tile + keep, tile - keep)])
 
 
 def tile_sizes(size: int, counts: Sequence[int]) -> list[int]:

@@ -16,7 +16,8 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     broadcast(x, axes, index)                       what the rank at `index` has
     all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
     ring_shift(x, axes, steps)                      what the rank so many places before this one has, round the ring of all ranks
-    mirror(x, axes)                                 what the rank has that is as far from the end as this one is from the beginning
+    to_zigzag(x, axes, dim)                         x is a tile; in zigzag order (`meshc/ir/sharding.py`), which exchanges its second half
+    from_zigzag(x, axes, dim)                       the tile again
     halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
     halo_sum(x, axes, dim, size, window)            x is what the rank's window covers; the rank's tile of the sum over all windows
     gather_rows(x, axes, choice, each, share)       tiles of [.., t, h] as [1, .., n * t, h]: rows that have a choice here, zeros for others
@@ -114,7 +115,8 @@ all_gather = _collective("all_gather")
 reduce_scatter = _collective("reduce_scatter")
 all_to_all = _collective("all_to_all")
 ring_shift = _collective("ring_shift")
-mirror = _collective("mirror")
+to_zigzag = _collective("to_zigzag")
+from_zigzag = _collective("from_zigzag")
 halo = _collective("halo")
 halo_sum = _collective("halo_sum")
 gather_rows = _collective("gather_rows")
@@ -122,9 +124,11 @@ scatter_rows = _collective("scatter_rows")
 
 OF_ROWS: Final = (gather_rows, scatter_rows)
 """Collectives that read where rows go."""
+OF_ORDER: Final = (to_zigzag, from_zigzag)
+"""Collectives that change the order of a dim: of its rank's tile the second half moves."""
 COLLECTIVES = {
     function.__name__: function
-    for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, ring_shift, mirror, halo, halo_sum, *OF_ROWS)
+    for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, ring_shift, *OF_ORDER, halo, halo_sum, *OF_ROWS)
 }
 INTEGERS: dict[str, Function] = {"coordinate": coordinate, "tile_start": tile_start, "tile_count": tile_count, "ring_place": ring_place}
 LOCAL: dict[str, Function] = {"shard": shard, "mask": mask, "keep_first": keep_first}

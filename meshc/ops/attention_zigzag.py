@@ -1,10 +1,10 @@
 """Attention over a block of the keys where queries and keys lie in zigzag order: what a ring is made of that gives all ranks as much to do.
 
-    tiles of 4 ranks, halves by number       natural  0 1 | 2 3 | 4 5 | 6 7         zigzag  0 7 | 2 5 | 4 3 | 6 1
+    tiles of 4 ranks, halves by number       natural  0 1 | 2 3 | 4 5 | 6 7         zigzag  0 7 | 2 5 | 3 4 | 1 6
 
 Under a causal mask a query sees the keys before it, so the last of the natural tiles sees all and the first next to nothing. In zigzag
-order rank r has the first half of its own tile and the second half of tile n - 1 - r: of any rank's keys it sees as much as any other rank
-does, two of the four pairs of halves, or one and two triangles of its own.
+order rank r has the first half of its own tile and the second half of tile n - 1 - r, the earlier one first: of any rank's keys it sees as
+much as any other rank does, two of the four pairs of halves, or of its own those up to each query, as under any causal mask.
 
     q, k, v  [batch, heads, tile, head], the tiles of the ranks `queries_of` and `keys_of` of `ranks`, of a sequence of `length` positions
     out      like q: of the keys of that tile alone; lse [batch, heads, tile]; joined by `attention_merge` as blocks are
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from meshc.ir.sharding import zigzag_halves
 from meshc.ops.attention import _backward_kernel, _empty, _fit, _fit_backward, _kernel, _like
 from meshc.ops.attention_block import attention_block, attention_block_backward, attention_merge
 from meshc.ops.operands import misfit
@@ -36,7 +37,7 @@ def attention_zigzag(
 ) -> tuple[Tensor, Tensor]:
     _fit_tiles("attention_zigzag", q, k, v)
     _check(queries_of, keys_of, ranks)
-    if _one_call(q, queries_of, keys_of, ranks, length):
+    if length == ranks * q.shape[2]:
         return _at_once(q, k, v, scale, queries_of, keys_of, ranks)
     out, lse = _empty(q, v)
     out.zero_(), lse.fill_(-torch.inf)
@@ -48,13 +49,8 @@ def attention_zigzag(
     return out, lse
 
 
-def _one_call(q: Tensor, queries_of: int, keys_of: int, ranks: int, length: int) -> bool:
-    """Whether one call of the kernel does both pairs of halves, or all of a rank's own: where nothing is padding, and but for its own
-    where the first of its halves is the later one, which would have to change places."""
-    return length == ranks * q.shape[2] and (queries_of != keys_of or 2 * queries_of < ranks)
-
-
 def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Where nothing is padding one call of the kernel does both pairs of halves, or all of a rank's own."""
     if queries_of == keys_of:
         return _kernel(scale, q, k, v, None, True)
     rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
@@ -68,14 +64,10 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, key
 
 
 def _seen(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
-    """Which queries of a rank see which keys of another, all of these. Half 2 r of the sequence is the first of rank r, and half
-    2 (ranks - r) - 1 its second one."""
-    keep = tile - tile // 2
-    first, second, whole = slice(0, keep), slice(keep, tile), slice(0, tile)
-    near = queries_of + keys_of < ranks
-    if keys_of < queries_of:
-        return (whole, first) if near else (first, whole)
-    return (second, whole) if near else (whole, second)
+    """Which queries of a rank see which keys of another, all of these. Of two ranks' halves one's lie between the other's."""
+    (_, asks), (second, _) = halves(tile, queries_of, ranks)
+    (first, asked), _ = halves(tile, keys_of, ranks)
+    return (second, slice(0, tile)) if asks < asked else (slice(0, tile), first)
 
 
 def _pairs(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) -> Iterator[tuple[slice, int, list[tuple[slice, int, int]]]]:
@@ -87,8 +79,8 @@ def _pairs(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) ->
 
 def halves(tile: int, place: int, ranks: int) -> list[tuple[slice, int]]:
     """Of both halves of what a rank has in zigzag order: the rows, and the position of the first of them."""
-    keep = tile - tile // 2
-    return [(slice(0, keep), place * tile), (slice(keep, tile), (ranks - 1 - place) * tile + keep)]
+    (first, keep), (second, _) = zigzag_halves(tile * ranks, ranks, place)
+    return [(slice(0, keep), first), (slice(keep, tile), second)]
 
 
 def _fit_tiles(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -125,7 +117,7 @@ def attention_zigzag_backward(
     _fit_backward(grad, q, k, v, None, out, lse)
     _fit_tiles("attention_zigzag_backward", q, k, v)
     _check(queries_of, keys_of, ranks)
-    if _one_call(q, queries_of, keys_of, ranks, length):
+    if length == ranks * q.shape[2]:
         return _back_at_once(grad, q, k, v, out, lse, scale, queries_of, keys_of, ranks)
     dq, dk, dv = (_like(x).zero_() for x in (q, k, v))
     for rows, start, seen in _pairs(q.shape[2], queries_of, keys_of, ranks, length):

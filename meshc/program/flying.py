@@ -27,7 +27,7 @@ SHARE: Final = 8
 """Of small models: a part of all that a stage copies, or reduces so, at least `LEAST`."""
 
 _HOLD: Final = frozenset(
-    (spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, spmd.mirror, spmd.halo, spmd.halo_sum)
+    (spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, *spmd.OF_ORDER, spmd.halo, spmd.halo_sum)
 )
 """Collectives that read their operand, or a copy of it, until they are done. An all-reduce writes over it, or makes a copy that becomes the
 result; so does a broadcast."""
@@ -107,11 +107,20 @@ def sent_bytes(node: Node) -> int:
 
 def merged_bytes(node: Node) -> int:
     """Bytes that a collective takes beside its result while it is waited for: parts that came one behind the other are joined along a later
-    dim."""
+    dim, a half that came is joined to the one that stayed."""
+    if node.target in spmd.OF_ORDER:
+        return half_bytes(node)
     if node.target not in (spmd.all_gather, spmd.all_to_all) or _is_alone(node):
         return 0
     made = record(node)
     return local_bytes(made) if prod(made.shape[: _dim(node, 2 if node.target is spmd.all_gather else 3)]) != 1 else 0
+
+
+def half_bytes(node: Node) -> int:
+    """Bytes of the half that moves where a dim changes its order."""
+    made = record(node)
+    size = made.shape[_dim(node, 2)]
+    return local_bytes(made) // max(1, size) * (size // 2)
 
 
 def _dim(node: Node, place: int) -> int:

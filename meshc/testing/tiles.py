@@ -2,7 +2,7 @@
 
 Nothing here comes from the code under test. A factor of `size` split by axes of sizes a, b, ... lies in tiles of ceil(size / a), each of
 these in tiles of ceil(tile / b), and so on; in zigzag order a rank has the first half of its tile, and the second one of the mirrored
-rank's. `owned` says so by cutting lists of indices.
+rank's, the earlier one first. `owned` says so by cutting lists of indices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def owned(part: Part, sizes: Mapping[str, int], coordinates: Mapping[str, int]) 
         tile = indices[start : start + length]
         if axis == part.axes[0] and part.order == ZIGZAG:
             mirrored = indices[length * (sizes[axis] - 1 - coordinates[axis]) :][:length]
-            tile = tile[: -(-length // 2)] + mirrored[-(-length // 2) :]
+            tile = sorted(tile[: -(-length // 2)] + mirrored[-(-length // 2) :])
         indices = tile
     return indices, length
 

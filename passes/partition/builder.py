@@ -89,12 +89,13 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def exchanged(self, x: Node, dim: int, axes: Sequence[str], reason: str) -> Node:
-        """A tile whose second half along a dim is exchanged for that of the mirrored rank: in zigzag order, or home again."""
-        size = self.shape(x)[dim]
-        keep = size - size // 2
-        mine, theirs = (self.emit(aten.slice.Tensor, x, dim, *part) for part in ((0, keep), (keep, size)))
-        return self.emit(aten.cat.default, [mine, self.emit(spmd.mirror, theirs, list(axes), reason=reason)], dim)
+    def in_zigzag(self, x: Node, dim: int, axes: Sequence[str], reason: str) -> Node:
+        """A tile, in zigzag order along a dim."""
+        return self.emit(spmd.to_zigzag, x, list(axes), dim, reason=reason)
+
+    def in_natural(self, x: Node, dim: int, axes: Sequence[str], reason: str) -> Node:
+        """What lies in zigzag order along a dim, as a tile again."""
+        return self.emit(spmd.from_zigzag, x, list(axes), dim, reason=reason)
 
     def lying(self, node: Node, sharding: Sharding) -> Node:
         """A value whose type is to say that it lies so; where its own says that axes split other dims, a view: a tile of one position may

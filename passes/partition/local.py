@@ -199,9 +199,9 @@ class Lowering(Local):
         reason = f"{moved(self.node, {})}, block by block of {self._split(axes)}{lines(axes, self.build.entries)}"
         return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
 
-    def exchanged(self, x: Node, axes: Sequence[str], dim: int) -> Node:
+    def reordered(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
         reason = f"{moved(self.node, {})}, in zigzag order of {self._split(axes)}{lines(axes, self.build.entries)}"
-        return self.build.exchanged(x, dim, axes, reason)
+        return (self.build.in_natural if home else self.build.in_zigzag)(x, dim, axes, reason)
 
     @property
     def arranged(self) -> dict[tuple[Node, object], Node]:

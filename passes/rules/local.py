@@ -93,8 +93,8 @@ class Local(Protocol):
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
         """What the rank so many places before this one has as x, round the ring."""
 
-    def exchanged(self, x: Node, axes: Sequence[str], dim: int) -> Node:
-        """x with the second half of a dim exchanged for that of the rank that is as far from the end as this one is from the beginning."""
+    def reordered(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
+        """x, which lies in natural order along a dim, in zigzag order; or, on its way `home`, the other way round."""
 
     @property
     def arranged(self) -> MutableMapping[tuple[Node, object], Node]:

@@ -1,9 +1,9 @@
 """Attention written out as a ring in zigzag order: under a causal mask every rank has as much to do at each step.
 
-    q, k, v = cat(q[:half], mirror(q[half:])), ...                  rank r has its first half, and the second one of rank n - 1 - r
+    q, k, v = to_zigzag(q), ...                                     rank r has its first half, and the second one of rank n - 1 - r
     out, lse = attention_zigzag(q, k, v)                            blocks, shifts and merges as in `ring.py`
     ...
-    out, lse = cat(out[:half], mirror(out[half:])), ...             the same exchange brings them home
+    out, lse = from_zigzag(out), ...
 
 So it is where tiles are padded: nothing outside of the attention knows of the order, what comes in and what goes out lies as it lay.
 Backward exchanges the output, its gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
@@ -49,13 +49,17 @@ class Zigzag(Ring):
         self.scale = self.how[1]
 
     def exchanged(self, x: Node, dim: int = 2) -> Node:
-        """Of natural order in zigzag order, and back. Backward finds what forward has exchanged: it is kept in that order alone."""
+        """Of natural order in zigzag order. Backward finds what forward has exchanged: it is kept in that order alone."""
         if self.local.lies_balanced:
             return x
         known, key = self.local.arranged, (x, (dim, *self.axes))
         if key not in known:
-            known[key] = self.local.exchanged(x, self.axes, dim)
+            known[key] = self.local.reordered(x, self.axes, dim, home=False)
         return known[key]
+
+    def home(self, x: Node) -> Node:
+        """The other way round."""
+        return x if self.local.lies_balanced else self.local.reordered(x, self.axes, 2, home=True)
 
     def place(self, step: int) -> tuple[object, ...]:
         return self.local.place(self.axes[0], 0), self.local.place(self.axes[0], step), self.ranks, self.local.global_size("k")
@@ -95,7 +99,7 @@ class Zigzag(Ring):
             for step, (keys, values) in enumerate(self.blocks(k, v))
         )
         out, lse = self.joined(parts)
-        home = [self.exchanged(self.narrow(out, q)), self.exchanged(lse)]
+        home = [self.home(self.narrow(out, q)), self.home(lse)]
         if not self.local.lies_balanced:
             self.local.arranged[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
         return home
@@ -121,4 +125,4 @@ class Zigzag(Ring):
             travelling = [self.shift(one, 1) for one in given]
         assert dq is not None
         total = [emit(aten.add.Tensor, here, there) for here, there in zip(own, travelling, strict=True)]
-        return [self.exchanged(self.narrow(dq, q)), *(self.at_home(self.exchanged(one), index) for index, one in enumerate(total, 1))]
+        return [self.home(self.narrow(dq, q)), *(self.at_home(self.home(one), index) for index, one in enumerate(total, 1))]

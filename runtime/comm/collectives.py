@@ -174,12 +174,27 @@ def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Pending:
     return _one_message(x, (rank + steps) % size, (rank - steps) % size, group)
 
 
-def mirror(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """`x` goes to the rank that is as far from the end of the group as this one is from its beginning, whose own comes, of x's shape."""
+def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Pending:
+    """A tile becomes what this rank has in zigzag order (`meshc/ir/sharding.py`): its second half goes to the rank that is as far from the
+    end of the group as this one is from its beginning, whose own comes."""
+    return _reordered(x, dim, group, home=False)
+
+
+def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Pending:
+    """The tile again."""
+    return _reordered(x, dim, group, home=True)
+
+
+def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> Pending:
     if group is None:
         return Pending(x)
-    there = group.size() - 1 - group.rank()
-    return _one_message(x, there, there, group)
+    size, there = x.shape[dim], group.size() - 1 - group.rank()
+    behind = there < group.rank()  # in zigzag order, what the tile begins with is behind what comes
+    moves = size // 2
+    kept, sent = x.narrow(dim, 0, size - moves), x.narrow(dim, size - moves, moves)
+    if home and behind:
+        sent, kept = x.narrow(dim, 0, moves), x.narrow(dim, moves, size - moves)
+    return _one_message(sent, there, there, group).then(lambda came: torch.cat([came, kept] if behind and not home else [kept, came], dim))
 
 
 def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Pending:

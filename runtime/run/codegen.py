@@ -79,8 +79,9 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., colle
         return lambda x: collectives.scatter_dim(x, rest[0], group, rest[1])  # type: ignore[arg-type]
     if name == "ring_shift":
         return lambda x: collectives.ring_shift(x, rest[0], group)  # type: ignore[arg-type]
-    if name == "mirror":
-        return lambda x: collectives.mirror(x, group)
+    if node.target in spmd.OF_ORDER:
+        change = collectives.to_zigzag if node.target is spmd.to_zigzag else collectives.from_zigzag
+        return lambda x: change(x, rest[0], group)  # type: ignore[arg-type]
     if node.target in spmd.OF_ROWS:
         each = node.args[3]
         assert isinstance(each, int)

@@ -22,7 +22,7 @@ from meshc.ir.functions import Function, Keywords
 from meshc.ir.graph import dying, last_reads
 from meshc.ir.mesh import Mesh
 from meshc.ir.reductions import REDUCTIONS
-from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count
+from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count, zigzag_halves
 from meshc.ir.window import tile_bounds, tile_length, window_starts
 from meshc.private import OpOverload
 from meshc.program.program import Stage
@@ -218,8 +218,20 @@ def _ring_shift(tensors: Sequence[torch.Tensor], counts: Sequence[int], steps: i
     return [tensors[(place - steps) % len(tensors)].clone() for place in range(len(tensors))]
 
 
-def _mirror(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-    return [tensor.clone() for tensor in reversed(tensors)]
+def _to_zigzag(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int) -> list[torch.Tensor]:
+    size = tensors[0].shape[dim]
+    return list(torch.cat(list(tensors), dim).index_select(dim, _in_zigzag(size, len(tensors))).split(size, dim))
+
+
+def _from_zigzag(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int) -> list[torch.Tensor]:
+    size = tensors[0].shape[dim]
+    return list(torch.cat(list(tensors), dim).index_select(dim, _in_zigzag(size, len(tensors)).argsort()).split(size, dim))
+
+
+def _in_zigzag(tile: int, ranks: int) -> torch.Tensor:
+    """Of tiles one behind the other the positions, as they lie in zigzag order."""
+    halves = [half for place in range(ranks) for half in zigzag_halves(tile * ranks, ranks, place)]
+    return torch.cat([torch.arange(start, start + length) for start, length in halves])
 
 
 def _halo(
@@ -274,8 +286,8 @@ def _scatter_rows(
 
 _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_reduce": _all_reduce, "broadcast": _broadcast, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all, "ring_shift": _ring_shift, "mirror": _mirror, "halo": _halo, "halo_sum": _halo_sum,
-    "gather_rows": _gather_rows, "scatter_rows": _scatter_rows,
+    "all_to_all": _all_to_all, "ring_shift": _ring_shift, "halo": _halo, "halo_sum": _halo_sum,
+    "to_zigzag": _to_zigzag, "from_zigzag": _from_zigzag, "gather_rows": _gather_rows, "scatter_rows": _scatter_rows,
 }  # fmt: skip
 """By kind: what the members' tensors give, the sizes of the axes, and what else the collective was called with."""
 

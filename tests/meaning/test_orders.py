@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.check import check_program
+from meshc.cost.links import payload
 from meshc.ir import calls, record, spmd
 from meshc.passes import rules
 from meshc.program.program import PlainProgram
@@ -34,7 +35,7 @@ def captured(kind: str) -> Captured:
 def exchanged(program: PlainProgram) -> list[torch.dtype | None]:
     """What is exchanged between mirrored ranks, by its kind of number."""
     nodes = [node for stage in program.stages.values() for node in calls(stage.graph)]
-    return [record(node).dtype for node in nodes if node.target is spmd.mirror]
+    return [record(node).dtype for node in nodes if node.target in spmd.OF_ORDER]
 
 
 CASES: list[Any] = [
@@ -225,8 +226,8 @@ def test_routed_rows_stay_in_the_order_of_the_ring(kind: str, mesh: str, plan: s
     assert meshc.verify(program, dtype=torch.float64).ok
     assert isinstance(program.compiled, PlainProgram)
     check_program(program.compiled, "the program", rules)
-    mirrored = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if node.target is spmd.mirror]
-    assert {(record(node).dtype, record(node).phase) for node in mirrored} == {(torch.int64, "forward")}
+    moved = [node for stage in program.compiled.stages.values() for node in calls(stage.graph) if node.target in spmd.OF_ORDER]
+    assert {(record(node).dtype, record(node).phase) for node in moved} == {(torch.int64, "forward")}
     rows, length = asked.call_kwargs["input_ids"].shape
     half = length // 4
-    assert sum(8 * prod(record(node).shape) for node in mirrored) == 8 * (rows // 2 * half + half + rows // 2 * half)
+    assert sum(payload(node, {}) for node in moved) == 8 * (rows // 2 * half + half + rows // 2 * half)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -38,14 +39,14 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     one end of the model to the other; other numbers of ranks have padded tiles, which are exchanged at each attention."""
     source = captured(kind)
     source.verify_training(mesh, plan, adamw, attention="zigzag")
-    assert ("mirror" in kinds(source.latest)) == (kind != "gemma3"), "all of gemma3's masks here have a window"
+    assert ("to_zigzag" in kinds(source.latest)) == (kind != "gemma3"), "all of gemma3's masks here have a window"
 
 
 @pytest.mark.broad
 def test_pipeline_stages_too() -> None:
     source = captured("llama")
     source.verify_training("pp=2,cp=2", RING, adamw, attention="zigzag", microbatches=2)
-    assert "mirror" in kinds(source.latest)
+    assert "to_zigzag" in kinds(source.latest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,9 +58,11 @@ def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     values, numbers = rows * heads * head * 8, rows * heads * 8
     for phase, shifted, exchanged in (("forward", 2, 4), ("backward", 4, 6)):
         found = [use for use in summary.collectives(program) if use.phase == phase]
-        moved = {kind: sum(use.bytes_per_rank * use.times for use in found if use.kind == kind) for kind in ("ring_shift", "mirror")}
+        moved: Counter[str] = Counter()
+        for use in found:
+            moved[use.kind] += use.bytes_per_rank * use.times
         assert moved["ring_shift"] == layers * (ranks - 1) * shifted * tile * values
-        assert moved["mirror"] == layers * (tile // 2) * (exchanged * values + numbers)
+        assert moved["to_zigzag"] + moved["from_zigzag"] == layers * (tile // 2) * (exchanged * values + numbers)
     assert "all_gather" not in kinds(program)
 
 
@@ -68,14 +71,14 @@ def test_keys_that_heads_share_are_exchanged_and_travel_once_for_all_of_them() -
     rows, heads, kv_heads, head, tile = 4, 4, 2, 8, 10
     sizes = [use.bytes_per_rank for use in summary.collectives(program) if use.kind == "ring_shift"]
     assert set(sizes) == {rows * kv_heads * tile * head * 8}
-    halves = {use.bytes_per_rank for use in summary.collectives(program) if use.kind == "mirror"}
+    halves = {use.bytes_per_rank for use in summary.collectives(program) if use.kind in ("to_zigzag", "from_zigzag")}
     assert halves == {rows * count * (tile // 2) * 8 for count in (heads * head, kv_heads * head, heads)}
 
 
 def test_masks_that_leave_all_ranks_as_much_to_do_stay_in_order() -> None:
-    for causal, wanted in ((False, {"ring_shift"}), (True, {"ring_shift", "mirror"})):
+    for causal, wanted in ((False, {"ring_shift"}), (True, {"ring_shift", "to_zigzag"})):
         program = trained(Attends(is_causal=causal), "cp=2", {"x": torch.randn(2, 8, 16)}, "zigzag")
-        assert kinds(program.compiled) & {"ring_shift", "mirror"} == wanted
+        assert kinds(program.compiled) & {"ring_shift", "to_zigzag"} == wanted
 
 
 def blocks(program: PlainProgram) -> dict[str, float]:
@@ -100,8 +103,8 @@ def test_the_clock_halves_the_work_of_long_sequences_and_takes_the_order_where_t
 
     with assumed(device("h100")):
         found = compiled(None, is_causal=True)
-        assert kinds(found) >= {"ring_shift", "mirror"}
-        assert "mirror" not in kinds(compiled("ring", 60, is_causal=True)) and "mirror" not in kinds(compiled("ring"))
+        assert kinds(found) >= {"ring_shift", "to_zigzag"}
+        assert "to_zigzag" not in kinds(compiled("ring", 60, is_causal=True)) and "to_zigzag" not in kinds(compiled("ring"))
         balanced, plain = blocks(found), blocks(compiled("zigzag"))
     assert balanced["meshc.attention_zigzag"] == pytest.approx(plain["meshc.attention_block"] / 2, rel=0.1)
     assert balanced["meshc.attention_zigzag_backward"] == pytest.approx(plain["meshc.attention_block_backward"] / 2, rel=0.1)
@@ -110,4 +113,4 @@ def test_the_clock_halves_the_work_of_long_sequences_and_takes_the_order_where_t
 def test_a_saved_program_is_read_and_checked(tmp_path: Any) -> None:
     program = trained(Attends(is_causal=True), "cp=2", {"x": torch.randn(1, 7, 16)}, "zigzag")
     program.save(tmp_path / "zigzag.meshc")
-    assert "mirror" in kinds(artifact.load(tmp_path / "zigzag.meshc", rules=rules))
+    assert "to_zigzag" in kinds(artifact.load(tmp_path / "zigzag.meshc", rules=rules))

@@ -293,16 +293,18 @@ def groups_of_a_mesh() -> None:
 
 
 def messages_on_three_ranks() -> None:
-    """Several at once between the same ranks, in the order sent; the one in the middle of a mirror has its own."""
+    """Several at once between the same ranks, in the order sent; the one in the middle of an exchange of halves has its own."""
     dist.init_process_group("gloo")
     world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x = torch.full((4,), float(rank))
     with torch.no_grad():
         on_their_way = [collectives.ring_shift(x + 10 * number, 1, world) for number in range(3)]
-        back, nothing = collectives.mirror(x, world), collectives.ring_shift(x[:0], 1, world)
+        tile = torch.arange(rank * 3.0, rank * 3.0 + 3).repeat(2, 1)
+        order, nothing = collectives.to_zigzag(tile, 1, world), collectives.ring_shift(x[:0], 1, world)
         for number, pending in enumerate(on_their_way):
             same(pending.wait(), torch.full((4,), (rank - 1) % size + 10.0 * number), f"message {number}")
-        same(back.wait(), torch.full((4,), size - 1.0 - rank), "mirror")
+        same(order.wait(), torch.tensor([[0.0, 1.0, 8.0], [3.0, 4.0, 5.0], [2.0, 6.0, 7.0]][rank]).repeat(2, 1), "zigzag order")
+        same(collectives.from_zigzag(order.wait(), 1, world).wait(), tile, "natural order")
         same(nothing.wait(), x[:0], "nothing")
     dist.destroy_process_group()
     print("done")

@@ -67,10 +67,13 @@ def test_ring_shift() -> None:
     assert lists(found) == [[2.0], [3.0], [1.0]]
 
 
-def test_mirror() -> None:
-    """The first has the last one's, and the one in the middle its own."""
-    found = run(Mesh("a=3"), lambda graph, x: call(graph, spmd.mirror, x, ["a"]), rows([1.0], [2.0], [3.0]))
-    assert lists(found) == [[3.0], [2.0], [1.0]]
+def test_orders() -> None:
+    """The second half of each is exchanged for that of the one as far from the end; the earlier half is the first, also of odd tiles."""
+    tiles = rows([0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0])
+    found = run(Mesh("a=3"), lambda graph, x: call(graph, spmd.to_zigzag, x, ["a"], 0), tiles)
+    assert lists(found) == [[0.0, 1.0, 8.0], [3.0, 4.0, 5.0], [2.0, 6.0, 7.0]]
+    again = run(Mesh("a=3"), lambda graph, x: call(graph, spmd.from_zigzag, x, ["a"], 0), [[tile] for tile in found])
+    assert lists(again) == lists([tile for (tile,) in tiles])
 
 
 def test_halo() -> None:
