@@ -38,8 +38,9 @@ else:
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 5
-READ: Final = (3, 4, VERSION)
-"""Types of version 3 do not say in which order values lie, zigzag order is another one before version 5. Of programs before that it is not known which backend they were written for."""
+READ: Final = range(3, VERSION + 1)
+"""Types of version 3 do not say in which order values lie; before version 5 zigzag order is another one. Of programs before version 3 it is
+not known which backend they were written for."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
 CONSTANTS: Final = "constants.safetensors"
@@ -162,7 +163,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Entry], int]:
     manifest = _json(folder / MANIFEST)
     version = manifest.get("version")
     if manifest.get("format") != FORMAT or type(version) is not int or version not in READ:
-        found, known = f"{manifest.get('format')!r} version {version!r}", " and ".join(map(str, READ))
+        found, known = f"{manifest.get('format')!r} version {version!r}", " to ".join(map(str, (READ[0], READ[-1])))
         raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} versions {known}: compile and save the program again")
     if not seal.unbroken(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")

@@ -223,8 +223,8 @@ def test_a_stage_that_the_manifest_does_not_list_is_refused(saved: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' versions 3 and 4: compile and save the program"),
-        ({"format": "other"}, "is 'other' version 4; this meshc reads"),
+        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' versions 3 to 5: compile and save the program"),
+        ({"format": "other"}, "is 'other' version 5; this meshc reads"),
         ({"files": {}}, "manifest.json does not list program.json, which the program needs"),
         ({"files": []}, "manifest.json lists no files"),
         ({"files": {"program.json": 1}}, "manifest.json has no size and hash for program.json"),

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc import ir
 from meshc.check.spread import Parts, Spread, shown
 from meshc.check.types import Wrong
-from meshc.ir import op_name, spmd
+from meshc.ir import op_name
 from meshc.ir.sharding import ZIGZAG, local_size
 
 if TYPE_CHECKING:

@@ -135,7 +135,8 @@ def _fewest_together(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> 
 
 def payload(node: Node, sizes: Mapping[str, int]) -> int:
     """Bytes of a collective on each rank: of its operand; of an all_gather its result, the larger side; of a halo and its sum what moves
-    (what the rank that needs most gets, or sends); of a change of order the half that does; of rows that are chosen what moves if all are chosen alike."""
+    (what the rank that needs most gets, or sends); of a change of order the half that moves; of rows that are chosen what moves if all are
+    chosen alike."""
     if node.target in spmd.OF_ROWS:
         whole = node if node.target is spmd.gather_rows else node.args[0]
         ranks = math.prod(sizes[axis] for axis in node.args[1])  # type: ignore[union-attr, misc, index]

@@ -179,7 +179,7 @@ def _collectives(page: Page, colours: _Colours) -> Section:
     ]  # fmt: skip
     of = "of one call" if not page.stages.rows else "of one call, of all stages together"
     parts = [
-        tag("p", f"{of}; bytes of the operand, of the result for all_gather, what moves for halo and order", class_="dim"),
+        tag("p", f"{of}; bytes of the operand, of the result for all_gather, what moves for halo and zigzag", class_="dim"),
         table(["axes", "phase", "collective", "count", "bytes/rank", "take", "mostly for"], rows, (3, 4, 5)),
         tag("h3", "those that take longest, equal layers as one"),
         table(["collective", "axes", "phase", "count", "bytes of each", "take", "why", "line of the model"], largest, (3, 4, 5)),

@@ -239,7 +239,8 @@ def _collectives(program: PlainProgram) -> str:
         rows.append((phase, kind, axes, sum(use.times for use in uses), bytes_text(total), bytes_text(largest), mostly(uses)))
     headers = ["phase", "collective", "axes", "count", "bytes/rank", "largest", "mostly for"]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
-    return table(rows, headers, f"collectives of one call{of} (bytes of the operand; of the result for all_gather; what moves for halo and order)")
+    sized = "bytes of the operand; of the result for all_gather; what moves for halo and zigzag"
+    return table(rows, headers, f"collectives of one call{of} ({sized})")
 
 
 def mostly(uses: Iterable[CollectiveUse]) -> str:

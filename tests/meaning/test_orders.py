@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from math import prod
 from typing import Any
 
 import pytest
