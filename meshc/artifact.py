@@ -163,7 +163,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Entry], int]:
     manifest = _json(folder / MANIFEST)
     version = manifest.get("version")
     if manifest.get("format") != FORMAT or type(version) is not int or version not in READ:
-        found, known = f"{manifest.get('format')!r} version {version!r}", " to ".join(map(str, (READ[0], READ[-1])))
+        found, known = f"{manifest.get('format')!r} version {version!r}", f"{READ[0]} to {VERSION}"
         raise ArtifactError(f"{folder} is {found}; this meshc reads {FORMAT!r} versions {known}: compile and save the program again")
     if not seal.unbroken(bounds.read_text(folder / MANIFEST)):
         raise ArtifactError(f"{folder / MANIFEST} is not what was saved, it was damaged or edited; {AGAIN}")
