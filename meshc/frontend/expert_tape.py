@@ -75,17 +75,20 @@ class Tape:
     result   of the expert
     weights  paths of its parameters that are read
     draws    it has dropout that is on
+    writes   it changes values in place
     """
 
     steps: tuple[Step, ...]
     result: Ref
     weights: tuple[tuple[str, ...], ...]
     draws: bool
+    writes: bool
 
 
 def record(expert: nn.Module) -> Tape:
-    """Raises NotRows."""
+    """Of an expert that is a module; or, without modules in it, that multiplies by its own parameters itself. Raises NotRows."""
     widths = dict.fromkeys(each.in_features for each in expert.modules() if isinstance(each, nn.Linear))
+    widths = widths or dict.fromkeys(size for each in expert.parameters() for size in reversed(each.shape))
     first: Exception | None = None
     for width in widths:
         try:
@@ -112,7 +115,7 @@ def _run(expert: nn.Module, width: int) -> Tape:
             made = functional_call(expert, blank, (rows,))
     if not isinstance(made, Tensor) or made.dim() != 2 or made.shape[0] != ROWS or id(made) not in noted.numbers:
         raise NotRows("it gives something else than a row for each row")
-    return Tape(tuple(noted.steps), Ref(noted.numbers[id(made)]), tuple(dict.fromkeys(noted.read)), proof.draws)
+    return Tape(tuple(noted.steps), Ref(noted.numbers[id(made)]), tuple(dict.fromkeys(noted.read)), proof.draws, proof.writes)
 
 
 class _Noted(TorchFunctionMode):
@@ -176,13 +179,14 @@ def _tensors(made: object) -> Iterator[Tensor]:
 class _Proof(TorchDispatchMode):
     """Refuses what may let one row know of another."""
 
-    draws = False
+    draws = writes = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         rows = [each for each in _tensors(args) if _is_rows(each)]
         if rows:
             self.draws = self.draws or func in DRAWS
+            self.writes = self.writes or func._schema.is_mutable
             if not _apart(func, args) or not all(_is_rows(each) for each in _tensors(made)):
                 raise NotRows(f"{func} is not known to keep its rows apart")
         return made

@@ -5,12 +5,13 @@
 
 A loop is taken if every statement of it is known (`expert_loops.py`), the experts are of one making, and their forward treats each row by
 itself (`expert_tape.py`). Parameters stay the experts' own, and lie as the plan stores them; where axes split the experts, a rank takes
-its own of the stack. So are dbrx's, whose experts are rows of one matrix.
+its own of the stack. Of experts that the loop writes out, by rows of stacked weights, the stack is the parameter (`inline_experts.py`). So
+are dbrx's, whose experts are rows of one matrix, and LongCat's, some of whose experts give back what they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -21,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshc.errors import CaptureError
-from meshc.frontend.expert_loops import CALL, Loop, loop_of
+from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
 from meshc.frontend.expert_slots import where_of
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
+from meshc.frontend.inline_experts import OneExpert
+from meshc.frontend.loop_reader import CALL, Loop
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
-DBRX: Final = "transformers.models.dbrx.modeling_dbrx.DbrxExperts"
 ROUTERS: Final = (
     "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
     "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
@@ -38,7 +40,7 @@ PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
 
 def is_listed(module: nn.Module) -> bool:
     """Whether it loops over experts that this file takes."""
-    return _name(module) == DBRX or loop_of(module) is not None
+    return _name(module) in STAND_INS or loop_of(module) is not None
 
 
 def is_of_all(module: nn.Module) -> bool:
@@ -50,7 +52,8 @@ def is_of_all(module: nn.Module) -> bool:
 def looped(model: nn.Module) -> dict[str, int]:
     """How many experts there are, by the path of each module that loops over them and gives each its own tokens."""
     found = {path: (each, loop_of(each)) for path, each in model.named_modules()}
-    return {path: len(loop.experts(each)) for path, (each, loop) in found.items() if loop is not None and not loop.of_all}
+    loops = {path: (each, loop) for path, (each, loop) in found.items() if loop is not None and loop.inline is None}
+    return {path: loop.count(each) for path, (each, loop) in loops.items() if not loop.of_all}
 
 
 @contextmanager
@@ -78,7 +81,9 @@ def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
     within: set[int] = set()
     for path, each in module.named_modules():
         loop = loop_of(each)
-        for number, expert in enumerate(loop.experts(each) if loop is not None and loop.skips else ()):
+        apart = loop is not None and loop.skips and loop.inline is None  # a stack of all has a gradient in any case
+        modules = loop.experts(each) if loop is not None and apart else ()
+        for number, expert in enumerate(modules):
             within |= {id(inner) for inner in expert.modules()}
             for parameter in expert.parameters():
                 places.setdefault(id(parameter), []).append((path, number))
@@ -93,15 +98,12 @@ def _name(module: nn.Module) -> str:
 
 def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     """What stands for a module's forward while it is traced."""
-    if _name(module) == DBRX:
-        return _dbrx
+    if (own := STAND_INS.get(_name(module))) is not None:
+        return own
     loop = loop_of(module)
     if loop is None or (loop.of_all and FORM not in module.__dict__):
         return None
-    experts = loop.experts(module)
-    tape = _tape(path, module, loop, experts)
-    if tape is None:
-        return None
+    tape = _tape(path, module, loop)
     module.__dict__[CALL] = partial(_summed, loop, tape, module)
     return loop.forward
 
@@ -119,7 +121,8 @@ def _settled(path: str, router: Any) -> nn.Module:
     return layer
 
 
-def _tape(path: str, module: nn.Module, loop: Loop, experts: list[nn.Module]) -> Tape | None:
+def _tape(path: str, module: nn.Module, loop: Loop) -> Tape:
+    experts = loop.experts(module) if loop.inline is None else [OneExpert(module, loop.inline)]
     for number, other in enumerate(experts[1:], 1):
         if (difference := _differ(experts[0], other)) is not None:
             raise CaptureError(_refusal(path, module, loop, f"expert 0 and expert {number} differ: {difference}"))
@@ -134,7 +137,8 @@ def _refusal(path: str, module: nn.Module, loop: Loop, why: str) -> str:
     return (
         f"the loop over experts of {path or 'the model'} cannot be traced as one product\n  in your model: {code.co_filename}:{loop.line}\n"
         f"  why: {why}\n"
-        "  what to do: experts of one class and size, made of nn.Linear and operators that treat each row by itself"
+        f"  what to do: {'experts of one class and size, made of nn.Linear' if loop.inline is None else 'F.linear(rows, self.weight[e])'} "
+        "and operators that treat each row by itself"
     )
 
 
@@ -161,7 +165,7 @@ def _differ(one: nn.Module, other: nn.Module) -> str | None:
 
 def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor | None, weights: Tensor | None, before: Tensor) -> Tensor:
     """What stands for the loop: to the sum so far is added what experts make of x [.., h] that choices [.., k] say, by weight."""
-    experts = loop.experts(module)
+    experts = loop.count(module)
     form: Form = getattr(module, FORM, Form())
     if tape.draws and form.count > 1:
         raise CaptureError(
@@ -175,12 +179,18 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
             f"the loop over experts at line {loop.line} writes a row for each token, and has choices {list(choice.shape)} for tokens "
             f"{list(x.shape)}; what to do: where a token has several choices, out[token] += weights[token, slot, None] * expert(x[token])"
         )
-    choice, weights = _choices(loop, choice, weights, tokens, len(experts))
+    choice, weights = _choices(loop, choice, weights, tokens, experts)
+
+    def weight(which: Weight) -> Tensor:
+        if loop.inline is not None:
+            return _attribute(module, which)
+        stacked = torch.stack([_attribute(each, which) for each in loop.experts(module)])
+        return stacked if slots is None else in_order(stacked, experts_by_slot(slots), slots)
 
     def made(x: Tensor, layout: Layout) -> Tensor:
-        return layout.back(_played(tape, experts, x, layout, slots) * layout.weights)
+        return layout.back(_played(tape, weight, x, layout) * layout.weights)
 
-    out = routed_sum(made, tokens, choice, weights, len(experts), form, some=True, where=where)
+    out = routed_sum(made, tokens, choice, weights, experts, form, some=True, where=where)
     out = out.reshape(before.shape).to(before.dtype)
     return before.copy_(out) if loop.blank else before.add_(out)  # in place, as the loop does: another name may be a view of it
 
@@ -222,20 +232,20 @@ def _weights(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor,
     return weights.reshape(choice.shape)
 
 
-def _played(tape: Tape, experts: list[nn.Module], x: Tensor, layout: Layout, slots: Tensor | None) -> Tensor:
+def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: Layout) -> Tensor:
     rows = layout.to(x)
     groups = rows.shape[:-1]
 
     def product(rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
         made = layout.product(rows.reshape(*groups, rows.shape[-1]), matrices)
         made = made if bias is None else made + layout.bias(bias)
-        return made.reshape(-1, made.shape[-1])
+        return own(made.reshape(-1, made.shape[-1]))
 
-    def weight(which: Weight) -> Tensor:
-        stacked = torch.stack([_attribute(each, which) for each in experts])
-        return stacked if slots is None else in_order(stacked, experts_by_slot(slots), slots)
+    def own(x: Tensor) -> Tensor:
+        """What the tape may change in place: a view of what an operator of meshc's gives is not."""
+        return x.clone() if tape.writes else x
 
-    made = play(tape, rows.reshape(-1, rows.shape[-1]), product, weight)
+    made = play(tape, own(rows.reshape(-1, rows.shape[-1])), product, weight)
     return made.reshape(*groups, made.shape[-1])
 
 
@@ -260,3 +270,27 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
     form: Form = getattr(self, FORM, Form())
     return routed_sum(made, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`LongcatFlashExperts.forward`: behind the experts that have weights stand numbers of those that give back what they are given. Its
+    first stack has rows for those too, which nobody reads."""
+    count = self.num_routed_experts
+    own = top_k_index < count
+
+    def made(x: Tensor, layout: Layout) -> Tensor:
+        gate, up = layout.product(layout.to(x), self.gate_up_proj[:count].transpose(1, 2)).chunk(2, dim=-1)
+        return layout.back(layout.product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2)) * layout.weights)
+
+    form: Form = getattr(self, FORM, Form())
+    choice, weights = torch.where(own, top_k_index, -1), torch.where(own, top_k_weights, 0.0)
+    out = routed_sum(made, hidden_states, choice, weights, count, form, some=True)
+    given = hidden_states * torch.where(own, 0.0, top_k_weights).sum(-1, keepdim=True)
+    return (out + given).to(hidden_states.dtype)
+
+
+STAND_INS: Final[Mapping[str, Callable[..., Tensor]]] = {
+    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": _dbrx,
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _longcat,
+}
+"""Of loops that are known by their class's name."""

@@ -35,6 +35,7 @@ class Term:
     scores     weights [tokens, slots] where they are of the loop's expert, zeros elsewhere
 
     Where the expert is given all tokens, made and weighed are "all", and "masked" if others than those that have chosen it count nothing.
+    `code`: what makes it, as a function of one expert's rows and weights has it (`inline_experts.py`).
     A token is "single", and a mask that indexes is, where that has the meaning it has here if each token has one choice. Places are of
     "tokens" where they are of a mask of tokens, any.
     """
@@ -42,6 +43,7 @@ class Term:
     kind: str
     of: tuple[ast.expr, ...] = ()
     more: tuple[object, ...] = ()
+    code: ast.expr | None = None
 
     def where(self, kind: str) -> Term:
         """Of a mask, where it is true."""
@@ -65,12 +67,14 @@ class Terms:
     known      what names stand for
     within     names that the loop gives values
     container  attributes from the module to what holds its experts, and `key`, what their names there begin with; None: they have numbers
+    numbers    that the file has names for
     choice     the expression of choices, which all masks are of; one_hot: it is rows of zeros and a one, or of zeros alone
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.known: dict[str, Term] = {}
+        self.numbers: dict[str, int] = {}
         self.within: set[str] = set()
         self.container: tuple[str, ...] | None = None
         self.key: str | None = None
@@ -94,8 +98,8 @@ class Terms:
         self.container, self.key = path, key
 
     def own_value(self, test: ast.expr) -> object:
-        """Of an expression of the module's attributes alone."""
-        local = {name: term.more[0] for name, term in self.known.items() if term.kind == "number"}
+        """Of an expression of the module's attributes, and of numbers, alone."""
+        local = {**self.numbers, **{name: term.more[0] for name, term in self.known.items() if term.kind == "number"}}
         if not names_of(test) <= {"self", "len", *local}:
             raise Unread
         try:

@@ -15,7 +15,8 @@ Sums that are made of other such sums would need forward once more for each of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
 
 from torch.fx import Graph, Node
 
@@ -26,11 +27,29 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.lowered import Lowered
 
 
-def refuse_gathered(graph: Graph, sums: Collection[Node]) -> None:
-    """Raises CompileError for what has rows of all microbatches otherwise than as one of the sums."""
+def refuse_gathered(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:
+    """Raises CompileError for what has rows of all microbatches otherwise than as one of the sums. sizes: of the axes."""
     for node in graph.nodes:
         if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]:
+            _refuse_few_rows(node, sizes)
             raise _mixes(node)
+
+
+def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
+    """Where ranks give sums of all rows, as ranks with experts do, and have no row each of a microbatch to take back."""
+    (operand,) = node.all_input_nodes
+    sharding = record(operand).sharding
+    if sharding is None:
+        return
+    ranks = prod(sizes[axis] for axis, _ in sharding.pending)
+    for part in (part for dim in sharding.dims for part in dim if MICROBATCH in part.axes):
+        if part.size < sizes[MICROBATCH] * ranks:
+            count, axes = sizes[MICROBATCH], " and ".join(axis for axis, _ in sharding.pending)
+            raise CompileError(
+                f"microbatches={count}: the {part.factor} has {part.size} rows, and each of {ranks} ranks along {axes} takes a row of every "
+                f"microbatch, at {record(node).source}\n"
+                f"  what to do: microbatches=1, or {count * ranks} rows"
+            )
 
 
 def ahead_of(graph: Graph, varies: Collection[Node], done: Collection[Node], sums: Sequence[Node], lowered: Lowered) -> list[Node]:

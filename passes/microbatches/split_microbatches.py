@@ -40,7 +40,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     keys = stage.keys()
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
     rows = rows_of(lowered, stage)
-    refuse_gathered(graph, sums)
+    refuse_gathered(graph, sums, lowered.sizes)
     if not sums and not rows:
         return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]
