@@ -14,10 +14,16 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -302,11 +308,66 @@ def the_best(mesh: Any) -> None:
     _close(model, twin)
 
 
-def trained_on(twin: nn.Module, batch: Any, rate: float) -> None:
+def trained_on(twin: nn.Module, batch: Any, rate: float, clip: bool = True) -> None:
     twin.zero_grad()
     twin(**batch).loss.backward()
-    torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    if clip:
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
     torch.optim.SGD(twin.parameters(), lr=rate).step()
+
+
+def seq2seq(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = dict(vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, dropout_rate=0.0)
+        return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
+    sizes = dict(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=32)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None)
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **tokens)).double()
+
+
+@ROWS.row('Seq2SeqTrainer with predict_with_generate (T5, BART), with inputs="local"', mesh="dp=2")
+def generating(mesh: Any) -> None:
+    """Ranks have prompts of other lengths, of which one is a batch of its own at the end."""
+    for kind in ("t5", "bart"):
+        model, rows = seq2seq(kind), [{**row, "labels": row["input_ids"]} for row in texts(4)]
+        twin = copy.deepcopy(model)
+        meshc.compile(model, mesh, kwargs=default_collate(rows[:2]), inputs="local")
+        given: dict[str, Any] = dict(predict_with_generate=True, generation_max_length=7, max_steps=1, learning_rate=0.1, optim="sgd")
+        quiet: dict[str, Any] = dict(use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2)
+        said = Seq2SeqTrainingArguments(str(shared_folder()), **given, **quiet, per_device_eval_batch_size=1, max_grad_norm=0.0)
+        trainer = Seq2SeqTrainer(model=model, args=said, train_dataset=rows, eval_dataset=rows, compute_metrics=tokens_of)
+        trainer.train()
+        found = trainer.evaluate()
+        trained_on(twin, default_collate(rows), 0.1, clip=False)
+        _close(model, twin)
+        twin.eval()
+        wanted = torch.cat([twin.generate(row["input_ids"][None], max_length=7) for row in rows])
+        assert found["eval_sum"] == int(wanted.sum()), (kind, found, wanted)
+        trained_on(twin.train(), default_collate(rows), 0.1, clip=False)
+        trainer.train()
+        _close(model, twin)
+
+
+def tokens_of(found: Any) -> dict[str, int]:
+    return {"sum": int(found.predictions.clip(0).sum())}
+
+
+@ROWS.row("the model's generate, of each rank's own prompts, with inputs='local'", mesh="dp=2")
+def generating_parts(mesh: Any) -> None:
+    """Prompts of other lengths, with draws of one seed; a rank has more of them than the other."""
+    model, rank = llama().eval().requires_grad_(False), torch.distributed.get_rank()
+    twin = copy.deepcopy(model)
+    program = meshc.compile(model, mesh, inputs="local")
+    ids = torch.arange(3, 18).reshape(3, 5)
+    mine, mask = ((ids[:1], None), (ids[1:, :3], torch.tensor([[1, 1, 1], [0, 1, 1]])))[rank]
+    for call in (model.generate, program.generate):
+        found = call(mine, attention_mask=mask if mask is not None else torch.ones_like(mine), max_new_tokens=3, do_sample=False)
+        wanted = twin.generate(mine, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        assert torch.equal(found[:, : wanted.shape[1]], wanted), (found, wanted)
+    refuses(meshc.InputError, "tokens alone", lambda: model.generate(mine, max_new_tokens=3, return_dict_in_generate=True))
+    model(input_ids=ids[:2])  # its calls are of parts still
 
 
 @ROWS.row('ranks that are dealt other rows, with inputs="global"', refused='compile with inputs="local", or do not deal out')
