@@ -16,8 +16,9 @@ from typing import Final
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from meshc.errors import listed
+from meshc.errors import StateError, listed
 from meshc.frontend.frames import is_users
+from meshc.ir.mesh import Mesh
 
 MANY: Final = 8
 """So many modules of a model have their programs without a word."""
@@ -48,6 +49,17 @@ def _above(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
+
+
+def refuse_stages(path: str, model: nn.Module, mesh: Mesh) -> None:
+    """Raises StateError where one module is not all of the ranks' work: its parameters lie on its stage alone."""
+    if (axis := mesh.pipeline_axis) is not None:
+        raise StateError(
+            f"{path} of this {type(model).__qualname__} is called by itself, and axis {axis} has the model in pipeline stages, of one of "
+            "which it is a part\n"
+            "  what to do: call the model under torch.no_grad(), and take what is wanted from its output (output_hidden_states=True of a\n"
+            "  stock model); or compute with the plain module, and its weights of program.state_dict(full=True)"
+        )
 
 
 def warn_of_many(model: nn.Module, paths: Collection[str]) -> None:

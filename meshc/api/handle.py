@@ -120,6 +120,8 @@ class Program:
     def _call_part(self, path: str, *args: object, **kwargs: object) -> Any:
         """A call of a module in the model, by somebody who has reached into it."""
         if path not in self.parts:
+            with self.world.refusable():
+                by_hand.refuse_stages(path, self.asked.module, self.asked.mesh)
             self.parts[path] = Program(self.asked.part(path, by_hand=True), self.world)
             by_hand.warn_of_many(self.asked.module, [path for path, part in self.parts.items() if part.asked.by_hand])
         return self.parts[path](*args, **kwargs)
@@ -262,7 +264,7 @@ class Program:
         parameters = [port for port in session.program.inputs if port.kind == "parameter" and port.requires_grad]
         live = [session.store.live_of(port.key) for port in parameters]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
-        call = Call(session, parameters, [port for port, _ in wanting], self._scales(session))
+        call = Call(session, parameters, [port for port, _ in wanting], self._scales(session), self._times([port for port, _ in wanting]))
         leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
         return leaves
 
@@ -272,6 +274,12 @@ class Program:
             return {}
         scale = {"mean": 1.0 / self.asked.data_ranks, "sum": 1.0, None: None}[self.options.local_loss]
         return {port.name: scale for port in session.results if _split(port)}
+
+    def _times(self, ports: Sequence[Port]) -> dict[str, float]:
+        """What a gradient of each input is multiplied by, so that it is the rank's own loss's, as that which comes in is."""
+        if self.asked.inputs != "local" or self.options.local_loss != "mean":
+            return {}
+        return {port.name: float(self.asked.data_ranks) for port in ports if _split(port)}
 
     # ------------------------------------------------------------------------------------------------------------------ looking
 

@@ -6,7 +6,7 @@ What a call saves is what the backward from all outputs needs, so that the forwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,40 +17,73 @@ from meshc.runtime.run.session import Session
 from meshc.runtime.state.held import Held
 
 
+class _Kept(NamedTuple):
+    """What backward reads of a parameter or an input, in the state that it had in the call.
+
+    held     what the user may write to it through; None for an input, and where they see a copy
+    version  of its memory, as torch counts writes; -1: it is of inference mode, in which nobody counts
+    of_held  likewise
+    """
+
+    value: torch.Tensor
+    held: Held | None
+    version: int
+    of_held: tuple[int, int]
+
+    @classmethod
+    def now(cls, value: torch.Tensor, held: Held | None) -> _Kept:
+        held = held if held is not None and held.shared else None
+        return cls(value, held, -1 if value.is_inference() else value._version, (0, 0) if held is None else held.version())
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it, or the DTensor that has its memory, was written to since."""
+        value, held, version, of_held = self
+        return (version >= 0 and value._version != version) or (held is not None and held.version() != of_held)
+
+
 class Call:
     """The state of one forward call until its backward."""
 
-    def __init__(self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None]) -> None:
+    def __init__(
+        self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None],
+        times: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """scale: what gradients of outputs are multiplied by, and times: those of inputs, by the ports' names (`Program._scales`)."""
         self.session = session
         self.step = session.store.step
         self.moves = session.store.moves
         self.parameters = list(parameters)
         self.inputs = list(inputs)
-        self.scale = dict(scale)
+        self.scale, self.times = dict(scale), dict(times)
         self.saved: dict[str, torch.Tensor] = {}
         self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
         self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
         self.results = session.results
-        self._versions: dict[str, object] = {}
-        self._lie: dict[int, Held | None] = {}
+        self.memory: set[int] = set()
+        """Where what is saved lies."""
+        self._kept: dict[str, _Kept] = {}
 
-    def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-        """What backward reads; of parameters and inputs, which users may write to, in which state they are. given: what the call began
-        with."""
+    def keep(self, saved: dict[str, torch.Tensor], began: Mapping[int, str]) -> None:
+        """What backward reads; of parameters and inputs, which users may write to, in which state they are. began: by their memory the keys
+        of what the call began with."""
         self.saved = saved
-        ports = [port.key for port in self.session.program.inputs if port.kind in ("parameter", "input")]
-        self._lie = {_memory(given[key]): self.session.store.find(key) for key in ports if key in given}
-        self._versions = {key: self._version(value) for key, value in saved.items() if _memory(value) in self._lie}
+        find, users = self.session.store.find, self.session.of_users
+        for key, value in saved.items():
+            memory = _memory(value)
+            self.memory.add(memory)
+            if (begun := began.get(memory)) in users:
+                self._kept[key] = _Kept.now(value, find(begun))
 
-    def _version(self, tensor: torch.Tensor) -> object:
-        """Another one after each write to it, or to the DTensor that has its memory."""
-        held = self._lie[_memory(tensor)]
-        return 0 if tensor.is_inference() else tensor._version, held.version() if held is not None and held.shared else ()
+    def of_input(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The gradient of an input, if there is one."""
+        found, times = own.get(f"gradient:input:{port.name}"), self.times.get(port.name, 1.0)
+        return found if found is None or times == 1.0 else found * times
 
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Refuses a backward that would read what was written to since the call, as torch does. Raises StateError."""
-        versions = self._versions
-        changed = [key.partition(":")[2] or key for key in read if key in versions and versions[key] != self._version(self.saved[key])]
+        kept = self._kept
+        changed = [key.partition(":")[2] or key for key in read if key in kept and kept[key].has_changed]
         if changed:
             raise StateError(
                 f"these were changed in place between this call and its backward, which reads them: {listed(changed, 4)}\n"
@@ -76,15 +109,19 @@ class ProgramFunction(torch.autograd.Function):
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
-        begun = {key: value for key, value in env.items() if isinstance(value, torch.Tensor)}
-        taken = {_memory(value) for value in begun.values()}
+        began: dict[int, str] = {}
+        for key, value in env.items():
+            if isinstance(value, torch.Tensor):
+                memory = _memory(value)
+                if memory not in began or key in session.of_users:
+                    began[memory] = key
         with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
-        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, begun)
+        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, began)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in call.results]
-        taken |= {_memory(value) for value in call.saved.values()}
+        taken = call.memory | began.keys()
         outputs = tuple(o if isinstance(o, DTensor) else _given(o, taken) for o in whole)
         ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
         return outputs
@@ -119,7 +156,7 @@ class ProgramFunction(torch.autograd.Function):
                 )
             received.add(port.name)
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
-        taken = {_memory(value) for value in env.values() if isinstance(value, torch.Tensor)}
+        taken = call.memory | {_memory(env[port.key]) for port in call.tangents.values() if port.key in env}
         assert session.backwards is not None
         with torch.no_grad():
             made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
@@ -129,7 +166,7 @@ class ProgramFunction(torch.autograd.Function):
             gradient = call.gradients.get(port.name)
             here = gradient is not None and gradient.key in own
             found.append(session.parameter_gradient(gradient, own[gradient.key]) if gradient is not None and here else None)
-        return (None, None, *found, *[own.get(f"gradient:input:{port.name}") for port in call.inputs])
+        return (None, None, *found, *[call.of_input(port, own) for port in call.inputs])
 
 
 def _refuse_anomalies() -> None:

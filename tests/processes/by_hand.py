@@ -65,7 +65,7 @@ def embeddings(mesh: Any) -> None:
     with torch.no_grad():
         caches = DynamicCache(), DynamicCache()
         for part in (ids, ids[:, :1], ids[:, 1:2]):
-            mine, wanted = (one.model(part, past_key_values=cache) for one, cache in zip((model, twin), caches, strict=True))
+            mine, wanted = (one.model(part, cache=cache) for one, cache in zip((model, twin), caches, strict=True))
             close(mine.last_hidden_state, wanted.last_hidden_state)
         close(model.model(ids).last_hidden_state, twin.model(ids).last_hidden_state)
 
@@ -151,29 +151,34 @@ def encoder(mesh: Any) -> None:
 
 
 def local_parts(mesh: Any) -> None:
-    """Each rank's own rows: a loss of them is a mean, as under DDP."""
+    """Each rank's own rows: a loss of them is one of whose mean gradients are, as under DDP; those between are of a rank's own loss."""
     case = llama(torch.float64, layers=1)
     twin, ids, rank = copy.deepcopy(case.model), case.kwargs["input_ids"], dist.get_rank()
     part = {name: value.chunk(2)[rank] for name, value in case.kwargs.items()}
     meshc.compile(case.model, mesh, kwargs=part, inputs="local", options=meshc.Options(local_loss="mean"))
     hidden = case.model.model(input_ids=part["input_ids"], use_cache=False).last_hidden_state
+    hidden.retain_grad()
     case.model.lm_head(hidden).square().mean().backward()
+    alone = hidden.detach().requires_grad_()
+    twin.lm_head(alone).square().mean().backward()
+    close(hidden.grad, alone.grad)
+    twin.zero_grad()
     wanted = twin.lm_head(twin.model(input_ids=ids, use_cache=False).last_hidden_state)
     wanted.square().mean().backward()
     same_gradients(case.model, twin)
 
 
 def over_stages(mesh: Any) -> None:
+    """A module of a stage is refused, and what is said to do instead works."""
     case = llama(torch.float64, layers=2)
     twin, ids = copy.deepcopy(case.model), case.kwargs["input_ids"]
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
     program = meshc.compile(meshc.TrainStep(case.model, optimizer=optimizer), mesh, kwargs=case.kwargs)
+    with pytest.raises(meshc.StateError, match=r"(?s)model.embed_tokens of this .* axis pp has .*output_hidden_states=True"):
+        case.model.get_input_embeddings()(ids)
     with torch.no_grad():
-        close(case.model.get_input_embeddings()(ids), twin.get_input_embeddings()(ids))
-        close(case.model.model(ids, use_cache=False).last_hidden_state, twin.model(ids, use_cache=False).last_hidden_state)
-        close(rewards(case.model, ids), rewards(twin, ids))
-    with pytest.raises(meshc.PlanError, match="pipeline stages need the whole step"):
-        case.model.model(ids)
+        mine, wanted = (one(ids, output_hidden_states=True, use_cache=False).hidden_states[0] for one in (case.model, twin))
+    close(mine, wanted)
     program(**case.kwargs)
 
 
