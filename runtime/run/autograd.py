@@ -6,7 +6,8 @@ What a call saves is what the backward from all outputs needs, so that the forwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Final, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,30 +17,41 @@ from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import Session
 from meshc.runtime.state.held import Held
 
+_version: Final = attrgetter("_version")
 
-class _Kept(NamedTuple):
-    """What backward reads of a parameter or an input, in the state that it had in the call.
 
-    held     what the user may write to it through; None for an input, and where they see a copy
-    version  of its memory, as torch counts writes; -1: it is of inference mode, in which nobody counts
-    of_held  likewise
-    """
+class _Read:
+    """Parameters and inputs that backward reads, whose memory users may write to: in which state they are, as torch counts writes. All are
+    looked at in one go, which is what a call takes when nothing has changed."""
 
-    value: torch.Tensor
-    held: Held | None
-    version: int
-    of_held: tuple[int, int]
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        """By key; of inference mode, in which nobody counts, there are none."""
+        self.held: dict[str, Held] = {}
+        """Where users write through a DTensor."""
+        self._then: list[int] = []
 
-    @classmethod
-    def now(cls, value: torch.Tensor, held: Held | None) -> _Kept:
-        held = held if held is not None and held.shared else None
-        return cls(value, held, -1 if value.is_inference() else value._version, (0, 0) if held is None else held.version())
+    def add(self, key: str, value: torch.Tensor, held: Held | None) -> None:
+        if not value.is_inference():
+            self.values[key] = value
+        if held is not None and held.shared:
+            self.held[key] = held
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether it, or the DTensor that has its memory, was written to since."""
-        value, held, version, of_held = self
-        return (version >= 0 and value._version != version) or (held is not None and held.version() != of_held)
+    def note(self) -> None:
+        self._then = self._now()
+
+    def changed(self) -> set[str]:
+        """Keys of what was written to since."""
+        now, then = self._now(), self._then
+        if now == then:
+            return set()
+        keys = [*self.values, *self.held, *self.held]
+        return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
+
+    def _now(self) -> list[int]:
+        lives = [held.live for held in self.held.values()]
+        locals_ = [live._local_tensor if isinstance(live, DTensor) else live for live in lives]
+        return [*map(_version, self.values.values()), *map(_version, lives), *map(_version, locals_)]
 
 
 class Call:
@@ -62,7 +74,7 @@ class Call:
         self.results = session.results
         self.memory: set[int] = set()
         """Where what is saved lies."""
-        self._kept: dict[str, _Kept] = {}
+        self._read = _Read()
 
     def keep(self, saved: dict[str, torch.Tensor], began: Mapping[int, str]) -> None:
         """What backward reads; of parameters and inputs, which users may write to, in which state they are. began: by their memory the keys
@@ -73,7 +85,8 @@ class Call:
             memory = _memory(value)
             self.memory.add(memory)
             if (begun := began.get(memory)) in users:
-                self._kept[key] = _Kept.now(value, find(begun))
+                self._read.add(key, value, find(begun))
+        self._read.note()
 
     def of_input(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The gradient of an input, if there is one."""
@@ -82,8 +95,8 @@ class Call:
 
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Refuses a backward that would read what was written to since the call, as torch does. Raises StateError."""
-        kept = self._kept
-        changed = [key.partition(":")[2] or key for key in read if key in kept and kept[key].has_changed]
+        written = self._read.changed()
+        changed = [key.partition(":")[2] or key for key in read if key in written] if written else []
         if changed:
             raise StateError(
                 f"these were changed in place between this call and its backward, which reads them: {listed(changed, 4)}\n"

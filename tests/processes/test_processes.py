@@ -203,7 +203,7 @@ def test_a_local_batch_of_another_shape() -> None:
 @pytest.mark.broad
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=2,dp=2"])
 def test_uneven_parts_beside_another_axis(mesh: str) -> None:
-    names = ("short_batches", "many_lengths", "uneven_steps", "uneven_module", "unlike_parts")
+    names = ("short_batches", "many_lengths", "uneven_steps", "uneven_lengths", "uneven_module", "unlike_parts")
     assert run("local_inputs", 4, mesh, *names).split() == [*names]
 
 
