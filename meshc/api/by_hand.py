@@ -55,8 +55,8 @@ def refuse_stages(path: str, model: nn.Module, mesh: Mesh) -> None:
     """Raises StateError where one module is not all of the ranks' work: its parameters lie on its stage alone."""
     if (axis := mesh.pipeline_axis) is not None:
         raise StateError(
-            f"{path} of this {type(model).__qualname__} is called by itself, and axis {axis} has the model in pipeline stages, of one of "
-            "which it is a part\n"
+            f"{path} of this {type(model).__qualname__} is called by itself, and axis {axis.name} has the model in pipeline stages, of "
+            "one of which it is a part\n"
             "  what to do: call the model under torch.no_grad(), and take what is wanted from its output (output_hidden_states=True of a\n"
             "  stock model); or compute with the plain module, and its weights of program.state_dict(full=True)"
         )

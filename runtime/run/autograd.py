@@ -15,43 +15,34 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError, listed
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.held import Held
+from meshc.runtime.state.store import Store
 
 _version: Final = attrgetter("_version")
 
 
-class _Read:
-    """Parameters and inputs that backward reads, whose memory users may write to: in which state they are, as torch counts writes. All are
-    looked at in one go, which is what a call takes when nothing has changed."""
+class _Given:
+    """Parameters and inputs of a call, which users may write to: in which state they are, as torch counts writes. All are looked at in one
+    go, which is what a call takes when nothing has changed."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        """By key; of inference mode, in which nobody counts, there are none."""
-        self.held: dict[str, Held] = {}
-        """Where users write through a DTensor."""
-        self._then: list[int] = []
-
-    def add(self, key: str, value: torch.Tensor, held: Held | None) -> None:
-        if not value.is_inference():
-            self.values[key] = value
-        if held is not None and held.shared:
-            self.held[key] = held
-
-    def note(self) -> None:
+    def __init__(self, given: Mapping[str, torch.Tensor], store: Store) -> None:
+        """given: by key; in inference mode nobody counts."""
+        self._values = {key: value for key, value in given.items() if not value.is_inference()}
+        found = ((key, store.find(key)) for key in given)
+        self._held = {key: held for key, held in found if held is not None and held.shared}
         self._then = self._now()
 
-    def changed(self) -> set[str]:
-        """Keys of what was written to since."""
+    def written(self) -> set[str]:
+        """Keys of what was written to since, itself or through the DTensor that has its memory."""
         now, then = self._now(), self._then
         if now == then:
             return set()
-        keys = [*self.values, *self.held, *self.held]
+        keys = [*self._values, *self._held, *self._held]
         return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
 
     def _now(self) -> list[int]:
-        lives = [held.live for held in self.held.values()]
-        locals_ = [live._local_tensor if isinstance(live, DTensor) else live for live in lives]
-        return [*map(_version, self.values.values()), *map(_version, lives), *map(_version, locals_)]
+        lives = [held.live for held in self._held.values()]
+        parts = [live._local_tensor if isinstance(live, DTensor) else live for live in lives]
+        return [*map(_version, self._values.values()), *map(_version, lives), *map(_version, parts)]
 
 
 class Call:
@@ -74,19 +65,13 @@ class Call:
         self.results = session.results
         self.memory: set[int] = set()
         """Where what is saved lies."""
-        self._read = _Read()
+        self._began: Mapping[int, str] = {}
+        self._given = _Given({}, session.store)
 
-    def keep(self, saved: dict[str, torch.Tensor], began: Mapping[int, str]) -> None:
-        """What backward reads; of parameters and inputs, which users may write to, in which state they are. began: by their memory the keys
-        of what the call began with."""
-        self.saved = saved
-        find, users = self.session.store.find, self.session.of_users
-        for key, value in saved.items():
-            memory = _memory(value)
-            self.memory.add(memory)
-            if (begun := began.get(memory)) in users:
-                self._read.add(key, value, find(begun))
-        self._read.note()
+    def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
+        """What backward reads. given: parameters and inputs by key; began: by their memory the keys of what the call began with."""
+        self.saved, self.memory, self._began = saved, {_memory(value) for value in saved.values()}, began
+        self._given = _Given(given, self.session.store)
 
     def of_input(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The gradient of an input, if there is one."""
@@ -95,8 +80,9 @@ class Call:
 
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Refuses a backward that would read what was written to since the call, as torch does. Raises StateError."""
-        written = self._read.changed()
-        changed = [key.partition(":")[2] or key for key in read if key in written] if written else []
+        written = self._given.written()
+        keys = (self._began.get(_memory(self.saved[key])) for key in read if key in self.saved) if written else ()
+        changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
             raise StateError(
                 f"these were changed in place between this call and its backward, which reads them: {listed(changed, 4)}\n"
@@ -122,16 +108,12 @@ class ProgramFunction(torch.autograd.Function):
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
-        began: dict[int, str] = {}
-        for key, value in env.items():
-            if isinstance(value, torch.Tensor):
-                memory = _memory(value)
-                if memory not in began or key in session.of_users:
-                    began[memory] = key
+        given = {key: env[key] for key in session.of_users if key in env}
+        began = {_memory(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
         with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
-        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, began)
+        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, began)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in call.results]
         taken = call.memory | began.keys()

@@ -101,7 +101,7 @@ class Session:
         self._draws = None if executor.board is None else random_draws.compared(store.transfers, executor.board.numbers)
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
-        self.of_users = frozenset(port.key for port in program.inputs if port.kind in ("parameter", "input"))
+        self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
         """Keys of what a user may write to."""
         self._placed: dict[str, tuple[Placement, ...]] = {}
         self._specs: dict[str, Any] = {}
