@@ -114,6 +114,8 @@ class Asked:
         """What runs the program when it is called: the model, or a module of it."""
         self.path = ""
         """Where that is in the model."""
+        self.by_hand = False
+        """Whether it is a module in the model that is called by somebody, not by the model's own generate."""
         self._exported = exported.is_module(self.module)
         adopted = Store.of(self.module) is not None
         if not adopted:
@@ -183,28 +185,42 @@ class Asked:
         found.mesh, found.plan = mesh, plan
         return found
 
-    def part(self, path: str) -> Asked:
-        """The same for calls of a module inside the model: programs of their own, over the model's parameters."""
+    def part(self, path: str, by_hand: bool = False) -> Asked:
+        """The same for calls of a module inside the model: programs of their own, over the model's parameters. by_hand: whether its user
+        calls it; what the model's inputs are said to be is not of its own then."""
         found, inner = copy.copy(self), self.module.get_submodule(path)
-        found.path = path
+        found.path, found.by_hand = path, by_hand
         found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
         found._forms = Forms()
+        return found._of_others() if by_hand else found
+
+    def everywhere(self) -> Asked:
+        """The same for calls that pass the whole batch on every rank, as the model's own generate does of prompts that are brought
+        together."""
+        found = self.of_model() if self.step is not None else copy.copy(self)
+        found.inputs, found._forms = "global", Forms()
+        found.options = replace(found.options, uneven_rows=False)
         return found
+
+    def _of_others(self) -> Asked:
+        """Changes it to calls with inputs of their own: what is said of dims and sizes of others, by name, is left out."""
+        takes = self.traced.parameters
+        self.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
+        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic.read(None)
+        return self
 
     def of_model(self) -> Asked:
         """The same for calls of a training step's model: programs of their own, over its parameters. What the step says of its loss's
         inputs, of its updates and of its schedule is not of these."""
         found, model = copy.copy(self), self.module
         found.what = found.called = model
-        found.step, found.dynamic, found._forms = None, dynamic.read(None), Forms()
+        found.step, found._forms = None, Forms()
         found.traced = Traced(model, calling.call_module, model.forward)
-        takes = found.traced.parameters
-        found.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
         found.options = replace(
-            self.options, dynamic=None, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None,
-            optimizer_state=None, master_weights=False,
+            self.options, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None, optimizer_state=None,
+            master_weights=False,
         )  # fmt: skip
-        return found
+        return found._of_others()
 
     @property
     def module(self) -> nn.Module:
@@ -213,7 +229,8 @@ class Asked:
 
     @property
     def name(self) -> str:
-        return calling.name_of(self.what)
+        whole = calling.name_of(self.what)
+        return f"{self.path} of {whole}" if self.path else whole
 
     def _data_axes(self) -> list[int]:
         """Sizes of the axes that split the batch."""

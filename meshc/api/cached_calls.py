@@ -5,10 +5,10 @@
 
 Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/filled_calls.py`), so that few programs serve all
 calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of
-them sees it; what it leaves in a buffer is written over by the next one. (A model with recurrent layers would see it: its prompts are not
-filled up.) The output is cut to what was asked for, and the cache in it is
-the one that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by itself, has
-no cache: its calls are filled up all the same.
+them sees it; what it leaves in a buffer is written over by the next one. (A model with recurrent layers would see it, and so would one
+whose rotary frequencies follow the length: their prompts are not filled up.) The output is cut to what was asked for, and the cache in
+it is the one that came, which has the new buffers (`meshc/runtime/run/cache_layers.py`). A decoder's encoder, which generate calls by
+itself, has no cache: its calls are filled up all the same.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, Sizes, Table
 from meshc.frontend.output_tree import AS_PASSED
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
 from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
+from meshc.frontend.stock_rope import follows_length
 from meshc.ir import trees
 from meshc.runtime.run.session import digest_of
 
@@ -110,7 +111,7 @@ class FilledCall:
 
 def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
     """What a call with a cache, or of an encoder, becomes; None for another. Raises InputError for a cache that no program takes."""
-    if asked.path and not stock.can_generate(asked.called):
+    if asked.path and not asked.by_hand and not stock.can_generate(asked.called):
         return _of_encoder(asked, args, kwargs)
     if not any(map(held_caches.is_cache, (*args, *kwargs.values()))):
         return None
@@ -131,7 +132,7 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
             f"{have['t']} tokens were passed behind a cache that holds some already, and states of recurrent layers take one at a time\n"
             "  what to do: begin with an empty cache and the whole text; do not pass prefill_chunk_size"
         )
-    filled = _filled(asked, named, table, have, past, states)
+    filled = _filled(asked, named, table, have, past, states or follows_length(asked.called))
     buffers: list[Any] | dict[str, Any] = {} if states else []
     if past:
         if asked.mesh.device_mesh is None:
@@ -172,7 +173,7 @@ def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, obj
     if not reads or asked.inputs != "global" or _takes_gradient(asked):
         return None
     have = _sizes(named, ENCODER)
-    sizes = Sizes(have, _filled(asked, named, ENCODER, have, 0))
+    sizes = Sizes(have, _filled(asked, named, ENCODER, have, 0, follows_length(asked.called)))
     if named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
     return FilledCall(args[len(takes) :], {key: sizes.longer(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
@@ -200,14 +201,14 @@ def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
 
 
 def _filled(
-    asked: Asked, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int, states: bool = False
+    asked: Asked, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int, each_counts: bool = False
 ) -> dict[str, int]:
-    """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows. Tokens stay as many where there are
-    states of recurrent layers, which any token changes."""
+    """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows. each_counts: tokens stay as many,
+    since any one changes states of recurrent layers, or frequencies that follow the length."""
     known = {*table.inputs, *table.masks, KEPT}
     if any(_holds_tensors(value) for key, value in named.items() if key not in known):
         return dict(have)
-    if states:
+    if each_counts:
         return {**have, "r": rows_of(have["r"], asked.data_ranks)}
     most = _positions(asked)
     as_they_are = "rs" if table is SEEN else "r"

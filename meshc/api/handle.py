@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from meshc.api import cached_calls, pretrained, rebalancing, saving
+from meshc.api import by_hand, cached_calls, generating, pretrained, rebalancing, saving
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -37,7 +38,7 @@ from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.saved import initial
 from meshc.runtime.state.counts import Counts
-from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program
+from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program, runs_restored
 from meshc.runtime.state.store import Store
 from meshc.text import show
 
@@ -67,8 +68,14 @@ class Program:
         self._counts: Counts | None = None
         self._adding: Program | None = None
         """Of a training step, what adds gradients up."""
+        self._of_model: Program | None = None
+        """Of a training step, what calls of its model run."""
+        self._run: Callable[..., Any] | None = None
+        """What a call of the module runs for this program."""
+        self._whole: Program | None = None
+        """Of a model of which ranks have parts of a batch, what generates for all of them."""
         self.parts: dict[str, Program] = {}
-        """Of a stock model: what calls of modules in it run, by their paths, that generate calls by themselves."""
+        """What calls of modules in the model run, by their paths: of those that generate calls by itself, and that somebody has."""
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
 
@@ -78,21 +85,46 @@ class Program:
         return self.compilations.asked
 
     def run_by_model(self) -> None:
-        """From here on a call of the module that is compiled runs its program, where there are ranks to run it; calls of an encoder and of
-        other modules in it alone, which generate makes, run programs of their own, and so do those of a training step's model."""
+        """From here on a call of the module that is compiled runs its program, where there are ranks to run it; calls of modules in it
+        alone run programs of their own, and so do those of a training step's model."""
         called = self.asked.called
-        if self.asked.step is not None and self.world.has_ranks and not runs_program(self.asked.module):
-            Program(self.asked.of_model(), self.world).run_by_model()
+        if self.asked.step is not None and self.world.has_ranks:
+            if self._of_model is None and not runs_program(self.asked.module):
+                self._of_model = Program(self.asked.of_model(), self.world)
+                self._of_model.run_by_model()
+            elif self._of_model is not None and runs_program(self.asked.module, self._of_model._run):
+                self._of_model.run_by_model()
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
         tell_trainer(called)
         stock.tell_generate(called)
         counts = self.asked.inputs == "local" and is_told(called)
-        run_calls(called, as_trainer_counts(called, self.__call__) if counts else self.__call__)
-        for path in stock.called_by_generate(called) if called is self.asked.module else ():
+        self._run = as_trainer_counts(called, self.__call__) if counts else self.__call__
+        run_calls(called, self._run)
+        if called is self.asked.module:
+            self._run_by_parts(called)
+
+    def _run_by_parts(self, model: nn.Module) -> None:
+        paths = stock.called_by_generate(model)
+        for path in ("", *paths) if self.asked.inputs == "local" else ():
+            generating.stand_in(model.get_submodule(path), partial(self._generate_parts, path))
+        for path in paths:
             if path not in self.parts:
                 self.parts[path] = Program(self.asked.part(path), self.world)
                 self.parts[path].run_by_model()
+        if self.compilations.store is not None or Store.of(model) is not None:
+            for path, module in by_hand.callable_modules(model):
+                if path not in self.parts:
+                    run_calls(module, partial(self._call_part, path))
+
+    def _call_part(self, path: str, *args: object, **kwargs: object) -> Any:
+        """A call of a module in the model, by somebody who has reached into it."""
+        if path not in self.parts:
+            with self.world.refusable():
+                by_hand.refuse_stages(path, self.asked.module, self.asked.mesh)
+            self.parts[path] = Program(self.asked.part(path, by_hand=True), self.world)
+            by_hand.warn_of_many(self.asked.module, [path for path, part in self.parts.items() if part.asked.by_hand])
+        return self.parts[path](*args, **kwargs)
 
     def __repr__(self) -> str:
         """What was compiled for what, in a line; `print(program)` is its text."""
@@ -134,13 +166,23 @@ class Program:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same
         on every rank (docs/generation.md). Raises StateError for a model without one."""
-        own = getattr(self.asked.module, "generate", None)
+        own = generating.own(self.asked.module)
         if own is None:
             raise StateError(
                 f"{self.asked.name} has no generate\n"
                 "  what to do: compile a model that has one, meshc.compile(model, mesh, ...), as a transformers causal model does"
             )
-        return own(*args, **kwargs)
+        return own(*args, **kwargs) if self.asked.inputs == "global" else self._generate_parts("", *args, **kwargs)
+
+    def _generate_parts(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the model or of one in it, of rows of each rank's own."""
+        self.world.refuse_call()
+        if self._whole is None:
+            self._whole = Program(self.asked.everywhere(), self.world)
+        model = self.asked.module
+        with runs_restored(model):
+            self._whole.run_by_model()
+            return generating.of_parts(self.asked, self.world, model.get_submodule(path), args, kwargs)
 
     def __reduce__(self) -> Any:
         raise StateError(
@@ -222,7 +264,7 @@ class Program:
         parameters = [port for port in session.program.inputs if port.kind == "parameter" and port.requires_grad]
         live = [session.store.live_of(port.key) for port in parameters]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
-        call = Call(session, parameters, [port for port, _ in wanting], self._scales(session))
+        call = Call(session, parameters, [port for port, _ in wanting], self._scales(session), self._times([port for port, _ in wanting]))
         leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
         return leaves
 
@@ -232,6 +274,12 @@ class Program:
             return {}
         scale = {"mean": 1.0 / self.asked.data_ranks, "sum": 1.0, None: None}[self.options.local_loss]
         return {port.name: scale for port in session.results if _split(port)}
+
+    def _times(self, ports: Sequence[Port]) -> dict[str, float]:
+        """What a gradient of each input is multiplied by, so that it is the rank's own loss's, as that which comes in is."""
+        if self.asked.inputs != "local" or self.options.local_loss != "mean":
+            return {}
+        return {port.name: float(self.asked.data_ranks) for port in ports if _split(port)}
 
     # ------------------------------------------------------------------------------------------------------------------ looking
 

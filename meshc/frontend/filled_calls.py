@@ -36,9 +36,9 @@ class Table:
 ALONE: Final = Table(
     {"input_ids": "rt", "inputs_embeds": "rt", "token_type_ids": "rt", "mm_token_type_ids": "rt", "position_ids": "rt"},
     {"attention_mask": "rk"},
-    {"logits": "rt", "hidden_states": "rt", "attentions": "r.tk"},
+    {"logits": "rt", "last_hidden_state": "rt", "hidden_states": "rt", "attentions": "r.tk"},
 )
-"""A causal model."""
+"""A causal model, or its decoder without a head."""
 ENCODER: Final = Table(
     {"input_ids": "rs", "inputs_embeds": "rs"},
     {"attention_mask": "rs"},
@@ -51,7 +51,7 @@ BOTH: Final = Table(
     },
     {"attention_mask": "rs", "decoder_attention_mask": "rk"},
     {
-        "logits": "rt", "decoder_hidden_states": "rt", "decoder_attentions": "r.tk", "cross_attentions": "r.ts",
+        "logits": "rt", "last_hidden_state": "rt", "decoder_hidden_states": "rt", "decoder_attentions": "r.tk", "cross_attentions": "r.ts",
         "encoder_last_hidden_state": "rs", "encoder_hidden_states": "rs", "encoder_attentions": "r.ss",
     },
 )  # fmt: skip

@@ -114,9 +114,10 @@ class _Places:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing of it counts but its mode, and whether it has hooks."""
+    """Whether nothing of it counts but its mode, and whether it has hooks of its user."""
     held = vars(module)
-    return not has_settings(module) and "forward" not in held and not any(held[name] for name in HOOKS)
+    hooked = any(not hasattr(hook, "of_meshc") for name in HOOKS for hook in held[name].values())
+    return not has_settings(module) and "forward" not in held and not hooked
 
 
 def _hooks(parameter: Tensor) -> Hashable:

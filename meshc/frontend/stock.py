@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from meshc.frontend import stock_caches
+from meshc.frontend import stock_caches, stock_rope
 from meshc.frontend.stock_caches import STATES
 from meshc.ir import trees
 from meshc.private import found
@@ -43,7 +43,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
         with _hooked_once():
             for child in stock:
                 _install_hooks(child)
-        with stock_caches.known(stock), stock_caches.masks(), _own_masks(), _nested_collectors():
+        with stock_caches.known(stock), stock_caches.masks(), _own_masks(), _nested_collectors(), stock_rope.followed(stock):
             yield
     finally:
         for child, known, installed in before:

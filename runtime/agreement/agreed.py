@@ -73,6 +73,8 @@ class Asked(Protocol):
     @property
     def options(self) -> DataclassInstance: ...
     @property
+    def path(self) -> str: ...
+    @property
     def module(self) -> nn.Module: ...
     @property
     def step(self) -> TrainStep | None: ...
@@ -178,6 +180,7 @@ def _tables(folder: str | Path) -> str:
 def _asked(asked: Asked) -> dict[str, str]:
     """What `meshc.compile` was given beside the model and its inputs."""
     found = {"what is compiled": type(asked.what).__qualname__ if isinstance(asked.what, TrainStep | nn.Module) else "a function"}
+    found["the module that is called"] = asked.path or "the model"
     found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
     found["names="] = stable(asked.names)
     found |= {f"{name}=": getattr(asked, name) for name in ("inputs", "outputs", "backend")}

@@ -6,7 +6,8 @@ What a call saves is what the backward from all outputs needs, so that the forwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from operator import attrgetter
+from typing import Final, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,43 +15,74 @@ from torch.distributed.tensor import DTensor
 from meshc.errors import StateError, listed
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.held import Held
+from meshc.runtime.state.store import Store
+
+_version: Final = attrgetter("_version")
+
+
+class _Given:
+    """Parameters and inputs of a call, which users may write to: in which state they are, as torch counts writes. All are looked at in one
+    go, which is what a call takes when nothing has changed."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor], store: Store) -> None:
+        """given: by key; in inference mode nobody counts."""
+        self._values = {key: value for key, value in given.items() if not value.is_inference()}
+        found = ((key, store.find(key)) for key in given)
+        self._held = {key: held for key, held in found if held is not None and held.shared}
+        self._then = self._now()
+
+    def written(self) -> set[str]:
+        """Keys of what was written to since, itself or through the DTensor that has its memory."""
+        now, then = self._now(), self._then
+        if now == then:
+            return set()
+        keys = [*self._values, *self._held, *self._held]
+        return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
+
+    def _now(self) -> list[int]:
+        lives = [held.live for held in self._held.values()]
+        parts = [live._local_tensor if isinstance(live, DTensor) else live for live in lives]
+        return [*map(_version, self._values.values()), *map(_version, lives), *map(_version, parts)]
 
 
 class Call:
     """The state of one forward call until its backward."""
 
-    def __init__(self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None]) -> None:
+    def __init__(
+        self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None],
+        times: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """scale: what gradients of outputs are multiplied by, and times: those of inputs, by the ports' names (`Program._scales`)."""
         self.session = session
         self.step = session.store.step
         self.moves = session.store.moves
         self.parameters = list(parameters)
         self.inputs = list(inputs)
-        self.scale = dict(scale)
+        self.scale, self.times = dict(scale), dict(times)
         self.saved: dict[str, torch.Tensor] = {}
         self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
         self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
         self.results = session.results
-        self._versions: dict[str, object] = {}
-        self._lie: dict[int, Held | None] = {}
+        self.memory: set[int] = set()
+        """Where what is saved lies."""
+        self._began: Mapping[int, str] = {}
+        self._given = _Given({}, session.store)
 
-    def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-        """What backward reads; of parameters and inputs, which users may write to, in which state they are. given: what the call began
-        with."""
-        self.saved = saved
-        ports = [port.key for port in self.session.program.inputs if port.kind in ("parameter", "input")]
-        self._lie = {_memory(given[key]): self.session.store.find(key) for key in ports if key in given}
-        self._versions = {key: self._version(value) for key, value in saved.items() if _memory(value) in self._lie}
+    def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
+        """What backward reads. given: parameters and inputs by key; began: by their memory the keys of what the call began with."""
+        self.saved, self.memory, self._began = saved, {_memory(value) for value in saved.values()}, began
+        self._given = _Given(given, self.session.store)
 
-    def _version(self, tensor: torch.Tensor) -> object:
-        """Another one after each write to it, or to the DTensor that has its memory."""
-        held = self._lie[_memory(tensor)]
-        return 0 if tensor.is_inference() else tensor._version, held.version() if held is not None and held.shared else ()
+    def of_input(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The gradient of an input, if there is one."""
+        found, times = own.get(f"gradient:input:{port.name}"), self.times.get(port.name, 1.0)
+        return found if found is None or times == 1.0 else found * times
 
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Refuses a backward that would read what was written to since the call, as torch does. Raises StateError."""
-        versions = self._versions
-        changed = [key.partition(":")[2] or key for key in read if key in versions and versions[key] != self._version(self.saved[key])]
+        written = self._given.written()
+        keys = (self._began.get(_memory(self.saved[key])) for key in read if key in self.saved) if written else ()
+        changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
             raise StateError(
                 f"these were changed in place between this call and its backward, which reads them: {listed(changed, 4)}\n"
@@ -76,15 +108,15 @@ class ProgramFunction(torch.autograd.Function):
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, {}), **session.executor.constants}
-        begun = {key: value for key, value in env.items() if isinstance(value, torch.Tensor)}
-        taken = {_memory(value) for value in begun.values()}
+        given = {key: env[key] for key in session.of_users if key in env}
+        began = {_memory(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
         with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
-        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, begun)
+        call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, began)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in call.results]
-        taken |= {_memory(value) for value in call.saved.values()}
+        taken = call.memory | began.keys()
         outputs = tuple(o if isinstance(o, DTensor) else _given(o, taken) for o in whole)
         ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
         return outputs
@@ -119,7 +151,7 @@ class ProgramFunction(torch.autograd.Function):
                 )
             received.add(port.name)
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
-        taken = {_memory(value) for value in env.values() if isinstance(value, torch.Tensor)}
+        taken = call.memory | {_memory(env[port.key]) for port in call.tangents.values() if port.key in env}
         assert session.backwards is not None
         with torch.no_grad():
             made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
@@ -129,7 +161,7 @@ class ProgramFunction(torch.autograd.Function):
             gradient = call.gradients.get(port.name)
             here = gradient is not None and gradient.key in own
             found.append(session.parameter_gradient(gradient, own[gradient.key]) if gradient is not None and here else None)
-        return (None, None, *found, *[own.get(f"gradient:input:{port.name}") for port in call.inputs])
+        return (None, None, *found, *[call.of_input(port, own) for port in call.inputs])
 
 
 def _refuse_anomalies() -> None:

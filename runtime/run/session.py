@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,11 @@ class Session:
         self._draws = None if executor.board is None else random_draws.compared(store.transfers, executor.board.numbers)
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
+        self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
+        """Keys of what a user may write to."""
         self._placed: dict[str, tuple[Placement, ...]] = {}
+        self._specs: dict[str, Any] = {}
+        """What torch knows of the DTensors that this program makes, by port; working it out takes longer than all else of one."""
         self._cached = CachePorts(self.inputs, self.results, self.caches)
         self._stands = False
         """Whether this call has found the model as it was."""
@@ -306,8 +310,13 @@ class Session:
             local = layouts.tile_to_chunk(value, sharding, mesh, mesh.coordinates(dist.get_rank()))
         else:
             local = self.store.transfers.to_chunk(value, sharding)
+        spec = self._specs.get(port.key)
+        if spec is not None:
+            return DTensor(local.view_as(local), spec, requires_grad=False)
         shape, stride = torch.Size(port.shape), _strides(port.shape)
-        return DTensor.from_local(local, mesh.device_mesh, self._placements(port), run_check=False, shape=shape, stride=stride)
+        made = DTensor.from_local(local, mesh.device_mesh, self._placements(port), run_check=False, shape=shape, stride=stride)
+        self._specs[port.key] = made._spec
+        return made
 
     def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
         """A gradient as autograd wants it: like its parameter."""

@@ -87,9 +87,10 @@ def own_copies(module: nn.Module, store: Store) -> None:
         module.register_load_state_dict_pre_hook(_sync)
 
 
-def runs_program(model: nn.Module) -> bool:
-    """Whether calls of the model run a program."""
-    return vars(model).get(RUN) is not None
+def runs_program(model: nn.Module, run: Callable[..., Any] | None = None) -> bool:
+    """Whether calls of the model run a program, or `run`."""
+    found = vars(model).get(RUN)
+    return found is not None if run is None else found is run
 
 
 def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
@@ -128,6 +129,20 @@ def calls_allowed(model: nn.Module) -> Iterator[None]:
         for module, bar in bars:
             put_bar(module, bar)
         for module, run in runs:
+            run_calls(module, run)
+
+
+@contextmanager
+def runs_restored(model: nn.Module) -> Iterator[None]:
+    """A context behind which calls of the model, and of modules in it, run what they ran before."""
+    before = {module: run for module in model.modules() if (run := vars(module).get(RUN)) is not None}
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            take_bars(module)
+            vars(module).pop(RUN, None)
+        for module, run in before.items():
             run_calls(module, run)
 
 

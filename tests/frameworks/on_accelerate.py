@@ -53,6 +53,25 @@ def a_loop(mesh: Any) -> None:
     assert ours.unwrap_model(model) is model
 
 
+@ROWS.row("gradient_accumulation_steps, with accumulate", line=PREPARED)
+def accumulated(mesh: Any) -> None:
+    """Of four batches two make a step, by their mean."""
+    ours = accelerator(gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    model, twin, _ = compiled(mesh)
+    model = ours.prepare_model(model, evaluation_mode=True)
+    optimizer, plain = ours.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(twin.parameters(), lr=0.1)
+    for number in range(4):
+        with ours.accumulate(model):
+            ours.backward(model((number + 1) * X).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        (twin((number + 1) * X).square().mean() / 2).backward()
+        if number % 2:
+            plain.step()
+            plain.zero_grad()
+    same_parameters(model, twin)
+
+
 @ROWS.row('a loader that deals batches out, with inputs="local"', line=PREPARED, mesh="dp=2")
 def dealt_out(mesh: Any) -> None:
     ours = accelerator()

@@ -10,6 +10,7 @@ import lightning
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -120,6 +121,64 @@ def by_trainer(mesh: Any) -> None:
             parameter.zero_()
     trainer.strategy.load_checkpoint(folder / "state")
     same_parameters(module.net, twin)
+
+
+def lightning_trainer(folder: Any, **given: Any) -> lightning.Trainer:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, num_sanity_val_steps=0)
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+    return lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=str(folder), **quiet, **given)
+
+
+class Reported(Module):
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("tested", self.net(batch).square().sum())
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        found: torch.Tensor = self.net(batch)
+        return found
+
+
+def accumulated_on(twin: torch.nn.Module, steps: int) -> None:
+    """Two batches a step, by their mean, as Lightning accumulates."""
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for batch in (X[:3], X[3:]):
+            (twin(batch).square().sum() / 2).backward()
+        optimizer.step()
+
+
+@ROWS.row(
+    "its Trainer: accumulate_grad_batches, resume by ckpt_path, test, predict",
+    line="strategy=ModelParallelStrategy(), and meshc.compile in configure_model",
+)
+def goes_on(mesh: Any) -> None:
+    """Stopped behind step 2, and gone on with by another Trainer and module."""
+    folder, loader, twin = shared_folder(), DataLoader(X, batch_size=3), mlp()
+    first = lightning_trainer(folder, max_steps=2, accumulate_grad_batches=2)
+    first.fit(Reported(mesh), loader)
+    first.save_checkpoint(folder / "state")
+    trainer, module = lightning_trainer(folder, max_steps=3, accumulate_grad_batches=2), Reported(mesh)
+    trainer.fit(module, loader, ckpt_path=str(folder / "state"))
+    accumulated_on(twin, 3)
+    same_parameters(module.net, twin)
+    (told,) = trainer.test(module, DataLoader(X, batch_size=6), verbose=False)
+    assert abs(told["tested"] - twin(X).square().sum().item()) < 1e-6
+    found = trainer.predict(module, loader)
+    assert found is not None
+    same(torch.cat(found), twin(X))  # type: ignore[arg-type]
+
+
+@ROWS.row(
+    "its StochasticWeightAveraging callback",
+    refused='torch says "got mixed torch.Tensor and DTensor": torch.optim.swa_utils averages',
+)
+def by_callback(mesh: Any) -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    trainer = lightning_trainer(shared_folder(), max_epochs=3, callbacks=[averaging])
+    refuses(RuntimeError, "got mixed torch.Tensor and DTensor", lambda: trainer.fit(Module(mesh), DataLoader(X, batch_size=6)))
 
 
 @ROWS.row("strategies that wrap the model (ddp)", refused=STRATEGY)

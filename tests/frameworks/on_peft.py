@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
+from transformers import LlamaForCausalLM
 
 import meshc
 from tests.frameworks.on_trainer import batches, llama
@@ -101,12 +102,47 @@ def saved(mesh: Any) -> None:
     dist.barrier()
 
 
+@ROWS.row("LoRA: the decoder and the head called by themselves, as with reward heads")
+def by_parts(mesh: Any) -> None:
+    model, twin = adapted()
+    meshc.compile(model, mesh, kwargs=batches(4)[0])
+    ids, found = batches(4)[0]["input_ids"], []
+    for one in (model, twin):
+        inside = one.get_base_model()
+        found.append(inside.lm_head(inside.model(input_ids=ids, use_cache=False).last_hidden_state[:, -1]))
+        found[-1].square().sum().backward()
+    torch.testing.assert_close(*(one.detach() for one in found))
+    theirs = dict(twin.named_parameters())
+    adapters = [(name, one) for name, one in model.named_parameters() if one.grad is not None]
+    assert adapters
+    for name, one in adapters:
+        torch.testing.assert_close(one.grad.full_tensor(), theirs[name].grad)
+
+
 @ROWS.row("get_peft_model after compiling", refused="adapters come before meshc.compile")
 def too_late(mesh: Any) -> None:
     base = llama()
     meshc.compile(base, mesh, kwargs=batches(4)[0])
     late = peft.get_peft_model(base, peft.LoraConfig(**CONFIG))
     refuses(meshc.StateError, "after it was compiled", lambda: late(**batches(4)[0]))
+
+
+@ROWS.row(
+    "merge_and_unload, save_pretrained of the merged model",
+    line="plain.load_state_dict(state['model'])  # a plain model, on rank 0, of state = program.state_dict(full=True) on every rank",
+)
+def merged(mesh: Any) -> None:
+    model, twin = adapted()
+    program = meshc.compile(model, mesh, kwargs=batches(4)[0])
+    for one in (model, twin):
+        trained(one)
+    folder, state = shared_folder(), program.state_dict(full=True)
+    if dist.get_rank() == 0:
+        plain, _ = adapted()
+        plain.load_state_dict(state["model"])
+        plain.merge_and_unload().save_pretrained(folder)
+        same_loss(LlamaForCausalLM.from_pretrained(folder).double(), twin)
+    dist.barrier()
 
 
 @ROWS.row("merge_and_unload after compiling", refused="unload the plain model, with weights of program.state_dict(full=True)")

@@ -63,6 +63,16 @@ def a_loop(mesh: Any) -> None:
     assert "<strong>Sequential<" in program._repr_html_()
 
 
+@ROWS.row("modules of it called by themselves: an encoder, a head, a slice of a Sequential, with gradients")
+def its_modules(mesh: Any) -> None:
+    model, twin, _ = compiled(mesh)
+    for one in (model, twin):
+        one[2](one[:2](X)).square().sum().backward()
+    same(model[2](model[0](X)), twin[2](twin[0](X)))
+    for parameter, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        same(parameter.grad, theirs.grad)
+
+
 @ROWS.row("state dicts of plain models: model.load_state_dict(whole tensors), assign=True, inside a larger model")
 def plain_state(mesh: Any) -> None:
     model, twin, _ = compiled(mesh)

@@ -14,17 +14,25 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.optimization import Adafactor
 from transformers.trainer_pt_utils import LabelSmoother
 
 import meshc
+from meshc.frontend.reference import ReferenceRandom
 from tests.frameworks.rows import Rows, refuses, shared_folder
 from tests.processes.session import run_checks
 
@@ -302,11 +310,118 @@ def the_best(mesh: Any) -> None:
     _close(model, twin)
 
 
-def trained_on(twin: nn.Module, batch: Any, rate: float) -> None:
+def trained_on(twin: nn.Module, batch: Any, rate: float, clip: bool = True) -> None:
     twin.zero_grad()
     twin(**batch).loss.backward()
-    torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    if clip:
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
     torch.optim.SGD(twin.parameters(), lr=rate).step()
+
+
+def seq2seq(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = dict(vocab_size=32, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4, dropout_rate=0.0)
+        return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
+    sizes = dict(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=24, decoder_ffn_dim=24, dropout=0.0)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=32)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None)
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **tokens)).double()
+
+
+@ROWS.row('group_by_length, compute_metrics, with inputs="local"', mesh="dp=2")
+def by_length(mesh: Any) -> None:
+    """Rows come in an order of the Trainer's own, which is noted, and each length that they are padded to is a program."""
+    model, seen = llama(), []
+    twin, data = copy.deepcopy(model), [{name: value[: 2 + at % 5] for name, value in row.items()} for at, row in enumerate(texts())]
+    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local")
+
+    def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        made = {}
+        for name, value in (("input_ids", 0), ("labels", -100)):
+            made[name] = torch.stack([nn.functional.pad(row[name], (0, 6 - len(row[name])), value=value) for row in rows])
+        seen.append(made)
+        return made
+
+    given = arguments(shared_folder(), train_sampling_strategy="group_by_length", remove_unused_columns=False)
+    trainer = Trainer(model=model, args=given, train_dataset=data, eval_dataset=data[:4], data_collator=padded, compute_metrics=right)
+    trainer.train()
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, seen[:STEPS])
+    for parts in zip(*told, strict=True):
+        trained_on(twin, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, 0.1)
+    _close(model, twin)
+    twin.eval()
+    whole = padded(data[:4])
+    assert trainer.evaluate()["eval_right"] == int((twin(**whole).logits.argmax(-1) == whole["labels"]).sum())
+
+
+def right(found: Any) -> dict[str, int]:
+    return {"right": int((found.predictions.argmax(-1) == found.label_ids).sum())}
+
+
+@ROWS.row('neftune_noise_alpha, with inputs="local"', mesh="dp=2")
+def noise(mesh: Any) -> None:
+    """A hook on the embedding, whose draws are numbered as any; it is gone behind the training."""
+    model = llama()
+    twin = copy.deepcopy(model)
+    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local", options=meshc.Options(seed=3))
+    given = arguments(shared_folder(), neftune_noise_alpha=5.0, max_steps=1, max_grad_norm=0.0)
+    Trainer(model=model, args=given, train_dataset=texts()).train()
+    embedding = twin.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    hook = embedding.register_forward_hook(neftune_post_forward_hook)
+    with ReferenceRandom(3):
+        trained_on(twin, batches(4)[0], 0.1, clip=False)
+    hook.remove()
+    _close(model, twin)
+    with torch.no_grad():
+        part = {name: value.chunk(2)[torch.distributed.get_rank()] for name, value in batches(4)[1].items()}
+        torch.testing.assert_close(model(**part).loss, twin(**batches(4)[1]).loss)
+
+
+@ROWS.row('Seq2SeqTrainer with predict_with_generate (T5, BART), with inputs="local"', mesh="dp=2")
+def generating(mesh: Any) -> None:
+    """Ranks have prompts of other lengths, of which one is a batch of its own at the end."""
+    for kind in ("t5", "bart"):
+        model, rows = seq2seq(kind), [{**row, "labels": row["input_ids"]} for row in texts(4)]
+        model.generation_config.suppress_tokens = [0, 1, 2]  # what ends a text, or fills it up
+        twin = copy.deepcopy(model)
+        meshc.compile(model, mesh, kwargs=default_collate(rows[:2]), inputs="local")
+        given: dict[str, Any] = dict(predict_with_generate=True, generation_max_length=7, max_steps=1, learning_rate=0.1, optim="sgd")
+        quiet: dict[str, Any] = dict(use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2)
+        said = Seq2SeqTrainingArguments(str(shared_folder()), **given, **quiet, per_device_eval_batch_size=1, max_grad_norm=0.0)
+        trainer = Seq2SeqTrainer(model=model, args=said, train_dataset=rows, eval_dataset=rows, compute_metrics=tokens_of)
+        trainer.train()
+        found = trainer.evaluate()
+        trained_on(twin, default_collate(rows), 0.1, clip=False)
+        _close(model, twin)
+        twin.eval()
+        wanted = torch.cat([twin.generate(row["input_ids"][None], max_length=7) for row in rows])
+        assert found["eval_sum"] == int(wanted.sum()) > 0, (kind, found, wanted)
+        trained_on(twin.train(), default_collate(rows), 0.1, clip=False)
+        trainer.train()
+        _close(model, twin)
+
+
+def tokens_of(found: Any) -> dict[str, int]:
+    return {"sum": int(found.predictions.clip(0).sum())}
+
+
+@ROWS.row("the model's generate, of each rank's own prompts, with inputs='local'", mesh="dp=2")
+def generating_parts(mesh: Any) -> None:
+    """Prompts of other lengths, with draws of one seed; a rank has more of them than the other."""
+    model, rank = llama().eval().requires_grad_(False), torch.distributed.get_rank()
+    twin = copy.deepcopy(model)
+    program = meshc.compile(model, mesh, inputs="local")
+    ids = torch.arange(3, 18).reshape(3, 5)
+    mine, mask = ((ids[:1], None), (ids[1:, :3], torch.tensor([[1, 1, 1], [0, 1, 1]])))[rank]
+    for call in (model.generate, program.generate):
+        found = call(mine, attention_mask=mask if mask is not None else torch.ones_like(mine), max_new_tokens=3, do_sample=False)
+        wanted = twin.generate(mine, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        assert torch.equal(found[:, : wanted.shape[1]], wanted), (found, wanted)
+    refuses(meshc.InputError, "tokens alone", lambda: model.generate(mine, max_new_tokens=3, return_dict_in_generate=True))
+    model(input_ids=ids[:2])  # its calls are of parts still
 
 
 @ROWS.row('ranks that are dealt other rows, with inputs="global"', refused='compile with inputs="local", or do not deal out')

@@ -53,12 +53,16 @@ AFTER: Final = """
   of at least 2 one that is complete is always there. `load_best_model_at_end` and early stopping need nothing more.
 - **The Trainer's mesh.** It deals out one part to each rank, so `inputs="local"` goes with meshes whose axes all have a data role.
   On others every rank gets the same batch, by a loader of its own.
+- **The Trainer's generation.** With `predict_with_generate=True` prompts of all ranks are brought together and generated with
+  `inputs="global"` (`docs/generation.md`); ranks' last batches may differ in rows, but each has one at least.
+- **Modules of a model.** `model.model(ids)`, `model.lm_head(h)`, an encoder or an embedding that somebody calls by itself is a program of
+  its own over the same parameters (`docs/decisions/0135-any-module-of-a-model-may-be-called.md`). A parameter that is used without its
+  module, `F.linear(h, model.lm_head.weight)`, is a DTensor: `model.lm_head.weight.full_tensor()`.
 - **Lightning.** Its own sampler shuffles training rows as it deals them out; `use_distributed_sampler=False` leaves a loader as it is. A
   distributed checkpoint is a folder, which `load_from_checkpoint` does not take: `ModelParallelStrategy(save_distributed_checkpoint=False)`
-  writes one file. Its `StochasticWeightAveraging` callback ends in torch's "got mixed torch.Tensor and DTensor": `torch.optim.swa_utils`
-  averages a compiled model. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo ranks: fit with clipping,
-  accumulation, schedulers, early stopping, checkpoints and resume, test, predict, bf16-mixed; Fabric under torchrun, and with processes of
-  its own.)
+  writes one file. Its `StochasticWeightAveraging` callback copies the module before it is compiled, and averages plain tensors with
+  DTensors: `torch.optim.swa_utils` averages a compiled model. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo
+  ranks: schedulers, early stopping, bf16-mixed; Fabric under torchrun, and with processes of its own.)
 - **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.
 """
 

@@ -387,9 +387,25 @@ def seeds(mesh: Any) -> None:
             program(input_ids=prompts(3, 1), cache=cache)
 
 
+def lengths_followed(mesh: Any) -> None:
+    """Rotary frequencies that follow the length, by what earlier prompts were long: prompts that are longer than the model's positions,
+    shorter, and in between."""
+    torch.manual_seed(0)
+    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": 8, "num_hidden_layers": 1}, rope_parameters=rope))
+    model = model.double().eval().requires_grad_(False)
+    twin = copy.deepcopy(model)
+    meshc.compile(model, mesh)
+    for length in (13, 5, 9):
+        ids = torch.arange(3, 3 + 2 * length).reshape(2, length)
+        tokens = [one.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False) for one in (model, twin)]
+        assert torch.equal(*tokens), (length, tokens)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, twin(ids, use_cache=False).logits)
+
+
 CHECKS = (
     short, copies, greedy, encoders, states, states_held, sampled, beams_and_chunks, windows_and_static, windows, windows_held, turns, rows,
-    looked_at, pipelines, refusals, lengths, seeds,
+    looked_at, pipelines, refusals, lengths, lengths_followed, seeds,
 )  # fmt: skip
 
 

@@ -218,6 +218,24 @@ def uneven_part(tensor: Tensor, counts: tuple[int, ...], mesh: Any) -> Tensor:
     return tensor[: sum(counts)].split(list(counts))[mesh["dp"].get_local_rank()].clone()
 
 
+def uneven_lengths(mesh: Any) -> None:
+    """Parts of any numbers of rows, none too, whose sequences are of another length at each call: what one device makes of all rows."""
+    case = nanogpt(torch.float64, batch=5, layers=1)
+    twin = copy.deepcopy(case.model).eval()  # draws of a part are the whole batch's, which a plain model has not
+    theirs = sgd(twin.parameters())
+    step = meshc.TrainStep(case.model.eval(), optimizer=sgd(case.model.parameters()), loss=case.loss)
+    program = meshc.compile(step, mesh, inputs="local", options=meshc.Options(uneven_rows=True, kept_sizes=2))
+    for counts, length in (((3, 2), 12), ((0, 4), 7), ((1, 0), 5), ((4, 1), 12)):
+        batch = {name: value[: sum(counts), :length].clone() for name, value in case.call_kwargs.items()}
+        ours = program(**{name: uneven_part(value, counts, mesh) for name, value in batch.items()}).item()
+        loss = case.loss_of(twin(**batch))
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        close([ours], [loss.item()], 1e-10)
+    assert len(program.compilations.kept) == 2
+
+
 def uneven_steps(mesh: Any) -> None:
     """Parts of any numbers of rows: losses, updated parameters and metrics are those of the rows of all ranks on one device."""
     case = mlp(torch.float64)
@@ -283,7 +301,7 @@ def unlike_parts(mesh: Any) -> None:
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
     unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, many_lengths,
-    uneven_steps, uneven_module, unlike_parts, another_shape,
+    uneven_steps, uneven_lengths, uneven_module, unlike_parts, another_shape,
 )  # fmt: skip
 
 

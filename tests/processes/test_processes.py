@@ -57,6 +57,17 @@ def test_unusual_turns_of_module_mode() -> None:
     assert run("module_edges", 2, "tp=2", *names).split() == [*names]
 
 
+@pytest.mark.parametrize(
+    "mesh, names",
+    [
+        ("tp=2", ("many_layers", "decoder_and_head", "of_a_step")), ("dp=2", ("local_parts",)),
+        broad("tp=2", ("encoder", "embeddings")), broad("pp=2", ("over_stages",)),
+    ],
+)  # fmt: skip
+def test_modules_that_are_called_by_hand(mesh: str, names: tuple[str, ...]) -> None:
+    assert run("by_hand", 2, mesh, *names).split() == [*names]
+
+
 @pytest.mark.broad
 def test_more_of_module_mode_on_two_ranks() -> None:
     assert run("module_mode", 2, "dp=2", "several_sets").split() == ["several_sets"]
@@ -192,7 +203,7 @@ def test_a_local_batch_of_another_shape() -> None:
 @pytest.mark.broad
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "tp=2,dp=2"])
 def test_uneven_parts_beside_another_axis(mesh: str) -> None:
-    names = ("short_batches", "many_lengths", "uneven_steps", "uneven_module", "unlike_parts")
+    names = ("short_batches", "many_lengths", "uneven_steps", "uneven_lengths", "uneven_module", "unlike_parts")
     assert run("local_inputs", 4, mesh, *names).split() == [*names]
 
 

@@ -1,0 +1,186 @@
+"""`generate` of a model to which each rank passes rows of its own: prompts are brought together, and each rank keeps what is of its rows.
+
+    rank 0: model.generate(input_ids [2, 7], attention_mask)      both ranks: the model's own generate of [5, 9], the program's
+    rank 1: model.generate(input_ids [3, 9], attention_mask)      calls of which split rows over the data axes; 2 rows, and 3, come back
+
+A rank alone cannot: tokens come one by one, and a rank whose rows end sooner would leave the others waiting. Prompts of other lengths are
+filled up as a collator does it: behind, where an encoder reads them, and else in front, with a mask.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshc.api import parts
+from meshc.api.asked import Asked
+from meshc.api.world import World
+from meshc.errors import InputError, StateError
+from meshc.frontend.stock import can_generate
+from meshc.runtime.comm import collectives
+
+MASK: Final = "attention_mask"
+TOKENS: Final = ("inputs", "input_ids", MASK)
+"""Inputs that are filled up."""
+Prompts = dict[str, Any]
+
+
+class Generate:
+    """Stands in the instance for `generate` of a model whose program takes parts of a batch."""
+
+    def __init__(self, generate: Callable[..., Any]) -> None:
+        self._generate = generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generate:
+        return Generate(_of_copy)
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("a compiled model is not pickled\n  what to do: program.save_pretrained(directory) on every rank")
+
+
+def _of_copy(*args: Any, **kwargs: Any) -> NoReturn:
+    raise StateError(
+        "this is a copy of a compiled model, and has no program to generate by\n"
+        "  what to do: compile the copy, meshc.compile(copy, mesh, ...); or `del copy.generate`, where it has whole plain parameters"
+    )
+
+
+def stand_in(model: nn.Module, generate: Callable[..., Any]) -> None:
+    """From here on the model generates so, if it generates by transformers' own code."""
+    if can_generate(model):
+        model.generate = Generate(generate)  # type: ignore[assignment]
+
+
+def own(model: nn.Module) -> Callable[..., Any] | None:
+    """The model's own `generate`, whatever stands in the instance for it."""
+    found = getattr(model, "generate", None)
+    return type(model).generate.__get__(model) if isinstance(found, Generate) else found  # type: ignore[attr-defined,no-any-return]
+
+
+def of_parts(asked: Asked, world: World, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the model's own `generate` gives of this rank's rows, generated with those of all ranks. All ranks call it, each with a row at
+    least. Raises InputError for prompts that do not go together."""
+    with world.refusable():
+        given = _named(args, kwargs)
+        mine = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
+    rest = {name: value for name, value in given.items() if name not in mine}
+    with world.guarded("bring prompts together"):
+        told = _of_places(asked, _from_all(world, {name: value.cpu() for name, value in mine.items()}))
+        _refuse_unlike(told)
+        device = next(iter(mine.values())).device
+        before = max(_length(one) for one in told) - _length(mine)
+        whole = {name: torch.cat(rows).to(device) for name, rows in _filled(model, told).items()}
+    generate: Any = own(model)
+    tokens = generate(**whole, **rest)
+    if not isinstance(tokens, Tensor):
+        raise _all(
+            'tokens alone come back of a batch that ranks have parts of\n  what to do: leave return_dict_in_generate out; or compile with '
+            'inputs="global", and pass all prompts on every rank'
+        )
+    counts = [_rows(one) for one in told]
+    times, place = len(tokens) // sum(counts), _place(asked, dist.get_rank())
+    begin = sum(counts[:place]) * times
+    return tokens[begin : begin + counts[place] * times, 0 if _encodes(model) else before :]
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompts:
+    """Arguments by name, without labels, which the Trainer passes on."""
+    if len(args) > 1:
+        raise InputError("generate takes prompts, and all else by name\n  what to do: write generation_config=... and the like")
+    found = {**({"inputs": args[0]} if args else {}), **{name: value for name, value in kwargs.items() if name != "labels"}}
+    if not any(isinstance(value, Tensor) and value.dim() for value in found.values()):
+        raise InputError("generate of parts of a batch takes prompts, as tensors with rows\n  what to do: pass input_ids")
+    return found
+
+
+def _from_all(world: World, mine: Prompts) -> list[Prompts]:
+    """What each rank has, in their order: bytes, whose numbers are told first."""
+    written = io.BytesIO()
+    torch.save(mine, written)
+    data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8).to(world.device)
+    group = world.groups.world
+    sizes = collectives.all_gather(torch.tensor([len(data)], device=world.device), group).wait().tolist()
+    filled = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+    found = collectives.all_gather(filled[None], group).wait().cpu()
+    return [torch.load(io.BytesIO(bytes(row[:size].tolist())), weights_only=True) for row, size in zip(found, sizes, strict=True)]
+
+
+def _place(asked: Asked, rank: int) -> int:
+    """The number of a rank's part, in the order of the batch."""
+    here, found = asked.mesh.coordinates(rank), 0
+    sizes = {axis.name: axis.size for axis in asked.mesh.axes}
+    for axis in parts.data_axes(asked):
+        found = found * sizes[axis] + here[axis]
+    return found
+
+
+def _of_places(asked: Asked, told: Sequence[Prompts]) -> list[Prompts]:
+    """One rank's for each part: those that have the same part pass the same."""
+    found: dict[int, Prompts] = {}
+    for rank, one in enumerate(told):
+        found.setdefault(_place(asked, rank), one)
+    return [found[place] for place in sorted(found)]
+
+
+def _refuse_unlike(told: Sequence[Prompts]) -> None:
+    for one in told:
+        rows = {name: len(value) for name, value in one.items()}
+        if one.keys() != told[0].keys() or len(set(rows.values())) > 1 or not min(rows.values()):
+            raise _all(
+                f"generate of parts of a batch: one rank passed {rows} rows, another {', '.join(told[0])}\n"
+                "  what to do: pass the same arguments on all ranks, each with as many rows, and one at least"
+            )
+
+
+def _filled(model: nn.Module, told: Sequence[Prompts]) -> dict[str, list[Tensor]]:
+    """By name the rows of each place, as long as the longest. Raises InputError for what nobody knows how to fill up."""
+    found = {name: [one[name] for one in told] for name in told[0]}
+    tokens = next((name for name in TOKENS if name in found), None)
+    if tokens is not None and tokens != MASK and len({one.shape[1:] for one in found[tokens]}) > 1:
+        found.setdefault(MASK, [torch.ones_like(one) for one in found[tokens]])
+    for name, rows in found.items():
+        if len({one.shape[1:] for one in rows}) == 1:
+            continue
+        if name not in TOKENS or rows[0].dim() != 2:
+            raise _all(
+                f"{name} of the ranks has other sizes: {' and '.join(str(list(one.shape)) for one in rows)}\n"
+                "  what to do: pad it to one size on all ranks"
+            )
+        longest, value = max(one.shape[1] for one in rows), 0 if name == MASK else _padding(model)
+        for at, one in enumerate(rows):
+            missing = longest - one.shape[1]
+            rows[at] = torch.nn.functional.pad(one, (0, missing) if _encodes(model) else (missing, 0), value=value)
+    return found
+
+
+def _rows(one: Prompts) -> int:
+    return len(next(iter(one.values())))
+
+
+def _length(one: Prompts) -> int:
+    return next((int(one[name].shape[1]) for name in TOKENS if name in one and one[name].dim() == 2), 0)
+
+
+def _encodes(model: nn.Module) -> bool:
+    """Whether prompts are an encoder's, and tokens begin anew."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _padding(model: nn.Module) -> int:
+    """The token that fills up; any will do behind a mask."""
+    said = [getattr(getattr(model, name, None), "pad_token_id", None) for name in ("generation_config", "config")]
+    return next((int(one) for one in said if one is not None), 0)
+
+
+def _all(text: str) -> InputError:
+    error = InputError(text)
+    error.everywhere = True  # all ranks have been told the same
+    return error
