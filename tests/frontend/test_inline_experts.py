@@ -241,3 +241,24 @@ def test_longcats_experts_that_have_no_weights_give_back_what_they_are_given() -
             grads = torch.autograd.grad(mine.square().sum(), inputs)
         torch.testing.assert_close(mine, wanted)
         torch.testing.assert_close(grads, theirs)
+
+
+def test_llama4s_experts_are_given_the_tokens_that_have_chosen_them() -> None:
+    from transformers import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "intermediate_size_mlp": HIDDEN, "num_local_experts": 4}
+    layer = Llama4TextMoe(Llama4TextConfig(**sizes, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, head_dim=4)).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    wanted = layer(x)
+    theirs = torch.autograd.grad(sum(each.square().sum() for each in wanted), inputs)
+    for groups in (1, 2):
+        with formed_experts(layer, lambda path, groups=groups: groups), listed_experts(layer):
+            mine = layer(x)
+            grads = torch.autograd.grad(sum(each.square().sum() for each in mine), inputs)
+        torch.testing.assert_close(mine, wanted)
+        torch.testing.assert_close(grads, theirs)
