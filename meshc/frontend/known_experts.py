@@ -15,6 +15,9 @@ from torch import Tensor
 
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
 
+LLAMA4: Final = "transformers.models.llama4.modeling_llama4"
+"""The file of its classes."""
+
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`DbrxExperts.forward`: the experts' matrices lie one under the other."""
@@ -50,7 +53,11 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """`Llama4TextMoe.forward`. What an expert makes of zeros is zeros, and so is each gradient of theirs."""
+    """`Llama4TextMoe.forward`. What an expert makes of zeros is zeros, and so is each gradient of theirs. Of another router than the stock
+    one, whose scores may be others, its own forward."""
+    if class_name(self.router) != f"{LLAMA4}.Llama4Router":
+        whole: tuple[Tensor, Tensor] = type(self).forward(self, hidden_states)
+        return whole
     tokens = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(tokens)
     choice = torch.topk(logits, self.top_k, dim=1)[1]  # as the router has it
@@ -70,10 +77,15 @@ def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = No
     return routed_sum(made, hidden_states, choice, weights, self.num_experts, getattr(self, FORM, Form()))
 
 
+def class_name(module: object) -> str:
+    """The whole name of its class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     "transformers.models.dbrx.modeling_dbrx.DbrxExperts": _dbrx,
     "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _longcat,
-    "transformers.models.llama4.modeling_llama4.Llama4TextMoe": _llama4,
-    "transformers.models.llama4.modeling_llama4.Llama4TextExperts": _llama4_experts,
+    f"{LLAMA4}.Llama4TextMoe": _llama4,
+    f"{LLAMA4}.Llama4TextExperts": _llama4_experts,
 }
 """By the whole name of a module's class."""

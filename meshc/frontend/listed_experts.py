@@ -27,7 +27,7 @@ from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
 from meshc.frontend.expert_slots import where_of
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
 from meshc.frontend.inline_experts import OneExpert
-from meshc.frontend.known_experts import KNOWN
+from meshc.frontend.known_experts import KNOWN, class_name
 from meshc.frontend.loop_reader import CALL, Loop
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
@@ -41,7 +41,7 @@ PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
 
 def is_listed(module: nn.Module) -> bool:
     """Whether it loops over experts that this file takes."""
-    return _name(module) in KNOWN or loop_of(module) is not None
+    return class_name(module) in KNOWN or loop_of(module) is not None
 
 
 def is_of_all(module: nn.Module) -> bool:
@@ -63,7 +63,7 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
     marked: list[nn.Module] = []
     try:
         for path, each in module.named_modules():
-            if _name(each) in ROUTERS:
+            if class_name(each) in ROUTERS:
                 marked.append(_settled(path, each))
             function = _forward(path, each)
             if function is not None and "forward" not in each.__dict__:
@@ -93,13 +93,9 @@ def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
     return {name: tuple(places[which]) for name, which in names if which in places and which not in others}
 
 
-def _name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     """What stands for a module's forward while it is traced."""
-    if (own := KNOWN.get(_name(module))) is not None:
+    if (own := KNOWN.get(class_name(module))) is not None:
         return own
     loop = loop_of(module)
     if loop is None or (loop.of_all and FORM not in module.__dict__):
@@ -238,8 +234,8 @@ def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: L
     groups = rows.shape[:-1]
 
     def product(rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
-        made = layout.product(rows.reshape(*groups, rows.shape[-1]), matrices)
-        made = made if bias is None else made + layout.bias(bias)
+        made = layout.product(_as_linear(rows).reshape(*groups, rows.shape[-1]), _as_linear(matrices))
+        made = made if bias is None else made + layout.bias(_as_linear(bias))
         return own(made.reshape(-1, made.shape[-1]))
 
     def own(x: Tensor) -> Tensor:
@@ -248,6 +244,14 @@ def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: L
 
     made = play(tape, own(rows.reshape(-1, rows.shape[-1])), product, weight)
     return made.reshape(*groups, made.shape[-1])
+
+
+def _as_linear(x: Tensor) -> Tensor:
+    """An operand as autocast casts those of `linear`, which operators that are nobody's but meshc's do not know."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def _attribute(module: Any, which: Weight) -> Tensor:
