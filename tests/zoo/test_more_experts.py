@@ -27,7 +27,7 @@ def test_a_step_equals_one_device(kind: str) -> None:
     """Loss, every gradient, two steps of AdamW; of each layer's last product a rank has its own experts' weights."""
     one = next(one for one in listed() if one.key == f"causal {kind}")
     found = Captured(case(one), train=True, double=True, mesh="ep=2")
-    found.verify_training("ep=2", None, adamw)  # type: ignore[arg-type]
+    found.verify_training("ep=2", None, adamw)
     stacks = [port for port in found.latest.inputs if re.fullmatch(r"parameter:.*\.experts\.down_proj", port.key)]
     assert stacks
     for port in stacks:
