@@ -41,8 +41,9 @@ class Captured:
     latest: PlainProgram
     seconds: float
 
-    def __init__(self, case: Case, *, train: bool, double: bool, mean_of: int = 1) -> None:
-        """`mean_of`: a step that is the mean of so many microbatches, each traced as one (batch_mix="mean_of_parts")."""
+    def __init__(self, case: Case, *, train: bool, double: bool, mean_of: int = 1, mesh: str = "dp=1") -> None:
+        """`mean_of`: a step that is the mean of so many microbatches, each traced as one (batch_mix="mean_of_parts"). `mesh`: of programs
+        whose experts are split, which a trace has to know."""
         self.train, self.double = train, double
         case.model.train(train)
         if train:
@@ -54,7 +55,7 @@ class Captured:
         args, kwargs = widen_inputs(calling.canonical(traced.signature, (), given), double)
         self.initial = {name: value.clone() for name, value in twin.state_dict().items()}
         self.request = Request(
-            module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh("dp=1"), grad=train,
+            module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), grad=train,
             train=train, double=double, names=case.names, microbatches=mean_of, batch_mix="mean_of_parts" if mean_of > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(train):

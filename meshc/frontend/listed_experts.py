@@ -5,13 +5,13 @@
 
 A loop is taken if every statement of it is known (`expert_loops.py`), the experts are of one making, and their forward treats each row by
 itself (`expert_tape.py`). Parameters stay the experts' own, and lie as the plan stores them; where axes split the experts, a rank takes
-its own of the stack. Of experts that the loop writes out, by rows of stacked weights, the stack is the parameter (`inline_experts.py`). So
-are dbrx's, whose experts are rows of one matrix, and LongCat's, some of whose experts give back what they are given.
+its own of the stack. Where the loop writes its experts out, by rows of stacked weights, the stack is the parameter
+(`inline_experts.py`). Some stock layers are known by their class (`known_experts.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -27,6 +27,7 @@ from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
 from meshc.frontend.expert_slots import where_of
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
 from meshc.frontend.inline_experts import OneExpert
+from meshc.frontend.known_experts import KNOWN, class_name
 from meshc.frontend.loop_reader import CALL, Loop
 from meshc.ops.expert_slots import experts_by_slot, in_order
 
@@ -40,7 +41,7 @@ PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
 
 def is_listed(module: nn.Module) -> bool:
     """Whether it loops over experts that this file takes."""
-    return _name(module) in STAND_INS or loop_of(module) is not None
+    return class_name(module) in KNOWN or loop_of(module) is not None
 
 
 def is_of_all(module: nn.Module) -> bool:
@@ -62,7 +63,7 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
     marked: list[nn.Module] = []
     try:
         for path, each in module.named_modules():
-            if _name(each) in ROUTERS:
+            if class_name(each) in ROUTERS:
                 marked.append(_settled(path, each))
             function = _forward(path, each)
             if function is not None and "forward" not in each.__dict__:
@@ -92,13 +93,9 @@ def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
     return {name: tuple(places[which]) for name, which in names if which in places and which not in others}
 
 
-def _name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     """What stands for a module's forward while it is traced."""
-    if (own := STAND_INS.get(_name(module))) is not None:
+    if (own := KNOWN.get(class_name(module))) is not None:
         return own
     loop = loop_of(module)
     if loop is None or (loop.of_all and FORM not in module.__dict__):
@@ -237,8 +234,8 @@ def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: L
     groups = rows.shape[:-1]
 
     def product(rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
-        made = layout.product(rows.reshape(*groups, rows.shape[-1]), matrices)
-        made = made if bias is None else made + layout.bias(bias)
+        made = layout.product(_as_linear(rows).reshape(*groups, rows.shape[-1]), _as_linear(matrices))
+        made = made if bias is None else made + layout.bias(_as_linear(bias))
         return own(made.reshape(-1, made.shape[-1]))
 
     def own(x: Tensor) -> Tensor:
@@ -249,48 +246,16 @@ def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: L
     return made.reshape(*groups, made.shape[-1])
 
 
+def _as_linear(x: Tensor) -> Tensor:
+    """An operand as autocast casts those of `linear`, which operators that are nobody's but meshc's do not know."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
 def _attribute(module: Any, which: Weight) -> Tensor:
     for name in which.path:
         module = getattr(module, name)
     found: Tensor = module
     return found
-
-
-def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`DbrxExperts.forward`: the experts' matrices lie one under the other."""
-    mlp = self.mlp
-    w1, v1, w2 = (each.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for each in (mlp.w1, mlp.v1, mlp.w2))
-    x = hidden_states.reshape(-1, self.hidden_size)
-
-    def made(x: Tensor, layout: Layout) -> Tensor:
-        rows = layout.to(x)
-        gate = mlp.activation_fn(layout.product(rows, w1.transpose(1, 2)))
-        out = layout.product(gate * layout.product(rows, v1.transpose(1, 2)), w2)
-        return layout.back(out * layout.weights)
-
-    form: Form = getattr(self, FORM, Form())
-    return routed_sum(made, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)
-
-
-def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`LongcatFlashExperts.forward`: behind the experts that have weights stand numbers of those that give back what they are given. Its
-    first stack has rows for those too, which nobody reads."""
-    count = self.num_routed_experts
-    own = top_k_index < count
-
-    def made(x: Tensor, layout: Layout) -> Tensor:
-        gate, up = layout.product(layout.to(x), self.gate_up_proj[:count].transpose(1, 2)).chunk(2, dim=-1)
-        return layout.back(layout.product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2)) * layout.weights)
-
-    form: Form = getattr(self, FORM, Form())
-    choice, weights = torch.where(own, top_k_index, -1), torch.where(own, top_k_weights, 0.0)
-    out = routed_sum(made, hidden_states, choice, weights, count, form, some=True)
-    given = hidden_states * torch.where(own, 0.0, top_k_weights).sum(-1, keepdim=True)
-    return (out + given).to(hidden_states.dtype)
-
-
-STAND_INS: Final[Mapping[str, Callable[..., Tensor]]] = {
-    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": _dbrx,
-    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _longcat,
-}
-"""Of loops that are known by their class's name."""

@@ -46,8 +46,8 @@ def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
         if part.size < sizes[MICROBATCH] * ranks:
             count, axes = sizes[MICROBATCH], " and ".join(axis for axis, _ in sharding.pending)
             raise CompileError(
-                f"microbatches={count}: the {part.factor} has {part.size} rows, and each of {ranks} ranks along {axes} takes a row of every "
-                f"microbatch, at {record(node).source}\n"
+                f"microbatches={count}: the {part.factor} has {part.size} rows, and each of {ranks} ranks along {axes} takes a row of "
+                f"every microbatch, at {record(node).source}\n"
                 f"  what to do: microbatches=1, or {count * ranks} rows"
             )
 

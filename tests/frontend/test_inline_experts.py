@@ -164,7 +164,8 @@ def test_a_step_equals_one_device(kind: str, mesh: str, microbatches: int | None
 
 
 def test_fewer_rows_than_ranks_and_microbatches_want_are_said_so() -> None:
-    with pytest.raises(meshc.CompileError, match="microbatches=2: the batch has 4 rows, and each of 4 ranks along ep takes a row") as raised:
+    said = "microbatches=2: the batch has 4 rows, and each of 4 ranks along ep takes a row of every microbatch"
+    with pytest.raises(meshc.CompileError, match=said) as raised:
         trained("Eager", "ep=4", microbatches=2, rows=4)
     assert "what to do: microbatches=1, or 8 rows" in str(raised.value)
 
@@ -241,3 +242,50 @@ def test_longcats_experts_that_have_no_weights_give_back_what_they_are_given() -
             grads = torch.autograd.grad(mine.square().sum(), inputs)
         torch.testing.assert_close(mine, wanted)
         torch.testing.assert_close(grads, theirs)
+
+
+def llama4() -> nn.Module:
+    from transformers import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "intermediate_size_mlp": HIDDEN, "num_local_experts": 4}
+    layer = Llama4TextMoe(Llama4TextConfig(**sizes, num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, head_dim=4)).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_llama4s_experts_are_given_the_tokens_that_have_chosen_them(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = llama4()
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    wanted = layer(x)
+    theirs = torch.autograd.grad(sum(each.square().sum() for each in wanted), inputs)
+    monkeypatch.setattr(type(layer.experts), "forward", None)  # nobody calls it
+    with formed_experts(layer, lambda path: groups), listed_experts(layer):
+        mine = layer(x)
+        grads = torch.autograd.grad(sum(each.square().sum() for each in mine), inputs)
+    torch.testing.assert_close(mine, wanted)
+    torch.testing.assert_close(grads, theirs)
+
+
+class Soft(nn.Module):
+    """Scores of all experts."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)[1]
+        return logits.sigmoid(), logits
+
+
+def test_llama4s_layer_with_another_router_is_as_its_code_has_it() -> None:
+    layer, x = llama4(), torch.randn(3, 5, WIDTH, dtype=torch.float64)
+    layer.router = Soft(layer.router)  # type: ignore[arg-type]
+    wanted = layer(x)[0]
+    with formed_experts(layer, lambda path: 1), listed_experts(layer):
+        torch.testing.assert_close(layer(x)[0], wanted)

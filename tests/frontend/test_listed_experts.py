@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc import ir
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_tape import NotRows, record
@@ -93,8 +94,6 @@ def test_equal_layers_are_captured_once() -> None:
 
 def test_an_update_that_passes_experts_over_reads_what_it_has_not_written() -> None:
     """One in place for many would have overwritten it: such parameters have one each."""
-    from meshc import ir
-
     found = trained(Model("Hit", layers=1), "ep=2").compiled
     names = [ir.op_name(node) for stage in found.stages.values() for node in ir.calls(stage.graph)]  # type: ignore[union-attr]
     assert names.count("meshc.adam_many_") == 1 and names.count("meshc.adam") == 4 * EXPERTS
@@ -269,3 +268,24 @@ def test_a_capacity_is_of_loops_too() -> None:
     found = meshc.compile(step, meshc.Mesh("ep=2"), options=options, args=(torch.randn(8, 6, WIDTH, dtype=torch.float64),))
     assert meshc.verify(found, dtype=torch.float64).ok
     assert {port.name for port in found.compiled.outputs if port.kind == "metric"} >= {"routed:layers.0", "dropped:layers.1"}
+
+
+class Lower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model("Counted", layers=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made: Tensor = self.inner(x)
+        return made.float()
+
+
+def test_under_autocast_experts_multiply_in_its_type_as_their_linears_do() -> None:
+    model = Lower()
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
+    found = meshc.compile(step, meshc.Mesh("ep=2"), args=(torch.randn(4, 5, WIDTH),))
+    nodes = [node for stage in found.compiled.stages.values() for node in ir.calls(stage.graph)]  # type: ignore[union-attr]
+    products = [node for node in nodes if ir.op_name(node) == "meshc.used_mm"]
+    assert len(products) > 2 and {ir.record(node).dtype for node in products} == {torch.bfloat16}
+    assert meshc.verify(found).ok

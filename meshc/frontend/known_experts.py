@@ -1,0 +1,91 @@
+"""Stock layers of experts that are known by their class: what stands for their forward while they are traced.
+
+    dbrx      its experts are rows of one matrix
+    LongCat   some of its experts have no weights, and give back what they are given
+    Llama 4   every expert is given all tokens, times scores that are zeros where it is not chosen: here a token goes to those it has chosen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
+
+LLAMA4: Final = "transformers.models.llama4.modeling_llama4"
+"""The file of its classes."""
+
+
+def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`DbrxExperts.forward`: the experts' matrices lie one under the other."""
+    mlp = self.mlp
+    w1, v1, w2 = (each.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for each in (mlp.w1, mlp.v1, mlp.w2))
+    x = hidden_states.reshape(-1, self.hidden_size)
+
+    def made(x: Tensor, layout: Layout) -> Tensor:
+        rows = layout.to(x)
+        gate = mlp.activation_fn(layout.product(rows, w1.transpose(1, 2)))
+        out = layout.product(gate * layout.product(rows, v1.transpose(1, 2)), w2)
+        return layout.back(out * layout.weights)
+
+    form: Form = getattr(self, FORM, Form())
+    return routed_sum(made, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`LongcatFlashExperts.forward`: behind the experts that have weights stand numbers of those that give back what they are given. Its
+    first stack has rows for those too, which nobody reads."""
+    count = self.num_routed_experts
+    own = top_k_index < count
+
+    def made(x: Tensor, layout: Layout) -> Tensor:
+        gate, up = layout.product(layout.to(x), self.gate_up_proj[:count].transpose(1, 2)).chunk(2, dim=-1)
+        return layout.back(layout.product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2)) * layout.weights)
+
+    form: Form = getattr(self, FORM, Form())
+    choice, weights = torch.where(own, top_k_index, -1), torch.where(own, top_k_weights, 0.0)
+    out = routed_sum(made, hidden_states, choice, weights, count, form, some=True)
+    given = hidden_states * torch.where(own, 0.0, top_k_weights).sum(-1, keepdim=True)
+    return (out + given).to(hidden_states.dtype)
+
+
+def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """`Llama4TextMoe.forward`. What an expert makes of zeros is zeros, and so is each gradient of theirs. Of another router than the stock
+    one, whose scores may be others, its own forward."""
+    if class_name(self.router) != f"{LLAMA4}.Llama4Router":
+        whole: tuple[Tensor, Tensor] = type(self).forward(self, hidden_states)
+        return whole
+    tokens = hidden_states.reshape(-1, self.hidden_dim)
+    scores, logits = self.router(tokens)
+    choice = torch.topk(logits, self.top_k, dim=1)[1]  # as the router has it
+    return self.shared_expert(tokens) + self.experts(tokens, choice, scores.gather(1, choice)), logits
+
+
+def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    """Of tokens [t, h] and what each has chosen [t, k]; if that is not said, `Llama4TextExperts.forward` of all tokens for each expert."""
+    if choice is None or weights is None:
+        whole: Tensor = type(self).forward(self, hidden_states)
+        return whole
+
+    def made(x: Tensor, layout: Layout) -> Tensor:
+        gate, up = layout.product(layout.to(x) * layout.weights, self.gate_up_proj).chunk(2, dim=-1)
+        return layout.back(layout.product(up * self.act_fn(gate), self.down_proj))
+
+    return routed_sum(made, hidden_states, choice, weights, self.num_experts, getattr(self, FORM, Form()))
+
+
+def class_name(module: object) -> str:
+    """The whole name of its class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
+    "transformers.models.dbrx.modeling_dbrx.DbrxExperts": _dbrx,
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashExperts": _longcat,
+    f"{LLAMA4}.Llama4TextMoe": _llama4,
+    f"{LLAMA4}.Llama4TextExperts": _llama4_experts,
+}
+"""By the whole name of a module's class."""
