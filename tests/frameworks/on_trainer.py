@@ -27,12 +27,10 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.optimization import Adafactor
 from transformers.trainer_pt_utils import LabelSmoother
 
 import meshc
-from meshc.frontend.reference import ReferenceRandom
 from tests.frameworks.rows import Rows, refuses, shared_folder
 from tests.processes.session import run_checks
 
@@ -358,26 +356,6 @@ def by_length(mesh: Any) -> None:
 
 def right(found: Any) -> dict[str, int]:
     return {"right": int((found.predictions.argmax(-1) == found.label_ids).sum())}
-
-
-@ROWS.row('neftune_noise_alpha, with inputs="local"', mesh="dp=2")
-def noise(mesh: Any) -> None:
-    """A hook on the embedding, whose draws are numbered as any; it is gone behind the training."""
-    model = llama()
-    twin = copy.deepcopy(model)
-    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local", options=meshc.Options(seed=3))
-    given = arguments(shared_folder(), neftune_noise_alpha=5.0, max_steps=1, max_grad_norm=0.0)
-    Trainer(model=model, args=given, train_dataset=texts()).train()
-    embedding = twin.get_input_embeddings()
-    embedding.neftune_noise_alpha = 5.0
-    hook = embedding.register_forward_hook(neftune_post_forward_hook)
-    with ReferenceRandom(3):
-        trained_on(twin, batches(4)[0], 0.1, clip=False)
-    hook.remove()
-    _close(model, twin)
-    with torch.no_grad():
-        part = {name: value.chunk(2)[torch.distributed.get_rank()] for name, value in batches(4)[1].items()}
-        torch.testing.assert_close(model(**part).loss, twin(**batches(4)[1]).loss)
 
 
 @ROWS.row('Seq2SeqTrainer with predict_with_generate (T5, BART), with inputs="local"', mesh="dp=2")
