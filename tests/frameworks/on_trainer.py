@@ -27,10 +27,12 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.optimization import Adafactor
 from transformers.trainer_pt_utils import LabelSmoother
 
 import meshc
+from meshc.frontend.reference import ReferenceRandom
 from tests.frameworks.rows import Rows, refuses, shared_folder
 from tests.processes.session import run_checks
 
@@ -356,6 +358,25 @@ def by_length(mesh: Any) -> None:
 
 def right(found: Any) -> dict[str, int]:
     return {"right": int((found.predictions.argmax(-1) == found.label_ids).sum())}
+
+
+@ROWS.row('neftune_noise_alpha, with inputs="local"', mesh="dp=2")
+def noise(mesh: Any) -> None:
+    """A hook on the embedding that is there while the Trainer trains; its draws are numbered as any."""
+    model, whole = llama(), batches(4)[0]
+    twin = copy.deepcopy(model).train()
+    meshc.compile(model, mesh, kwargs=batches(2)[0], inputs="local", options=meshc.Options(seed=3))
+    given = arguments(shared_folder(), neftune_noise_alpha=5.0, max_steps=1, max_grad_norm=0.0)
+    Trainer(model=model, args=given, train_dataset=texts()).train()
+    plain = copy.deepcopy(twin)
+    embedding = twin.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    with ReferenceRandom(3):
+        trained_on(twin, whole, 0.1, clip=False)
+    _close(model, twin)
+    trained_on(plain, whole, 0.1, clip=False)
+    assert (twin.lm_head.weight - plain.lm_head.weight).abs().max() > 1e-3, "there was noise"
 
 
 @ROWS.row('Seq2SeqTrainer with predict_with_generate (T5, BART), with inputs="local"', mesh="dp=2")
