@@ -15,7 +15,7 @@ from meshc.frontend import stock_rope
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": dict(rope_type="dynamic", rope_theta=10000.0, factor=1.3),
     "longrope": dict(
-        rope_type="longrope", rope_theta=10000.0, factor=2.0, long_factor=[1.5, 2.0], short_factor=[1.0, 1.1],
+        rope_type="longrope", rope_theta=10000.0, factor=2.0, long_factor=[1.5, 2.0, 2.5, 3.0], short_factor=[1.0, 1.1, 1.2, 1.3],
         original_max_position_embeddings=8,
     ),
     "by halves": dict(rope_type="dynamic", rope_theta=100.0, factor=4.0, partial_rotary_factor=0.5),
@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def llama(**rope: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=31, hidden_size=32, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=31, hidden_size=64, intermediate_size=24, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2,
         max_position_embeddings=8, rope_parameters=rope,
     )  # fmt: skip
     return LlamaForCausalLM(config).double()

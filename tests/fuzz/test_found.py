@@ -352,9 +352,12 @@ def test_rows_of_all_microbatches_are_refused_where_nothing_is_summed_over_them(
     x, y = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4), (4, 6)))
     optimized = RowsByRows()
     step = meshc.TrainStep(optimized, optimizer=torch.optim.SGD(optimized.parameters(), lr=0.1), microbatches=3)
-    with pytest.raises(meshc.CompileError, match=r"mm at test_found.py:\d+ mixes the whole batch") as raised:
+    few = r"has 3 rows, and each of 4 ranks along a takes a row of every microbatch, at test_found.py"
+    with pytest.raises(meshc.CompileError, match=few) as raised:
         meshc.compile(step, meshc.Mesh("a=4"), kwargs={"x": x, "y": y}, plan="a: batch")
-    assert not isinstance(raised.value, meshc.errors.CompilerFault) and "microbatches=1" in str(raised.value)
+    assert not isinstance(raised.value, meshc.errors.CompilerFault) and "microbatches=1, or 12 rows" in str(raised.value)
+    more = {"x": torch.randn(12, 4, dtype=torch.float64), "y": y}
+    assert meshc.verify(meshc.compile(step, meshc.Mesh("a=4"), kwargs=more, plan="a: batch"), more).ok, "as it says"
 
 
 class Resized(nn.Module):
