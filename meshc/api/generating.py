@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,13 @@ def _of_copy(*args: Any, **kwargs: Any) -> NoReturn:
 def stand_in(model: nn.Module, generate: Callable[..., Any]) -> None:
     """From here on the model generates so, if it generates by transformers' own code."""
     if can_generate(model):
-        model.generate = Generate(generate)  # type: ignore[assignment]
+        vars(model)["generate"] = Generate(generate)
 
 
 def own(model: nn.Module) -> Callable[..., Any] | None:
     """The model's own `generate`, whatever stands in the instance for it."""
-    found = getattr(model, "generate", None)
-    return type(model).generate.__get__(model) if isinstance(found, Generate) else found  # type: ignore[attr-defined]
+    found, kind = getattr(model, "generate", None), cast(Any, type(model))
+    return kind.generate.__get__(model) if isinstance(found, Generate) else found
 
 
 def of_parts(asked: Asked, world: World, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

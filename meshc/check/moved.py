@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Final, cast
 
@@ -103,14 +104,9 @@ def _ring_shift(node: Node, given: Spread, *_: object) -> Spread:
     return replace(given, varies=True)
 
 
-def _to_zigzag(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+def _order(before: str, after: str, node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
     axes, dim = cast(tuple[Axes, int], node.args[1:])
-    return reordered(given, dim, axes, "", ZIGZAG, sizes)
-
-
-def _from_zigzag(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
-    axes, dim = cast(tuple[Axes, int], node.args[1:])
-    return reordered(given, dim, axes, ZIGZAG, "", sizes)
+    return reordered(given, dim, axes, before, after, sizes)
 
 
 def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
@@ -134,8 +130,8 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.all_to_all: _all_to_all,
     spmd.broadcast: _same,
     spmd.ring_shift: _ring_shift,
-    spmd.to_zigzag: _to_zigzag,
-    spmd.from_zigzag: _from_zigzag,
+    spmd.to_zigzag: partial(_order, "", ZIGZAG),
+    spmd.from_zigzag: partial(_order, ZIGZAG, ""),
     spmd.halo: _halo,
     spmd.halo_sum: _halo,
     spmd.gather_rows: _gather_rows,

@@ -60,16 +60,13 @@ def reordered(given: Spread, dim: int, axes: Sequence[str], before: str, after: 
     """What lies in the order `after` along a dim that these axes split and that lies in the order `before`. Raises Wrong where it does not;
     where tiles have no halves of their own (padding), no order says how it lies then."""
     parts = given.dims[dim]
-    split = [place for place, part in enumerate(parts or ()) if part.axes]
-    if parts is None or len(split) != 1 or list(parts[split[0]].axes) != list(axes):
-        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
-    part = parts[split[0]]
-    if part.order != before:
+    split = [part for part in parts or () if part.axes]
+    ours = parts is not None and len(split) == 1 and list(split[0].axes) == list(axes)
+    if parts is not None and ours and split[0].order != before:
         raise Wrong(f"it takes dim {dim} of its operand, which is [{shown(parts)}], in another order than {before or 'the natural one'}")
-    if not _halved(parts, sizes):
+    if parts is None or not ours or not _halved(parts, sizes):
         return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
-    other = replace(part, order=after)
-    row = tuple(other if one is part else one for one in parts)
+    row = tuple(replace(part, order=after) if part is split[0] else part for part in parts)
     return replace(given, dims=tuple(row if d == dim else each for d, each in enumerate(given.dims)))
 
 

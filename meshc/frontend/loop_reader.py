@@ -163,10 +163,10 @@ class Reader(Terms):
     def calls_experts(self, statement: ast.stmt) -> bool:
         """Whether experts are read outside of the loop, but for how many there are."""
         counted = {id(each.args[0]) for each in ast.walk(statement) if is_call(each, "len") and each.args}
-        own = [each for each in ast.walk(statement) if isinstance(each, ast.Attribute) and path_of(each) == self.container]
+        read: list[ast.expr] = [each for each in ast.walk(statement) if isinstance(each, ast.Attribute)]
         if self.container == ():
-            own = [each.value for each in ast.walk(statement) if isinstance(each, ast.Subscript) and path_of(each.value) == ()]  # type: ignore[misc]
-        return any(id(each) not in counted for each in own)
+            read = [each.value for each in ast.walk(statement) if isinstance(each, ast.Subscript)]
+        return any(id(each) not in counted for each in read if path_of(each) == self.container)
 
     def without_hits(self, statement: ast.stmt, hits: set[str], behind: set[str]) -> ast.stmt | None:
         """A statement without what makes the numbers of chosen experts, or counts of them, which the loop alone reads."""

@@ -89,13 +89,9 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def in_zigzag(self, x: Node, dim: int, axes: Sequence[str], reason: str) -> Node:
-        """A tile, in zigzag order along a dim."""
-        return self.emit(spmd.to_zigzag, x, list(axes), dim, reason=reason)
-
-    def in_natural(self, x: Node, dim: int, axes: Sequence[str], reason: str) -> Node:
-        """What lies in zigzag order along a dim, as a tile again."""
-        return self.emit(spmd.from_zigzag, x, list(axes), dim, reason=reason)
+    def reordered(self, x: Node, dim: int, axes: Sequence[str], home: bool, reason: str) -> Node:
+        """A tile, in zigzag order along a dim; or, on its way `home`, the tile again."""
+        return self.emit(spmd.from_zigzag if home else spmd.to_zigzag, x, list(axes), dim, reason=reason)
 
     def lying(self, node: Node, sharding: Sharding) -> Node:
         """A value whose type is to say that it lies so; where its own says that axes split other dims, a view: a tile of one position may

@@ -201,7 +201,7 @@ class Lowering(Local):
 
     def reordered(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
         reason = f"{moved(self.node, {})}, in zigzag order of {self._split(axes)}{lines(axes, self.build.entries)}"
-        return (self.build.in_natural if home else self.build.in_zigzag)(x, dim, axes, reason)
+        return self.build.reordered(x, dim, axes, home, reason)
 
     @property
     def arranged(self) -> dict[tuple[Node, object], Node]:

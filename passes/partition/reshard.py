@@ -242,7 +242,7 @@ def _in_other_order(sharding: Sharding, part: Place) -> Sharding:
 def _exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
     moved, dim = _expose(build, x, sharding, part, always=True)
     axes = sharding.dims[part[0]][part[1]].axes
-    moved = (build.in_natural if any(map(is_zigzag, axes)) else build.in_zigzag)(moved, dim, plain(axes), reason)
+    moved = build.reordered(moved, dim, plain(axes), any(map(is_zigzag, axes)), reason)
     moved = _restore(build, moved, sharding)
     update(moved, sharding=told(_in_other_order(sharding, part)))
     return moved

@@ -85,18 +85,24 @@ def inference(mesh: Any) -> None:
     assert torch.equal(*tokens) and len(program.compilations.kept) >= 2
 
 
+def trained_and_whole(mesh: Any) -> tuple[Any, Any, Any]:
+    """A compiled model with an adapter and a plain one, both after a step; and what the former has, whole."""
+    model, twin = adapted()
+    program = meshc.compile(model, mesh, kwargs=batches(4)[0])
+    for one in (model, twin):
+        trained(one)
+    return model, twin, program.state_dict(full=True)["model"]
+
+
 @ROWS.row(
     "LoRA: save_pretrained of the adapter",
     line="model.save_pretrained(dir, state_dict=state['model'])  # on rank 0, of state = program.state_dict(full=True) on every rank",
 )
 def saved(mesh: Any) -> None:
-    model, twin = adapted()
-    program = meshc.compile(model, mesh, kwargs=batches(4)[0])
-    for one in (model, twin):
-        trained(one)
-    folder, state = shared_folder(), program.state_dict(full=True)
+    model, twin, state = trained_and_whole(mesh)
+    folder = shared_folder()
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state["model"])
+        model.save_pretrained(folder, state_dict=state)
         loaded = peft.PeftModel.from_pretrained(llama(), folder).double()
         same_loss(loaded, twin)
     dist.barrier()
@@ -132,14 +138,11 @@ def too_late(mesh: Any) -> None:
     line="plain.load_state_dict(state['model'])  # a plain model, on rank 0, of state = program.state_dict(full=True) on every rank",
 )
 def merged(mesh: Any) -> None:
-    model, twin = adapted()
-    program = meshc.compile(model, mesh, kwargs=batches(4)[0])
-    for one in (model, twin):
-        trained(one)
-    folder, state = shared_folder(), program.state_dict(full=True)
+    _, twin, state = trained_and_whole(mesh)
+    folder = shared_folder()
     if dist.get_rank() == 0:
         plain, _ = adapted()
-        plain.load_state_dict(state["model"])
+        plain.load_state_dict(state)
         plain.merge_and_unload().save_pretrained(folder)
         same_loss(LlamaForCausalLM.from_pretrained(folder).double(), twin)
     dist.barrier()

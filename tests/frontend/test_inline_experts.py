@@ -13,6 +13,7 @@ import meshc
 from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.listed_experts import listed_experts, looped, unchosen
 from meshc.frontend.stock_experts import formed_experts
+from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad
 
@@ -113,7 +114,7 @@ def trained(kind: str, mesh: str, microbatches: int | None = None, rows: int = 8
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     step = meshc.TrainStep(model, optimizer=optimizer, loss=lambda y: y.square().mean(), clip_grad_norm=1.0, microbatches=microbatches)
     x = torch.randn(rows, 5, WIDTH, dtype=torch.float64)
-    return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(**options), args=(x,))  # type: ignore[arg-type]
+    return meshc.compile(step, meshc.Mesh(mesh), options=meshc.Options(**options), args=(x,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,9 +157,10 @@ def test_a_step_equals_one_device(kind: str, mesh: str, microbatches: int | None
     found = trained(kind, mesh, microbatches)
     if mesh == "ep=2":
         name = "experts.0.down_proj"
-        sharding = found.compiled.port(f"parameter:{name}").sharding  # type: ignore[union-attr]
+        assert isinstance(found.compiled, PlainProgram)
+        sharding = found.compiled.port(f"parameter:{name}").sharding
         assert sharding is not None and [part.axes for part in sharding.dims[0]] == [("ep",)]
-        assert not any(use.axes == ("ep",) and "group_outer" in use.reason for use in summary.collectives(found.compiled))  # type: ignore[arg-type]
+        assert not any(use.axes == ("ep",) and "group_outer" in use.reason for use in summary.collectives(found.compiled))
     verified = meshc.verify(found, dtype=torch.float64)
     assert verified.ok, verified
 
@@ -285,7 +287,7 @@ class Soft(nn.Module):
 
 def test_llama4s_layer_with_another_router_is_as_its_code_has_it() -> None:
     layer, x = llama4(), torch.randn(3, 5, WIDTH, dtype=torch.float64)
-    layer.router = Soft(layer.router)  # type: ignore[arg-type]
+    layer.router = Soft(layer.router)
     wanted = layer(x)[0]
     with formed_experts(layer, lambda path: 1), listed_experts(layer):
         torch.testing.assert_close(layer(x)[0], wanted)

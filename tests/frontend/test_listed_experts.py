@@ -285,7 +285,7 @@ def test_under_autocast_experts_multiply_in_its_type_as_their_linears_do() -> No
     model = Lower()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
     found = meshc.compile(step, meshc.Mesh("ep=2"), args=(torch.randn(4, 5, WIDTH),))
-    nodes = [node for stage in found.compiled.stages.values() for node in ir.calls(stage.graph)]  # type: ignore[union-attr]
+    nodes = [node for stage in found.compiled.stages.values() for node in ir.calls(stage.graph)]
     products = [node for node in nodes if ir.op_name(node) == "meshc.used_mm"]
     assert len(products) > 2 and {ir.record(node).dtype for node in products} == {torch.bfloat16}
     assert meshc.verify(found).ok
