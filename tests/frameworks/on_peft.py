@@ -86,12 +86,12 @@ def inference(mesh: Any) -> None:
 
 
 def trained_and_whole(mesh: Any) -> tuple[Any, Any, Any]:
-    """A compiled model with an adapter and a plain one, both after a step; and what the former has, whole."""
+    """A compiled model with an adapter and a plain one, both after a step; and on rank 0 all that the former has."""
     model, twin = adapted()
     program = meshc.compile(model, mesh, kwargs=batches(4)[0])
     for one in (model, twin):
         trained(one)
-    return model, twin, program.state_dict(full=True)["model"]
+    return model, twin, program.state_dict(full=True)
 
 
 @ROWS.row(
@@ -102,7 +102,7 @@ def saved(mesh: Any) -> None:
     model, twin, state = trained_and_whole(mesh)
     folder = shared_folder()
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
+        model.save_pretrained(folder, state_dict=state["model"])
         loaded = peft.PeftModel.from_pretrained(llama(), folder).double()
         same_loss(loaded, twin)
     dist.barrier()
@@ -142,7 +142,7 @@ def merged(mesh: Any) -> None:
     folder = shared_folder()
     if dist.get_rank() == 0:
         plain, _ = adapted()
-        plain.load_state_dict(state)
+        plain.load_state_dict(state["model"])
         plain.merge_and_unload().save_pretrained(folder)
         same_loss(LlamaForCausalLM.from_pretrained(folder).double(), twin)
     dist.barrier()
