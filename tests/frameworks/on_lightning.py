@@ -10,7 +10,7 @@ import lightning
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -22,16 +22,18 @@ from tests.processes.session import run_checks
 
 ROWS = Rows("lightning")
 STRATEGY = "strategy=ModelParallelStrategy(parallelize_fn=lambda module, mesh: module)"
+IN_LIGHTNING = "strategy=ModelParallelStrategy(), and meshc.compile in configure_model"
 
 
-def steps_of(twin: torch.nn.Module, steps: int) -> list[float]:
+def steps_of(twin: torch.nn.Module, steps: int, clip: float | None = 0.5) -> list[float]:
     """On one device; the losses."""
     optimizer, losses = torch.optim.SGD(twin.parameters(), lr=0.1), []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = twin(X).square().sum()
         loss.backward()
-        clip_grad_norm_(twin.parameters(), 0.5)
+        if clip is not None:
+            clip_grad_norm_(twin.parameters(), clip)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -93,21 +95,30 @@ class Module(lightning.LightningModule):
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("validated", self.net(batch).square().sum())
 
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("tested", self.net(batch).square().sum())
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        predicted: torch.Tensor = self.net(batch)
+        return predicted
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@ROWS.row("Lightning's Trainer: fit, validate, checkpoints", line="strategy=ModelParallelStrategy(), and meshc.compile in configure_model")
-def by_trainer(mesh: Any) -> None:
+def lightning_trainer(folder: Any, **given: Any) -> lightning.Trainer:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, num_sanity_val_steps=0)
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
+    return lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=str(folder), **quiet, **given)
+
+
+@ROWS.row("Lightning's Trainer: fit, validate, checkpoints", line=IN_LIGHTNING)
+def by_trainer(mesh: Any) -> None:
     folder = shared_folder()
     module, twin = Module(mesh), mlp()
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), max_steps=3,
-        gradient_clip_val=0.5, enable_progress_bar=False, enable_model_summary=False, logger=False, default_root_dir=str(folder),
-        num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = lightning_trainer(folder, max_steps=3, gradient_clip_val=0.5)
     loader = DataLoader(X, batch_size=6)
     trainer.fit(module, loader)
     wanted = steps_of(twin, 3)
@@ -123,14 +134,6 @@ def by_trainer(mesh: Any) -> None:
     same_parameters(module.net, twin)
 
 
-def lightning_trainer(folder: Any, **given: Any) -> lightning.Trainer:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, num_sanity_val_steps=0)
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
-    return lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=str(folder), **quiet, **given)
-
-
 def accumulated_on(twin: torch.nn.Module, steps: int) -> None:
     """Two batches a step, by their mean, as Lightning accumulates."""
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -141,12 +144,63 @@ def accumulated_on(twin: torch.nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-@ROWS.row("its Trainer: accumulate_grad_batches", line="strategy=ModelParallelStrategy(), and meshc.compile in configure_model")
+@ROWS.row("its Trainer: accumulate_grad_batches", line=IN_LIGHTNING)
 def accumulated(mesh: Any) -> None:
     module, twin = Module(mesh), mlp()
     lightning_trainer(shared_folder(), max_steps=2, accumulate_grad_batches=2).fit(module, DataLoader(X, batch_size=3))
     accumulated_on(twin, 2)
     same_parameters(module.net, twin)
+
+
+@ROWS.row("its Trainer: resume from a checkpoint (ckpt_path)", line=IN_LIGHTNING)
+def resumed(mesh: Any) -> None:
+    folder, loader = shared_folder(), DataLoader(X, batch_size=6)
+    first = lightning_trainer(folder, max_steps=2)
+    first.fit(Module(mesh), loader)
+    first.save_checkpoint(folder / "state")
+    module, twin = Module(mesh), mlp()
+    second = lightning_trainer(folder, max_steps=4)
+    second.fit(module, loader, ckpt_path=str(folder / "state"))
+    wanted = steps_of(twin, 4, clip=None)
+    assert second.global_step == 4
+    assert all(abs(one - other) < 1e-9 for one, other in zip(module.losses, wanted[2:], strict=True))
+    same_parameters(module.net, twin)
+
+
+class Halved(Module):
+    """Its rate is halved after each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@ROWS.row("its Trainer: schedulers and EarlyStopping", line=IN_LIGHTNING)
+def scheduled_and_stopped(mesh: Any) -> None:
+    module, twin = Halved(mesh), mlp()
+    stopping = EarlyStopping("loss", mode="max", patience=2)  # the loss falls, so the first is the best
+    trainer = lightning_trainer(shared_folder(), max_epochs=9, callbacks=[stopping])
+    trainer.fit(module, DataLoader(X, batch_size=6))
+    assert trainer.global_step == 3
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        twin(X).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    same_parameters(module.net, twin)
+
+
+@ROWS.row("its Trainer: test and predict", line=IN_LIGHTNING)
+def tested_and_predicted(mesh: Any) -> None:
+    module, twin, loader = Module(mesh), mlp(), DataLoader(X, batch_size=3)
+    trainer = lightning_trainer(shared_folder(), max_steps=1)
+    (told,) = trainer.test(module, loader, verbose=False)
+    wanted = [twin(batch) for batch in (X[:3], X[3:])]
+    assert abs(told["tested"] - sum(each.square().sum().item() for each in wanted) / 2) < 1e-6
+    for mine, theirs in zip(trainer.predict(module, loader), wanted, strict=True):
+        same(mine, theirs)
 
 
 @ROWS.row(

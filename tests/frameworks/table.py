@@ -62,8 +62,7 @@ AFTER: Final = """
   distributed checkpoint is a folder, which `load_from_checkpoint` does not take: `ModelParallelStrategy(save_distributed_checkpoint=False)`
   writes one file. Its `StochasticWeightAveraging` callback copies the module before it is compiled, and averages plain tensors with
   DTensors: `torch.optim.swa_utils` averages a compiled model. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo
-  ranks: schedulers, early stopping, checkpoints and resume, test, predict, bf16-mixed; Fabric under torchrun, and with processes of its
-  own.)
+  ranks: bf16-mixed; Fabric under torchrun, and with processes of its own.)
 - **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.
 """
 
