@@ -1,7 +1,7 @@
 """What a model's Python does beside computing, seen while it is traced: what it keeps is reported, what it says is said once.
 
     self.counter += 1      activations.append(h.detach())      CACHE[key] = mask      left out: a warning names the line
-    assert (x > 0).all()                                                              left out: a warning names the line
+    assert (x > 0).all()   if x.isnan().any(): raise ValueError("nan")                left out: a warning names the line
     print(h.shape)         logger.info("%s", h)                warnings.warn("...")   carried out when tracing is over, once
 
 Dynamo keeps an account of each object from before the trace that the trace changes, with the lines that do so. In code that it compiles it
@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
+from meshc.frontend.left_out import left_out
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
@@ -46,7 +47,7 @@ SHOWN: Final = 5
 LEFT_OUT: Final = "and a program leaves that out: no call"
 """By these words a note is known to be a warning."""
 ASSERTS: Final = ("_assert", "_assert_async", "_assert_scalar")
-"""What an `assert` on what tensors hold is in a trace."""
+"""What an `assert` on what tensors hold is in a trace, and a branch that only raises (`left_out.py`)."""
 
 
 @dataclass
@@ -91,10 +92,15 @@ def _listed(what: str, places: Sequence[Source], advice: str) -> str:
 def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
     """A note of the lines that assert what tensors hold, of which a program computes nothing; none if there are none."""
     bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # itself, and checkpointed regions
-    nodes = [node for body in bodies for node in body.graph.nodes if _name(node.target) in ASSERTS]
+    nodes = [node for body in bodies for node in body.graph.nodes if is_check(node)]
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
-    return [_listed(f"the model's code asserts what tensors hold, {LEFT_OUT} checks it", places, advice)] if places else []
+    return [_listed(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
+
+
+def is_check(node: torch.fx.Node) -> bool:
+    """Whether a call asserts something of what tensors hold."""
+    return _name(node.target).partition(".")[0] in ASSERTS
 
 
 def leave_out_checks(module: torch.fx.GraphModule) -> None:
@@ -104,17 +110,17 @@ def leave_out_checks(module: torch.fx.GraphModule) -> None:
     """
     for body in [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]:
         for node in [node for node in body.graph.nodes if _name(node.target).partition(".")[0] == ASSERTS[-1]]:
-            _forget(node)
+            forget(node)
         body.recompile()
 
 
-def _forget(node: torch.fx.Node) -> None:
+def forget(node: torch.fx.Node) -> None:
     """Erases a call that nobody reads and that changes nothing, and of what it read that which is read no more."""
     if node.op in ("call_function", "call_method") and not node.users and changed_by(node) is None:
         before = dict.fromkeys(node.all_input_nodes)
         node.graph.erase_node(node)
         for one in before:
-            _forget(one)
+            forget(one)
 
 
 def _name(target: Target) -> str:
@@ -158,6 +164,7 @@ def observed() -> Iterator[Seen]:
         mock.patch.object(DebuggingVariable, "call_function", called),
         mock.patch.object(LoggingLoggerVariable, "call_method", logged),
         mock.patch.object(BuiltinVariable, "call_function", calculated),
+        left_out(),
     ):
         try:
             yield seen

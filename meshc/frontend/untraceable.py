@@ -45,6 +45,14 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"no fake impl registered", f"give the operator a fake (register_fake), which says what it makes of which shapes; {_OWN}"),
     (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
     (r"Tensor\.backward\(\)", _SPLITTING),
+    (r"compute_mask_indices|compute_num_masked_span", (
+        "set mask_time_prob and mask_feature_prob to 0 in the model's configuration (model.config.apply_spec_augment = False): which spans "
+        "are masked is drawn outside of torch; masks that the model takes as mask_time_indices may be drawn before the call"
+    )),
+    (r"loss_for_object_detection|HungarianMatcher|linear_sum_assignment", (
+        "compile the model without labels, and call its loss (model.loss_function) on what the program gives: which box belongs to which "
+        "label is found outside of torch, from values"
+    )),
     (r"layer_?drop", (
         "set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the model's configuration: which layers run must not be drawn from "
         "call to call"

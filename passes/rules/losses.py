@@ -1,6 +1,8 @@
-"""Losses that compare entry by entry, as torch's operators: capture takes them apart, so that these are for programs that name them.
+"""Losses that compare entry by entry, as torch's operators: capture takes them apart, so that these are for programs that name them; and
+what a row's frames say, which splits by rows.
 
     mse_loss(x, y, reduction)      none: pointwise      sum: pending over what is split      mean: the same, divided by the global size
+    ctc_loss(log_probs, targets, frames, lengths, ...)                  rows
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
+from meshc.ops import ctc as _ctc_operators  # noqa: F401 - registers them
 from meshc.passes.rules.reduction import argument
-from meshc.passes.rules.rule import ONE, Rule, RuleFunction, shape_of
+from meshc.passes.rules.rule import ONE, Rule, RuleFunction, by_text, shape_of
 
 if TYPE_CHECKING:
     from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
+ours = torch.ops.meshc
 NONE, MEAN = 0, 1
 """torch's numbers of a loss's reduction; 2 is the sum."""
 PLACES: dict[object, int] = {
@@ -79,4 +83,8 @@ def _rest(node: Node, args: Sequence[object], place: int) -> dict[str, object]:
     return dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
 
 
-RULES: dict[object, RuleFunction] = dict.fromkeys(PLACES, _loss)
+RULES: dict[object, RuleFunction] = {
+    **dict.fromkeys(PLACES, _loss),
+    ours.ctc_loss.default: by_text("t! n c!, n s!, n, n -> n", clean=(1, 2, 3)),  # a row of padding has no frames and no targets
+    ours.ctc_loss_backward.default: by_text("n, t! n c!, n s!, n, n -> t! n c!", clean=(2, 3, 4)),
+}

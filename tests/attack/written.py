@@ -54,6 +54,9 @@ def _sequences() -> Iterator[Call]:
             yield _of(overload, chances, labels, *given)
             backward = aten._ctc_loss_backward.default if overload is aten._ctc_loss.default else aten._ctc_loss_backward.Tensor
             yield _of(backward, _x(3), chances, labels, *given, loss, alpha, 0)
+    lengths_as_tensors = torch.tensor([6, 5, 4]), torch.tensor([3, 2, 1])
+    yield _of(ops.ctc_loss, chances, targets, *lengths_as_tensors, 0, True)
+    yield _of(ops.ctc_loss_backward, _x(3), chances, targets, *lengths_as_tensors, 0, True)
     rows, matrices = _x(8, 16).bfloat16(), _x(2, 16, 8).bfloat16()
     yield _of(aten._grouped_mm, rows, matrices, torch.tensor([3, 8], dtype=torch.int32))
 

@@ -146,7 +146,7 @@ def test_what_a_program_leaves_out_is_told_by_line(model: type[Base], code: str)
 def test_assertions_of_what_tensors_hold_are_told_by_line() -> None:
     (message,) = told(Asserts())
     first, *lines, advice = message.splitlines()
-    assert first == f"the model's code asserts what tensors hold, {LEFT_OUT} checks it"
+    assert first == f"the model's code checks what tensors hold, {LEFT_OUT} does"
     wanted = ['assert (x > -1000).all(), "x is too small"', 'torch._assert_async(torch.isfinite(x).all(), "within a checkpointed region")']
     assert sorted(line.split(": ", 1)[1] for line in lines) == sorted(wanted)
     assert advice == "  what to do: check it before the call, or return the condition as an output and look at that"

@@ -1,0 +1,149 @@
+"""What a model's Python does by tensors, and a program does not, left out while it is traced.
+
+    if labels.max() >= self.config.vocab_size:                 a check: a warning names the line, as with an assert
+        raise ValueError(f"Label values must be <= vocab_size: {self.config.vocab_size}")
+    h.requires_grad = True                                     nothing: what no one outside asks the gradient of has none in a program
+
+Dynamo knows the `assert` of Python, and gives up at any other branch on a tensor. Its functions for conditional jumps are replaced
+meanwhile: where one side of the jump only makes an error and raises it, and nobody is there to catch it, the other side is where the trace
+goes on. That a value is to have a gradient stock models say for the checkpointing that torch had first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+MOST: Final = 200
+"""Instructions of a side that raises; longer ones are no checks."""
+ELSEWHERE: Final = ("POP_JUMP", "JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL")
+"""How instructions begin that lead out of a row of them, or change what lasts."""
+
+Handler = Callable[[Any, Any], None]
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """A context for tracing. Checks are asserts in the graph."""
+    from meshc.private import symbolic_convert
+
+    tracers = (
+        symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator,
+        symbolic_convert.InliningGeneratorInstructionTranslator,
+    )  # fmt: skip
+    before = [(tracer, tracer.dispatch_table) for tracer in tracers]
+    try:
+        for tracer, handlers in before:
+            tracer.dispatch_table = [*map(_replaced, handlers)]
+        yield
+    finally:
+        for tracer, handlers in before:
+            tracer.dispatch_table = handlers
+
+
+def _replaced(handler: Handler | None) -> Handler | None:
+    """Dynamo's function for an instruction, or what stands for it."""
+    if handler is None or handler not in _jumps():
+        return _storing(handler) if handler is not None and handler is _base().STORE_ATTR else handler
+    return _checking(handler)
+
+
+def _storing(handler: Handler) -> Handler:
+    """Of what gives an object an attribute, one that sees what is asked for."""
+
+    def store(self: Any, instruction: Any) -> None:
+        if instruction.argval == "requires_grad" and _is_asked_for(*self.stack[-2:]):
+            self.popn(2)
+        else:
+            handler(self, instruction)
+
+    return store
+
+
+def _is_asked_for(value: Any, of: Any) -> bool:
+    """Whether it is True, of a tensor that is computed or given; parameters are the model's own."""
+    from meshc.private import variables
+
+    value, of = value.realize(), of.realize()
+    if not value.is_python_constant() or value.as_python_constant() is not True or not isinstance(of, variables.TensorVariable):
+        return False
+    return not isinstance(of.as_proxy().node.meta.get("example_value"), torch.nn.Parameter)
+
+
+def _checking(handler: Handler) -> Handler:
+    """Of a conditional jump, one that sees whether it is a check."""
+
+    def jump(self: Any, instruction: Any) -> None:
+        behind, there = self.instruction_pointer, self.indexof[instruction.target]
+        value = self.stack[-1].realize()
+        check = _check_of(value)
+        if check is None or not (_raises(self, behind) or _raises(self, there)):
+            handler(self, instruction)
+            return
+        self.pop()
+        self.output.create_proxy("call_function", check, (value.as_proxy(), "a check that raises"), {})
+        if _raises(self, behind):
+            self.jump(instruction)
+
+    return jump
+
+
+def _jumps() -> set[object]:
+    """Dynamo's functions for jumps that depend on a truth and take it off the stack, whatever Python calls them."""
+    names = [name for name in dir(_base()) if name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE"))]
+    return {getattr(_base(), name) for name in names}
+
+
+def _base() -> Any:
+    from meshc.private import symbolic_convert
+
+    return symbolic_convert.InstructionTranslatorBase
+
+
+def _check_of(value: Any) -> Callable[..., None] | None:
+    """What asserts it of a tensor of one element, or of what follows from a number that a tensor holds. None for anything else."""
+    from meshc.private import variables
+
+    if isinstance(value, variables.TensorVariable):
+        example = value.as_proxy().node.meta.get("example_value")
+        return torch._assert_async if isinstance(example, torch.Tensor) and example.numel() == 1 else None
+    unknown = isinstance(value, variables.SymNodeVariable) and free_unbacked_symbols(value.sym_num)
+    return torch.ops.aten._assert_scalar.default if unknown else None
+
+
+def _raises(tracer: Any, start: int) -> bool:
+    """Whether nothing comes from an instruction on but an error that is raised, and that nobody catches."""
+    for instruction in tracer.instructions[start : start + MOST]:
+        if instruction.opname == "RAISE_VARARGS":
+            return not _is_caught(tracer, instruction)
+        if instruction.opname.startswith(ELSEWHERE):
+            return False
+    return False
+
+
+def _is_caught(tracer: Any, instruction: Any) -> bool:
+    """By the function that is traced, or by one that has called it."""
+    if sys.version_info < (3, 11):  # blocks are no table there: what stands in one stays a branch
+        return bool(tracer.block_stack) or tracer.parent is not None and _is_caught(tracer.parent, None)
+    if _has_except(tracer.instructions, instruction):
+        return True
+    parent = getattr(tracer, "parent", None)
+    return parent is not None and _is_caught(parent, parent.current_instruction)
+
+
+def _has_except(instructions: Sequence[Any], instruction: Any) -> bool:
+    """Whether it stands in a `try`; a `with` is left by the error, and lets it through."""
+    where = {id(one): index for index, one in enumerate(instructions)}
+    entry = instruction.exn_tab_entry
+    while entry is not None:
+        index = where[id(entry.target)]
+        names = [one.opname for one in instructions[index : index + 2]]
+        if names[0] == "PUSH_EXC_INFO" and names[1] != "WITH_EXCEPT_START":
+            return True
+        entry = entry.target.exn_tab_entry
+    return False

@@ -1,0 +1,141 @@
+"""`meshc::ctc_loss`: how unlikely it is that a row's frames say its targets (connectionist temporal classification), row by row.
+
+    ctc_loss(log_probs, targets, frames, lengths, blank, zero_infinity) -> loss
+    ctc_loss_backward(grad, log_probs, targets, frames, lengths, blank, zero_infinity) -> the gradient of log_probs
+
+    log_probs  [t, rows, classes]  logarithms of probabilities
+    targets    [rows, s]           classes; what stands behind a row's length is not read
+    frames     [rows], lengths [rows]   int64: how many positions of t, and of s, are a row's own
+    loss       [rows]              -log of the sum over all ways; inf where there is none, or 0 with `zero_infinity`
+
+torch's own kernels do it. Its operators for lengths in tensors give results whose sizes depend on these, which no program can hold; here
+backward finds again what forward had found. `loss_of_rows` is `torch.nn.functional.ctc_loss`, written with it.
+
+Graves, Fernandez, Gomez, Schmidhuber: Connectionist Temporal Classification (ICML 2006).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshc.ops.operands import misfit
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("meshc::ctc_loss", mutates_args=())
+def ctc_loss(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    _fit("ctc_loss", log_probs, targets, frames, lengths, blank)
+    loss, _ = aten._ctc_loss.default(log_probs, targets, *_numbers("ctc_loss", log_probs, targets, frames, lengths), blank, zero_infinity)
+    return torch.where(loss.isinf(), 0, loss) if zero_infinity else loss.clone()
+
+
+@ctc_loss.register_fake
+def _(log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    _fit("ctc_loss", log_probs, targets, frames, lengths, blank)
+    return log_probs.new_empty(log_probs.shape[1:2])
+
+
+@torch.library.custom_op("meshc::ctc_loss_backward", mutates_args=())
+def ctc_loss_backward(
+    grad: Tensor, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    _fit("ctc_loss_backward", log_probs, targets, frames, lengths, blank, grad)
+    how = _numbers("ctc_loss_backward", log_probs, targets, frames, lengths)
+    loss, alpha = aten._ctc_loss.default(log_probs, targets, *how, blank, zero_infinity)
+    return aten._ctc_loss_backward.default(grad.contiguous(), log_probs, targets, *how, loss, alpha, blank, zero_infinity).contiguous()
+
+
+@ctc_loss_backward.register_fake
+def _(grad: Tensor, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, zero_infinity: bool) -> Tensor:
+    _fit("ctc_loss_backward", log_probs, targets, frames, lengths, blank, grad)
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _fit(
+    operator: str, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int, grad: Tensor | None = None
+) -> None:
+    given = {"log_probs": log_probs, "targets": targets, "frames": frames, "lengths": lengths, "grad": grad}
+    if log_probs.dim() != 3 or log_probs.dtype not in (torch.float32, torch.float64) or targets.dtype not in (torch.int32, torch.int64):
+        raise misfit(operator, "log_probs are [t, rows, classes] in float32 or float64, targets int64 or int32", **given)
+    times, rows, classes = log_probs.shape
+    if targets.dim() not in (1, 2) or targets.dim() == 2 and targets.shape[0] != rows:
+        raise misfit(operator, "each row has targets", **given)
+    if any(one.shape != (rows,) or one.dtype != torch.int64 for one in (frames, lengths)):
+        raise misfit(operator, "frames and lengths are a number a row, int64", **given)
+    if grad is not None and (grad.shape != (rows,) or grad.dtype != log_probs.dtype):
+        raise misfit(operator, "grad is a number a row, of the dtype of log_probs", **given)
+    if not 0 <= blank < classes:
+        raise misfit(operator, f"blank is a class, 0 to {classes - 1}", **given)
+
+
+def _numbers(operator: str, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
+    """The numbers of frames and targets. Raises ValueError for what would have torch's kernels read past an end."""
+    times, _, classes = log_probs.shape
+    size = targets.shape[-1] if targets.dim() == 2 else 0
+    of_frames, of_targets = frames.tolist(), lengths.tolist()
+    if not all(0 <= one <= times for one in of_frames) or not all(0 <= one <= size for one in of_targets):
+        rule = f"targets are [rows, s], frames 0 to {times}, lengths 0 to {size}"
+        raise misfit(operator, rule, log_probs=log_probs, targets=targets, frames=frames, lengths=lengths)
+    read = torch.arange(size, device=targets.device) < lengths[:, None]
+    if bool((read & ((targets < 0) | (targets >= classes))).any()):
+        raise misfit(operator, f"targets are classes, 0 to {classes - 1}", log_probs=log_probs, targets=targets)
+    return of_frames, of_targets
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return ctc_loss_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), None, None, None, None, None
+
+
+ctc_loss.register_autograd(_backward, setup_context=_setup)
+
+
+def loss_of_rows(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """What `torch.nn.functional.ctc_loss` means."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    alone = log_probs.dim() == 2
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+    log_probs = log_probs if log_probs.dtype in (torch.float32, torch.float64) else log_probs.float()  # as autocast does
+    frames, lengths = (_in_a_tensor(given, log_probs) for given in (input_lengths, target_lengths))
+    loss = torch.ops.meshc.ctc_loss(log_probs, targets, frames, lengths, blank, zero_infinity)
+    if reduction == "none":
+        return loss[0] if alone else loss
+    return loss.sum() if reduction == "sum" else (loss / lengths.clamp(min=1)).mean()
+
+
+def _in_a_tensor(given: Tensor | Sequence[int] | int, beside: Tensor) -> Tensor:
+    found = given if isinstance(given, Tensor) else torch.tensor(given)
+    return found.to(device=beside.device, dtype=torch.int64).reshape(-1)
+
+
+def rows_of_list(targets: Tensor, lengths: Tensor) -> Tensor:
+    """[rows, w] of the targets [w] of all rows one after another."""
+    count = targets.shape[0]
+    if not count:
+        return targets.new_zeros((lengths.shape[0], 0))
+    starts = lengths.cumsum(0) - lengths
+    return targets[(starts[:, None] + torch.arange(count, device=targets.device)).clamp(max=count - 1)]
+
+
+def chosen_in_front(targets: Tensor, chosen: Tensor) -> Tensor:
+    """targets [rows, s], those of each row that are chosen (bool, as targets) before the others, in their order."""
+    order = torch.sort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)[1]
+    return targets.gather(-1, order)
