@@ -109,4 +109,5 @@ def _counts(lengths: Node, mask: Node) -> bool:
 
 def _is_cast(node: Node) -> bool:
     """Whether a call leaves the numbers and their order as they are."""
-    return bool(node.args) and getattr(node.target, "__name__", node.target) in ("to", "long", "int", "contiguous")
+    name = getattr(node.target, "__name__", node.target)
+    return name in ("to", "long", "int", "contiguous", "reshape") and _value(node).dim() == _value(node.all_input_nodes[0]).dim()

@@ -27,6 +27,7 @@ from meshc.ir.graph import call, give, output_of, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import Part
+from meshc.ops import explicit_attention as _explicit_attention  # noqa: F401 - registers it
 from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request

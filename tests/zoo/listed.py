@@ -62,24 +62,24 @@ class NotBuilt(Exception):
 def case(one: Listed) -> Case:
     """The model with the inputs of a training step. Raises NotBuilt."""
     why: list[str] = []
-    make = _configuration(one)
+    make = configuration(one)
     if make is None:
         raise NotBuilt("it has no configuration of its own")
     for inputs, way in product(INPUTS[one.task], WAYS):
         try:
-            return _case(one, shrunk(make(), way), inputs)
+            return case_of(one, shrunk(make(), way), inputs)
         except Exception as error:  # noqa: BLE001 - of whatever kind: the next way may do
             why.append(f"{type(error).__name__}: {error}")
     raise NotBuilt(why[0])
 
 
-def _configuration(one: Listed) -> type[PretrainedConfig] | None:
+def configuration(one: Listed) -> type[PretrainedConfig] | None:
     own = getattr(getattr(transformers, one.model), "config_class", None)
     name = configuration_auto.CONFIG_MAPPING_NAMES.get(one.type)
     return own or (getattr(transformers, name) if name else None)
 
 
-def _case(one: Listed, config: PretrainedConfig, inputs: Inputs) -> Case:
+def case_of(one: Listed, config: PretrainedConfig, inputs: Inputs) -> Case:
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
