@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch._dynamo.graph_region_tracker as graph_region_tracker
     import torch._dynamo.pgo as pgo
     import torch._dynamo.symbolic_convert as symbolic_convert
+    import torch._dynamo.trace_rules as trace_rules
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
     import torch.distributed.tensor._random as dtensor_random
@@ -65,6 +66,7 @@ NAMES: Final[Mapping[str, str]] = {
     "graph_region_tracker": "torch._dynamo.graph_region_tracker",
     "pgo": "torch._dynamo.pgo",
     "symbolic_convert": "torch._dynamo.symbolic_convert",
+    "trace_rules": "torch._dynamo.trace_rules",
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
     "dtensor_random": "torch.distributed.tensor._random",
@@ -120,7 +122,11 @@ REACHED: Final = (
 REPLACED: Final = (
     "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
     "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
-    "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo:lookup_backend", "torch._dynamo.graph_region_tracker:InputPickler",
+    "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table",
+    "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table",
+    "torch._dynamo.symbolic_convert:InliningGeneratorInstructionTranslator.dispatch_table",
+    "torch._dynamo.symbolic_convert:InstructionTranslatorBase.STORE_ATTR", "torch._dynamo.trace_rules:get_torch_obj_rule_map",
+    "torch._dynamo:lookup_backend", "torch._dynamo.graph_region_tracker:InputPickler",
     "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable.should_wrap_in_hop",
     "torch._dynamo.pgo:_CODE_STATE", "torch._dynamo.pgo:_INIT_CODE_STATE",
     "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation",

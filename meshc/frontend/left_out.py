@@ -12,6 +12,7 @@ goes on. That a value is to have a gradient stock models say for the checkpointi
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -24,6 +25,9 @@ MOST: Final = 200
 ELSEWHERE: Final = ("POP_JUMP", "JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL")
 """How instructions begin that lead out of a row of them, or change what lasts."""
 
+JUMP: Final = re.compile(r"POP_JUMP\w*_IF_(TRUE|FALSE)")
+"""Jumps that depend on a truth and take it off the stack, whatever a release of Python calls them."""
+
 Handler = Callable[[Any, Any], None]
 
 
@@ -32,6 +36,9 @@ def left_out() -> Iterator[None]:
     """A context for tracing. Checks are asserts in the graph."""
     from meshc.private import symbolic_convert
 
+    base = symbolic_convert.InstructionTranslatorBase
+    jumps = {getattr(base, name) for name in dir(base) if JUMP.fullmatch(name)}
+    standing = {base.STORE_ATTR: _storing(base.STORE_ATTR), **{jump: _checking(jump) for jump in jumps}}
     tracers = (
         symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator,
         symbolic_convert.InliningGeneratorInstructionTranslator,
@@ -39,18 +46,11 @@ def left_out() -> Iterator[None]:
     before = [(tracer, tracer.dispatch_table) for tracer in tracers]
     try:
         for tracer, handlers in before:
-            tracer.dispatch_table = [*map(_replaced, handlers)]
+            tracer.dispatch_table = [standing.get(handler, handler) for handler in handlers]
         yield
     finally:
         for tracer, handlers in before:
             tracer.dispatch_table = handlers
-
-
-def _replaced(handler: Handler | None) -> Handler | None:
-    """Dynamo's function for an instruction, or what stands for it."""
-    if handler is None or handler not in _jumps():
-        return _storing(handler) if handler is not None and handler is _base().STORE_ATTR else handler
-    return _checking(handler)
 
 
 def _storing(handler: Handler) -> Handler:
@@ -91,18 +91,6 @@ def _checking(handler: Handler) -> Handler:
             self.jump(instruction)
 
     return jump
-
-
-def _jumps() -> set[object]:
-    """Dynamo's functions for jumps that depend on a truth and take it off the stack, whatever Python calls them."""
-    names = [name for name in dir(_base()) if name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE"))]
-    return {getattr(_base(), name) for name in names}
-
-
-def _base() -> Any:
-    from meshc.private import symbolic_convert
-
-    return symbolic_convert.InstructionTranslatorBase
 
 
 def _check_of(value: Any) -> Callable[..., None] | None:

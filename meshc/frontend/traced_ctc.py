@@ -24,7 +24,13 @@ from meshc.ops import ctc
 
 @contextmanager
 def traced_ctc() -> Iterator[None]:
-    """Inside, the loss is `meshc::ctc_loss`; around it stock models choose kernels of cuDNN's, or none, which is not traced."""
+    """Inside, the loss is `meshc::ctc_loss`; around it stock models choose kernels of cuDNN's, or none, which is not traced.
+
+    Dynamo looks torch's functions up by their names, once, and would take what stands for them for torch's own: it has to have looked.
+    """
+    from meshc.private import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
     with (
         mock.patch.object(torch.nn.functional, "ctc_loss", ctc.loss_of_rows),
         mock.patch.object(torch.backends.cudnn, "flags", _as_they_are),
