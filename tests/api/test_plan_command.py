@@ -145,6 +145,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err.partition("meshc plan: ")[2]
 
 
+@pytest.mark.broad
 def test_where_nothing_fits_the_closest_mesh_says_what_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = failing(capsys, "--mesh", "dp=2", "dp=4", "--memory", "100MB")
     first, second, *_, last = told.splitlines()

@@ -19,7 +19,7 @@ ENTRIES = entries()
 EVERYDAY = ("add", "mm", "softmax", "cumsum", "argmax", "scatter_add", "nn_functional_group_norm", "var")
 EVERY_TIME = ("index_put", "linalg_solve")
 DRAWN = random.Random(2).sample(sorted(set(ENTRIES) - {*EVERYDAY, *EVERY_TIME}), 30)
-FEWER = 10
+FEWER = 4
 """So many of those drawn, in each run of the tests."""
 
 

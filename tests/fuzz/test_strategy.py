@@ -22,6 +22,7 @@ def test_cases_of_hypothesis(case: Case) -> None:
     assert not found.failed, found.why
 
 
+@pytest.mark.broad
 def test_steps_are_left_out() -> None:
     """What a matmul needs is left of a program that has one."""
     limits = settings(EVERY, max_examples=60)

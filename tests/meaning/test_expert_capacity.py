@@ -39,7 +39,8 @@ GROUPS = {"expert_group": 6}
     ],
 )  # fmt: skip
 def test_equals_one_device(family: str, mesh: str, options: dict[str, Any]) -> None:
-    verified = meshc.verify(compiled(FAMILIES[family].case(family), mesh, expert_capacity=0.75, **options), dtype=torch.float64)
+    found = shallow(family) if (family, mesh) == ("mixtral", "dp=2,ep=2") else FAMILIES[family].case(family)
+    verified = meshc.verify(compiled(found, mesh, expert_capacity=0.75, **options), dtype=torch.float64)
     assert verified.ok, verified
 
 
@@ -104,8 +105,8 @@ def test_metrics_have_what_was_chosen_and_what_was_dropped(mesh: str) -> None:
 
 
 def test_without_a_capacity_nothing_is_dropped() -> None:
-    mine = told(compiled(FAMILIES["mixtral"].case("mixtral"), "ep=2"))
-    assert [name for name in mine if name.startswith(("routed:", "dropped:"))] == [f"routed:model.layers.{i}.mlp.experts" for i in range(2)]
+    mine = told(compiled(shallow("mixtral"), "ep=2"))
+    assert [name for name in mine if name.startswith(("routed:", "dropped:"))] == ["routed:model.layers.0.mlp.experts"]
     assert all(int(value.sum()) == 96 for name, value in mine.items() if name.startswith("routed:"))
 
 

@@ -10,7 +10,7 @@ import torch
 import meshc
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import FAMILIES, shallow
 from tests.zoo.loops import WIDTH, Model
 
 
@@ -30,7 +30,7 @@ def test_all_tokens_to_one_expert(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["ep=3", broad("dp=2,ep=2"), broad("ep=4")])
 def test_a_nan_stays_in_its_row(family: str, mesh: str) -> None:
     """Its router's weights are NaN and its choices whatever the largest of NaN is; tokens of other rows go through the same experts."""
-    found = FAMILIES[family].case(family)
+    found = shallow(family) if family == "olmoe" else FAMILIES[family].case(family)
     model = found.model.double().eval()
     ids = found.kwargs["input_ids"].clone()
     ids[ids == 9] = 10

@@ -52,7 +52,7 @@ def moved(program: meshc.Program) -> Counter[str]:
         broad("cp=3", "cp: width"),
         broad("h=2,w=2", "h: height\nw: width"),
         broad("dp=2,cp=2", "dp: batch\ncp: height"),
-        ("a=2,b=2", "a: height\nb: height"),
+        broad("a=2,b=2", "a: height\nb: height"),
         ("tp=2,cp=2", "tp: blocks.*.weight.0\ncp: height"),
     ],
 )

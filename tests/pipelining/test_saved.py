@@ -217,6 +217,7 @@ def test_batch_norm_of_the_whole_batch() -> None:
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
+@pytest.mark.broad
 def test_the_mean_of_parts() -> None:
     """Each microbatch reads the running means that the one before it wrote, on its stage; in the end all ranks have them."""
     program, inputs = batch_norm(microbatches=2, batch_mix="mean_of_parts")

@@ -60,7 +60,7 @@ def test_two_layers_more() -> None:
         broad([16] * 6, {}),
         ([16] * 7, {"mesh": "dp_shard=2,tp=2", "clip_grad_norm": 1.0}),
         broad([16] * 6, {"microbatches": 2}),
-        ([16] * 6, {"mesh": "pp=2", "microbatches": 2}),
+        broad([16] * 6, {"mesh": "pp=2", "microbatches": 2}),
         broad([16] * 6, {"train": False, "mesh": "tp=2"}),
         broad([16] * 6, {"mesh": "dp=2,tp=2", "plan": "store *.up.weight state: ffn/dp/tp, _\nstore *.down.weight grads: _, ffn/tp/dp"}),
         broad([8] + [16, 24] * 5, {}),

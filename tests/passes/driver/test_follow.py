@@ -116,6 +116,7 @@ def test_a_size_that_is_decided_otherwise_is_not_followed(run_whole: list[int], 
     assert str(program) == long
 
 
+@pytest.mark.broad
 def test_without_asking_it_would_be_another_program(monkeypatch: pytest.MonkeyPatch, long: str) -> None:
     asked = Trail.at
 

@@ -98,7 +98,7 @@ def test_found_twice_is_one_text() -> None:
     assert print_program(texts[0]) == print_program(texts[1])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, broad(None)])
 def test_what_is_verified_is_what_was_found(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in float64 on a CPU, without a budget, would be given other choices: it gets those of the program."""
     case = models.mlp()

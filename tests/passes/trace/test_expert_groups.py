@@ -37,7 +37,7 @@ def trained(found: Case, mesh: str, plan: str | None = None, **options: Any) -> 
 
 
 def program(family: str, mesh: str, plan: str | None = None) -> PlainProgram:
-    found = trained(case(family), mesh, plan).compiled
+    found = trained(shallow(family), mesh, plan).compiled
     assert isinstance(found, PlainProgram)
     return found
 
@@ -76,7 +76,7 @@ def test_experts_lie_by_expert_and_all_else_is_as_of_data() -> None:
 
 
 def test_gradients_of_experts_are_not_added_up_over_the_axis_that_splits_them() -> None:
-    uses = [use for use in summary.collectives(program("qwen3_moe", "dp=2,ep=2")) if "gradient group_outer" in use.reason]
+    uses = [use for use in summary.collectives(program("qwen2_moe", "dp=2,ep=2")) if "gradient group_outer" in use.reason]
     assert uses and all(use.axes == ("dp",) for use in uses)
 
 
@@ -87,14 +87,14 @@ def test_a_plan_splits_experts_over_axes_that_attention_has_for_itself() -> None
     assert [axes for dim in lies(found, "model.layers.0.self_attn.q_proj.weight") for axes in dim if axes] == [("tp",)]
 
 
-ORDINARY = {("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2")}
+ORDINARY = {("mixtral", "ep=2")}
 
 
 @pytest.mark.parametrize(
     "family, mesh", [(f, m) if (f, m) in ORDINARY else broad(f, m) for f in FAMILIES for m in MESHES]
 )  # fmt: skip
 def test_a_step_equals_one_device(family: str, mesh: str) -> None:
-    make = shallow if (family, mesh) in ORDINARY else case
+    make = shallow if (family, mesh) in (("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2")) else case
     verified = meshc.verify(trained(make(family), mesh), dtype=torch.float64)
     assert verified.ok, verified
 

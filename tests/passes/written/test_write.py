@@ -108,7 +108,7 @@ def _baseline(placed: Placed, axes: tuple[str, ...]) -> Assignment | None:
         broad("t5", "dp=2,tp=2", "dp: batch; store state\ntp: auto"),
     ],
 )
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, broad(1)])
 def test_whatever_is_chosen_has_a_text(kind: str, mesh: str, plan: str, seed: int) -> None:
     placed = drawn(kind, mesh, plan, seed)
     decided = run_all(pipeline.PLACE, placed)
