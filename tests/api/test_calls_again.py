@@ -124,6 +124,7 @@ def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(
         assert torch.allclose(mine.logits, theirs.logits) and all(torch.allclose(one, other) for one, other in pairs)
 
 
+@pytest.mark.broad
 def test_a_cache_that_lies_where_it_lay_is_cropped_and_goes_on(mesh: DeviceMesh) -> None:
     model = llama()
     ids = torch.randint(3, 48, (2, 9))

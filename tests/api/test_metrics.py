@@ -211,6 +211,7 @@ class Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
+@pytest.mark.broad
 def test_names_go_to_a_model_that_takes_any_but_for_those_of_the_loss() -> None:
     model = Wrapped()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy)

@@ -143,7 +143,7 @@ UNEVEN = ((7, 33), (2, 5))
 @pytest.mark.parametrize(
     "mesh, plan, called",
     [
-        ("dp=2,cp=2", "dp: batch\ncp: length", UNEVEN),
+        ("dp=2,cp=2", "dp: batch\ncp: length", UNEVEN[1:]), broad("dp=2,cp=2", "dp: batch\ncp: length", UNEVEN[:1]),
         broad("dp=2,cp=2", "dp: batch\ncp: length", ((8, 20),)), broad("dp=3", None, ((8, 20), *UNEVEN)),
     ],
 )  # fmt: skip

@@ -102,6 +102,7 @@ def test_a_token_on_ranks(make: Any, mesh: str) -> None:
     assert meshc.verify(program).worst < 1e-5
 
 
+@pytest.mark.broad
 def test_a_cache_lies_as_it_is_read_and_is_left_so() -> None:
     """Along batch and its own heads, and nobody gathers it; the prompt's mask is a causal one and no values."""
     mesh = meshc.Mesh("dp=2,tp=2")

@@ -171,6 +171,7 @@ def test_a_step_keeps_a_parameter_to_train() -> None:
     assert all(one.sketch.of_kind("parameter") for one in smaller if one.train)
 
 
+@pytest.mark.broad
 def test_another_failure_is_no_smaller_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sine that fails hides a matmul that fails otherwise: the sine stays."""
 

@@ -274,6 +274,7 @@ def test_compiled_by_the_model_itself() -> None:
     module_means_itself(Block(attend), inputs(), "tp=2")
 
 
+@pytest.mark.broad
 def test_a_mask_made_beforehand() -> None:
     """The tensor that its function holds is neither parameter nor buffer, and a constant of the program."""
     kinds = torch.tensor([0, 0, 0, 1, 1, 1, 1])

@@ -217,7 +217,7 @@ def test_what_is_dropped_is_what_one_device_drops(how: dict[str, Any], mesh: str
     assert len(blocks) == 2 * meshc.Mesh(mesh).size("cp")
 
 
-@pytest.mark.parametrize("mix", ["mean_of_parts", broad("refuse")])
+@pytest.mark.parametrize("mix", [broad("mean_of_parts"), broad("refuse")])
 def test_microbatches_drop_what_the_whole_batch_drops(mix: str) -> None:
     torch.manual_seed(0)
     model = Biased((1, 2, 7, 7), dropout_p=0.4)
@@ -250,6 +250,7 @@ def test_a_sequence_of_several_factors_passes_round_by_the_outer_one(bias: Tenso
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
 
+@pytest.mark.broad
 def test_in_bfloat16_parts_are_rounded_once() -> None:
     program = trained(Attends(is_causal=True).bfloat16(), "cp=3", {"x": torch.randn(2, 13, 16).bfloat16()})
     merged = [node for node in program.compiled.stages["main"].graph.nodes if "attention_merge" in str(node.target)]
@@ -260,7 +261,7 @@ def test_in_bfloat16_parts_are_rounded_once() -> None:
 # ------------------------------------------------------------------------------------------------------- what is moved and what is held
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, broad(2), broad(4)])
 def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     """With a tile of ceil(S / n) positions: forward (n - 1) times keys and values of a tile, backward the same once more and their
     gradients as often."""
@@ -406,6 +407,7 @@ def test_short_sequences_are_gathered_and_long_ones_pass_round(length: int, kind
     assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
 
 
+@pytest.mark.broad
 def test_keys_pass_round_where_gathered_ones_would_not_fit() -> None:
     """Though it is slower: eight ranks with 64 positions each, of which h100s wait for messages alone."""
     x = {"x": torch.randn(1, 512, 16)}

@@ -16,7 +16,7 @@ from tests.zoo.loops import WIDTH, Model
 
 @pytest.mark.parametrize("mesh", ["ep=2", broad("ep=3"), broad("dp=2,ep=2"), broad("ep=2,tp=2")])
 def test_all_tokens_to_one_expert(mesh: str) -> None:
-    model = Model("One").double()
+    model = Model("One", layers=1).double()
     with torch.no_grad():
         for layer in model.layers:
             layer.gate.bias[4] += 1e3  # type: ignore[index, union-attr, operator]

@@ -94,6 +94,7 @@ def test_a_causal_convolution_reads_what_comes_before_it() -> None:
     check(program, inputs)
 
 
+@pytest.mark.broad
 def test_a_pin_on_an_image_takes_its_rows_through_the_network() -> None:
     case = resnet(torch.float64, batch=4, width=4)
     plan = "cp: -\npin input:images: _, _, height/cp, _"

@@ -204,6 +204,7 @@ def test_the_summary_tells_of_stages(tmp_path: Path) -> None:
     assert cell(told, "0 to 1", "bytes") == f"{(2 * 2 * 12 * 32 * 4 + 65 * 32 * 4) / 1000:.1f} kB"
 
 
+@pytest.mark.broad
 def test_equal_layers_are_cut_into_equal_stages() -> None:
     """Attention's backward has no number that says which forward it belongs to; it counts with what it reads."""
     first, second = stage_accounts(step(nanogpt(layers=8, hidden=128, batch=8, seq=64), "pp=2", schedule="1f1b").compiled)

@@ -145,6 +145,7 @@ def test_an_edited_pipeline_is_refused(changes: dict[str, Any], said: str, saved
     assert said in edited(saved, tmp_path, **changes)
 
 
+@pytest.mark.broad
 def test_show_and_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "build.py").write_text(BUILD)
     assert main(["show", str(saved)]) == 0 and 'pipeline = "pp"' in capsys.readouterr().out

@@ -198,7 +198,7 @@ def test_the_default_schedule_is_the_one_predicted_fastest() -> None:
         assert mine <= simulate(other.pipeline.schedule, costs).makespan_s * 1.1, name
 
 
-@pytest.mark.parametrize("budget, where", [(None, {"before", "start", "after"}), (400_000, {"forward", "backward", "after"})])
+@pytest.mark.parametrize("budget, where", [broad(None, {"before", "start", "after"}), (400_000, {"forward", "backward", "after"})])
 def test_stored_parameters_are_gathered_once_a_call_if_memory_allows(budget: int | None, where: set[str]) -> None:
     report = verify("llama", "1f1b", "pp=2,dp_shard=2", memory_budget=budget)
     program = captured("llama").latest
@@ -313,6 +313,7 @@ def test_stages_of_equal_time_give_way_to_those_that_fit() -> None:
     assert first(program(int(0.83 * needed))) == {"table"}
 
 
+@pytest.mark.broad
 def test_a_gpus_memory_counts_where_the_schedule_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is kept from trying what he names himself."""
     monkeypatch.setattr(fit, "for_mesh", lambda mesh: replace(device("h100"), memory_bytes=4_000))

@@ -82,6 +82,7 @@ RUNNING = """
 """
 
 
+@pytest.mark.broad
 def test_the_running_sum_of_the_norm_may_be_reduced_between_layers() -> None:
     """Each layer leaves it pending, and the next adds to it as a whole."""
     asked: dict[str, Any] = {"mesh": "dp=2,tp=2", "clip_grad_norm": 1.0, "plan": RUNNING}
@@ -168,6 +169,7 @@ def test_a_grown_step_means_what_the_model_means() -> None:
     meshc.verify(program, {"ids": ids, "target": ids})
 
 
+@pytest.mark.broad
 def test_verification_after_each_pass_covers_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHC_VERIFY", "1")
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ def test_of_the_numbers_of_microbatches_the_fastest_is_taken() -> None:
     assert program.general.microbatches == program.lowered.request.microbatches == taken(tried).microbatches
 
 
+@pytest.mark.broad
 def test_what_does_not_fit_says_by_how_much() -> None:
     free = compiled(10**9, 4).lowered
     (first,) = (each for each in free.tried if not each.dropped)

@@ -127,6 +127,7 @@ def first_keeps_its_word(error: NothingFits, asked: dict[str, Any], make: Callab
     return first.said
 
 
+@pytest.mark.broad
 def test_over_a_pipeline_what_holds_it_is_named_and_changes_are_tried() -> None:
     """Of gpipe all microbatches are in flight, of 1f1b as many as there are ranks."""
     asked: dict[str, Any] = {"mesh": "pp=2", "microbatches": 4, "schedule": "gpipe", "remat": "none", "memory_budget": 19_000}

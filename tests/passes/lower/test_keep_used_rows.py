@@ -176,6 +176,7 @@ def test_what_is_made_again_or_kept_for_a_later_stage_equals_one_device(mesh: st
     assert meshc.verify(found, dtype=torch.float64).ok
 
 
+@pytest.mark.broad
 def test_no_stage_begins_within_a_layers_experts() -> None:
     with pytest.raises(meshc.PlanError, match="begins within the experts of model.layers.0.mlp.experts"):
         trained(case("mixtral"), "pp=2,ep=2", pp_splits=["model.layers.0.mlp.experts.act_fn"])

@@ -118,7 +118,7 @@ def test_optimizers_that_are_traced_run_there_too(build: Callable[..., torch.opt
     assert "parameter after step 0" in {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
 
 
-@pytest.mark.parametrize("options", [{"optimizer_state": "bf16"}, {"master_weights": True}], ids=str)
+@pytest.mark.parametrize("options", [{"optimizer_state": "bf16"}, broad({"master_weights": True})], ids=str)
 def test_state_in_fewer_bits_is_widened_there(options: dict[str, object]) -> None:
     model = Net().to(torch.bfloat16) if "master_weights" in options else Net()
     dtype = next(model.parameters()).dtype

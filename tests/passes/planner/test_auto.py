@@ -66,6 +66,7 @@ def test_inference_and_module_mode() -> None:
     assert left and left == {name: lies[name] for name in left}  # a gradient lies as its parameter does: there is no zero1 here
 
 
+@pytest.mark.broad
 def test_the_program_keeps_the_budget_by_its_own_walk() -> None:
     captured = Captured(models.mlp(width=400), train=True, double=False)
     ask = dict(optimizer=describe(adam(captured.reference.module.parameters())))

@@ -92,6 +92,7 @@ class Stream(nn.Module):
         return x
 
 
+@pytest.mark.broad
 def test_what_goes_through_all_layers_is_not_made_again_from_its_beginning() -> None:
     """The sums of all layers would be in memory at once; of each few one is kept."""
     program = meshc.compile(Stream(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 8),), options=CHEAP)

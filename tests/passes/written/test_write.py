@@ -100,7 +100,7 @@ def _baseline(placed: Placed, axes: tuple[str, ...]) -> Assignment | None:
     [
         ("mlp", "dp=2,tp=2", BOTH),
         ("mlp", "dp=2,tp=2", "dp: batch; store state\npin op:*/backward: -/tp\ntp: auto"),
-        ("mlp", "dp=2,tp=2,cp=2", f"{BOTH}\ncp: auto"),
+        broad("mlp", "dp=2,tp=2,cp=2", f"{BOTH}\ncp: auto"),
         broad("llama", "dp=2,tp=2", BOTH),
         broad("llama", "dp=2,tp=2,cp=2", f"{BOTH}\ncp: auto"),
         broad("gpt2", "dp=2,tp=2", BOTH),
@@ -174,6 +174,7 @@ def test_a_text_that_is_edited_is_read_as_any_plan() -> None:
         assert f"line {len(lines) + 1}" in str(caught.value) and said in str(caught.value), slip
 
 
+@pytest.mark.broad
 def test_what_is_found_within_a_budget_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     free = program("mlp", "dp=4", "dp: auto")
     budget = int(0.9 * memory.worst(free).total)
