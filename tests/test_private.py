@@ -88,7 +88,10 @@ def imported(nodes: list[ast.AST]) -> Iterator[str]:
 
 def reached(nodes: list[ast.AST]) -> Iterator[str]:
     for node in nodes:
-        if isinstance(node, ast.Attribute):
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if root is not node and isinstance(root, ast.Name) and root.id == "torch":
             name = ast.unparse(node)
             if re.fullmatch(r"torch(\.\w+)*\._[A-Za-z]\w*(\.\w+)*", name) and ".ops." not in name:
                 yield name

@@ -109,6 +109,7 @@ def test_a_cache_that_is_written_where_it_lies_stays_what_it_is(mesh: DeviceMesh
     assert keys.shape[2] == 9 and bool(keys.any(-1).all())
 
 
+@pytest.mark.broad
 def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(mesh: DeviceMesh) -> None:
     model = llama()
     ids = torch.randint(3, 48, (1, 9))

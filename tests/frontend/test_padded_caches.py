@@ -70,6 +70,7 @@ def behind_a_window(model: Any, ids: torch.Tensor, first: int, capacity: int) ->
     }  # fmt: skip
 
 
+@pytest.mark.broad
 def test_buffers_of_a_window_hold_the_last_tokens_alone() -> None:
     """Nine tokens and one more, of which each sees three before it: on one device as with the model's own cache, and on ranks."""
     model, ids = mistral().double(), torch.randint(48, (4, 10))

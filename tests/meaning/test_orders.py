@@ -38,7 +38,7 @@ def exchanged(program: PlainProgram) -> list[torch.dtype | None]:
 
 
 CASES: list[Any] = [
-    ("llama", "cp=2", RING, {}),
+    broad("llama", "cp=2", RING, {}),
     ("nanogpt", "cp=3", RING, {}),
     broad("llama", "cp=4", RING, {}),
     broad("llama", "cp=12", RING, {}),

@@ -136,6 +136,7 @@ def test_a_block_at_each_end_is_captured_where_one_layer_is_not_enough() -> None
     assert text_of(grown.compiled) == text_of(whole.compiled)
 
 
+@pytest.mark.broad
 def test_what_is_not_equal_is_captured_whole_with_a_note() -> None:
     program = compiled(Stack([16, 8, 24, 40, 48, 56]))
     assert program.lowered.depth is None

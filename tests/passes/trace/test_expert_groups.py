@@ -75,6 +75,7 @@ def test_experts_lie_by_expert_and_all_else_is_as_of_data() -> None:
     assert attention and all("; ep: batch" in line for line in attention)
 
 
+@pytest.mark.broad
 def test_gradients_of_experts_are_not_added_up_over_the_axis_that_splits_them() -> None:
     uses = [use for use in summary.collectives(program("qwen2_moe", "dp=2,ep=2")) if "gradient group_outer" in use.reason]
     assert uses and all(use.axes == ("dp",) for use in uses)
