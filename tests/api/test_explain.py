@@ -70,6 +70,7 @@ def test_a_plan_by_recipes_has_prices_and_no_alternatives(given: meshc.Program) 
     assert "else" not in told and told.splitlines()[-1].startswith("  its plan was given, not searched for")
 
 
+@pytest.mark.broad
 def test_a_layer_that_is_not_captured_is_explained_by_the_one_that_stands_for_it() -> None:
     program = compiled(Stack([16] * 7), plan="fsdp")
     assert program.lowered.depth is not None

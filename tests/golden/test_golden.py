@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.broad import broad
 from meshc.check import check_program
 from meshc.passes import rules
+from tests.broad import broad
 from tests.golden import __main__ as command
 from tests.golden import files
 from tests.golden.cases import CASES

@@ -153,7 +153,7 @@ def trained(model: nn.Module, mesh: str, plan: str, length: int = 12) -> meshc.P
 
 
 BETWEEN: list[Any] = [
-    (nn.Identity(), "cp=2", 1),
+    broad(nn.Identity(), "cp=2", 1),
     broad(Mean(), "cp=2", 1),
     broad(Turned(), "cp=2", 1),
     broad(Largest(), "cp=2", 1),

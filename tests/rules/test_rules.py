@@ -30,7 +30,7 @@ ours = torch.ops.meshc
 
 CALLS = [(str(op), number, call) for op, calls in SAMPLES.items() for number, call in enumerate(calls)]
 TAGGED = [op for op in pointwise_operators() if op not in SAMPLES]
-PAIRS = 2
+PAIRS = 1
 """Two axes are split so many ways, for so many samples of an operator, in each run of the tests; in all ways, for all, by
 `make test-broad`."""
 SAMPLES_A_RUN = 1

@@ -128,6 +128,7 @@ def test_a_region_ends_where_a_bucket_does() -> None:
     assert memory.worst(program.compiled).peak.gradients < 3.01 * BUCKET * WEIGHT
 
 
+@pytest.mark.broad
 def test_a_limit_says_how_much_is_updated_together() -> None:
     before = steps(step_of(), "dp=2", x=torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))["collectives"]
     before = before[: before.index("schedule = [")]
