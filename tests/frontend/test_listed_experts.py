@@ -281,7 +281,6 @@ class Lower(nn.Module):
         return made.float()
 
 
-@pytest.mark.broad
 def test_under_autocast_experts_multiply_in_its_type_as_their_linears_do() -> None:
     model = Lower()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())

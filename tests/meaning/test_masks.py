@@ -201,7 +201,6 @@ class Translator(nn.Module):
         return found
 
 
-@pytest.mark.broad
 @pytest.mark.parametrize("reach", [broad(9), 1])
 def test_a_mask_of_torchs_own_transformer_needs_no_hint(reach: int) -> None:
     """The causal one, and one that hides the next token alone."""

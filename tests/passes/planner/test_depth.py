@@ -98,7 +98,6 @@ BY_NUMBER = """
 """
 
 
-@pytest.mark.broad
 def test_lines_about_layers_by_their_numbers_are_about_those_that_stand_for_them() -> None:
     """Seven layers, of which the first, those inside and the last do otherwise: the numbers are those of the whole model."""
     whole, part = (compiled(depth, layers=7, mesh="dp=2,tp=2", plan=BY_NUMBER) for depth in ("whole", "auto"))
