@@ -128,6 +128,7 @@ def test_over_a_pipeline_each_stage_says_of_its_own_values_and_the_line_changes_
     assert f"backward   made again: `{line[1]}` in the plan" in staged(line[1]).explain("value:3.1")
 
 
+@pytest.mark.broad
 def test_over_a_pipeline_a_budget_is_told_of_the_rank_that_makes_values_again_for_it() -> None:
     first, second = (one.total for one in memory.by_rank(staged(remat="none").compiled))
     program = staged(memory_budget=(first + second) // 2)

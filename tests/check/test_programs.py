@@ -63,7 +63,7 @@ def test_halos_modules_and_pipelines_come_through() -> None:
     ("family", "train", "mesh"),
     [
         broad("phi", False, "tp=3"),  # a bias beside a product over heads, of which a rank has one
-        ("bloom", True, "dp=2,tp=2"),  # a view that torch does not tag, in the backward of an autograd function
+        broad("bloom", True, "dp=2,tp=2"),  # a view that torch does not tag, in the backward of an autograd function
     ],
 )
 def test_stock_programs_load_with_rules(family: str, train: bool, mesh: str, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_rows_that_are_taken_off_open_dims_are_flattened(seen: Any) -> None:
         assert meshc.verify(program, {"input_ids": tokens(65, *sizes)["input_ids"]}).ok
 
 
-@pytest.mark.parametrize("layers", [0, broad(1), broad(2)])
+@pytest.mark.parametrize("layers", [broad(0), broad(1), broad(2)])
 def test_no_decision_hangs_on_the_integers_that_stand_for_sizes(layers: int) -> None:
     """Other example inputs, and so other primes, give the same program but for those primes. Without a layer: the table and its loss."""
 

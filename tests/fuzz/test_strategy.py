@@ -15,6 +15,7 @@ from tests.fuzz.strategy import sketches
 EVERY = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.broad
 @settings(EVERY, max_examples=3)
 @given(cases(most=6))
 def test_cases_of_hypothesis(case: Case) -> None:

@@ -17,7 +17,7 @@ from tests.golden.files import Golden
 ADVICE = "\n\nIf the change is meant: `make golden-accept` stores it, and says what it does to the fingerprints."
 
 
-SLOW = ("gpt pipeline fsdp", "gpt fsdp regions", "resnet mean of parts")
+SLOW = ("gpt pipeline fsdp", "gpt pipeline inference", "gpt fsdp regions", "resnet dp", "resnet mean of parts")
 """Of which the others have what they are about by parts."""
 
 

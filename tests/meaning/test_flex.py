@@ -219,7 +219,7 @@ def test_heads_are_split_where_attention_is_written_out() -> None:
     assert [use.kind for use in forward] == ["all_reduce"]
 
 
-@pytest.mark.parametrize("name", [broad("causal"), "soft cap"])
+@pytest.mark.parametrize("name", [broad("causal"), broad("soft cap")])
 def test_attention_is_a_region_however_it_is_written(name: str) -> None:
     program = module_means_itself(block(name), inputs(), "cp=2", "cp: heads@attention > seq")
     assert {use.kind for use in summary.collectives(program.compiled)} >= {"all_to_all"}

@@ -67,6 +67,7 @@ def test_steps_before_and_after_equal_one_device(kind: str, mesh: str, microbatc
         assert tokens[-2:].tolist() == [0, 0] and tokens.sum() == 48 * (1 if kind == "One" else 2)
 
 
+@pytest.mark.broad
 def test_a_rank_multiplies_rows_of_the_experts_that_lie_there() -> None:
     """Of a layer's weights, which all ranks have, each takes its own in the order of slots: nothing is sent for that."""
     step = meshc.TrainStep(model := Model("Hit", layers=1), optimizer=adamw(model), loss=lambda y: y.square().mean())

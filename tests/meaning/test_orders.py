@@ -203,6 +203,7 @@ def test_what_a_model_gives_is_in_its_own_order() -> None:
     assert report.worst < 1e-10 and len(report.rows) > 4
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("length, whole", [(13, False), broad(12, True)])
 def test_tiles_that_are_padded_are_exchanged_at_each_ring(length: int, whole: bool) -> None:
     program = trained(Layers(nn.Identity()), "cp=4", RING, length)

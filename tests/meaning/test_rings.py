@@ -120,7 +120,7 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     assert "all_gather" not in kinds(source.latest) or kind != "t5"
 
 
-@pytest.mark.parametrize("kind", ["llama", *map(broad, ("gpt_oss", "gemma3", "t5", "whisper", "packed"))])
+@pytest.mark.parametrize("kind", [*map(broad, ("llama", "gpt_oss", "gemma3", "t5", "whisper", "packed"))])
 def test_pipeline_stages_have_rings_of_their_own(kind: str) -> None:
     source = captured(kind)
     source.verify_training("pp=2,cp=2", RING, adamw, attention="ring", microbatches=2)
@@ -297,6 +297,7 @@ def test_keys_that_heads_share_travel_once_for_all_of_them() -> None:
         assert use.kind != "ring_shift" or use.bytes_per_rank == tile, use
 
 
+@pytest.mark.broad
 def test_gradients_that_are_read_head_by_head_travel_so() -> None:
     """Keys of two heads for four, of which the model looks at the repeated ones too: no sum stands for these."""
 

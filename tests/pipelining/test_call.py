@@ -183,6 +183,7 @@ def test_a_summary_prices_for_any_device_of_the_table() -> None:
         summary.summary(by_hand(), "z80")
 
 
+@pytest.mark.broad
 def test_the_summary_tells_of_stages(tmp_path: Path) -> None:
     program = step(nanogpt(layers=4, batch=8), "pp=2,dp=2", schedule="1f1b", pp_splits=["h.2"])
     told = program.summary()

@@ -59,7 +59,7 @@ def test_rule_in_all_pairs(call: Sample) -> None:
     assert prove(call) > 0
 
 
-@pytest.mark.parametrize("op", TAGGED, ids=str)
+@pytest.mark.parametrize("op", [broad(op, id=str(op)) if number % 4 else op for number, op in enumerate(TAGGED)], ids=str)
 def test_what_torch_calls_pointwise_is(op: Any) -> None:
     found = pointwise_sample(op)
     if found is None:

@@ -130,6 +130,7 @@ def test_nothing_fits_and_what_would() -> None:
     assert lines[-1].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[-1]
 
 
+@pytest.mark.broad
 def test_what_fits_by_no_choice_is_asked_by_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float | None, float | None]] = []
     real = Search.found

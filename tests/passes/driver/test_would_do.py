@@ -85,6 +85,7 @@ def test_what_holds_the_memory_is_named_and_the_changes_keep_the_budget() -> Non
         assert held(step(512, 8, **with_change(said, **options))) == size <= options["memory_budget"], said  # type: ignore[operator]
 
 
+@pytest.mark.broad
 def test_where_parameters_and_state_hold_it_they_are_stored_split() -> None:
     options = {"memory_budget": held(step(4, 2048, seq=1, remat="none")) * 7 // 10, "remat": "none", "seq": 1}
     found = changes(refusal(4, 2048, **options))

@@ -150,6 +150,7 @@ def test_a_step_has_no_row_without_a_choice(family: str, mesh: str) -> None:
     check_program(found, "program", rules)
 
 
+@pytest.mark.broad
 def test_used_rows_are_in_no_region_that_is_compiled() -> None:
     found = shallow("mixtral")
     step = meshc.TrainStep(found.model, optimizer=torch.optim.SGD(found.model.parameters(), lr=0.1), loss=lambda output: output.loss)

@@ -151,6 +151,7 @@ def test_a_gradient_that_no_input_reaches_is_added_up_too() -> None:
     assert torch.allclose(found["parameter:shift"], torch.full((3,), -0.5 * (1 / 3 + 1), dtype=torch.float64))
 
 
+@pytest.mark.broad
 def test_verify_notices_a_microbatch_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mlp()
     program = compiled(case.model, case.loss, case.call_kwargs, "dp=2", "ddp", 2)  # type: ignore[arg-type]

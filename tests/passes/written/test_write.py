@@ -142,7 +142,7 @@ def test_what_is_found_compiles_to_the_same_program(kind: str, plan: str, monkey
 @pytest.mark.parametrize(
     ("kind", "mesh", "plan", "count"),
     [
-        ("mlp", "dp=2,tp=2", BOTH, 2),
+        broad("mlp", "dp=2,tp=2", BOTH, 2),
         broad("mlp", "pp=2,dp=2", "dp: auto", 4),
         broad("llama", "dp=2,tp=2", BOTH, 2),
         broad("llama", "pp=2,dp=2,tp=2", BOTH, None),
