@@ -132,6 +132,7 @@ def test_what_has_chosen_nothing_is_counted_nowhere() -> None:
     assert counts_of_rows(choice, 3).tolist() == [[0, 1, 0]] and first_choices(choice, none, 1, True, "").tolist() == [[[-1, -1], [-1, 1]]]
 
 
+@pytest.mark.broad
 def test_an_error_names_the_layer_and_the_expert() -> None:
     program = compiled(shallow("mixtral"), "dp=2", expert_capacity=0.75, overflow="error")
     said = r"model\.layers\.0\.mlp\.experts: expert \d is chosen by \d+ tokens of group \d, and takes 5"

@@ -72,7 +72,7 @@ def test_a_schedule_that_runs_a_backward_earlier_is_refused() -> None:
     assert 'what to do: Options(schedule="gpipe")' in str(raised.value)
 
 
-@pytest.mark.parametrize("mesh", [broad("pp=2"), "ep=2", broad("pp=2,ep=2"), broad("ep=4")])
+@pytest.mark.parametrize("mesh", [broad("pp=2"), broad("ep=2"), broad("pp=2,ep=2"), broad("ep=4")])
 def test_a_stock_auxiliary_loss_equals_one_device(mesh: str) -> None:
     """Along `ep` choices are gathered: those of one microbatch, whose rows stand together where `ep` splits them within it."""
     found = shallow("mixtral") if mesh == "ep=2" else FAMILIES["mixtral"].case("mixtral")
