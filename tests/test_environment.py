@@ -65,6 +65,7 @@ def test_a_dump_shows_what_each_pass_found(tmp_path: Path) -> None:
     assert collectives and all("  # " in line for line in collectives)
 
 
+@pytest.mark.broad
 def test_two_dumps_are_equal_and_dumping_changes_nothing(tmp_path: Path) -> None:
     program = compiled()
     before = show.hash_program(program.compiled)
@@ -75,6 +76,7 @@ def test_two_dumps_are_equal_and_dumping_changes_nothing(tmp_path: Path) -> None
     assert of(files(tmp_path / "a"), NAMES[-1]).endswith(show.print_program(program.compiled))
 
 
+@pytest.mark.broad
 def test_a_dump_replaces_an_older_one_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "99_mine.py").write_text("kept: no dump was here")
     program = compiled()

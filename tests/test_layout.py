@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,13 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(prefix + (parts[:-1] if parts[-1] == "__init__" else parts)), file
 
 
-def imported(module: str, is_package: bool, source: str) -> Iterator[str]:
+@cache
+def imported(module: str, is_package: bool, source: str) -> tuple[str, ...]:
     """Dotted names that a module's text imports anywhere in it, functions and type-checking blocks included."""
+    return tuple(_imported(module, is_package, source))
+
+
+def _imported(module: str, is_package: bool, source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

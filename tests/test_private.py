@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,13 @@ def test_a_name_that_has_moved_is_said_with_the_releases_that_have_it(monkeypatc
 
 
 def test_no_other_file_imports_a_private_module_of_torch() -> None:
-    found = [f"{path.relative_to(ROOT)}: {name}" for path in SOURCES if path.name != "private.py" for name in imported(path)]
+    found = [f"{path.relative_to(ROOT)}: {name}" for path in SOURCES if path.name != "private.py" for name in uses(path)[0]]
     assert found == []
 
 
 def test_what_is_reached_by_attribute_stands_in_the_table() -> None:
     known = {place.replace(":", ".") for place in PLACES}
-    found = {name: path for path in SOURCES if path.name != "private.py" for name in reached(path)}
+    found = {name: path for path in SOURCES if path.name != "private.py" for name in uses(path)[1]}
     missing = [f"{path.relative_to(ROOT)}: {name}" for name, path in found.items() if not any(_covers(place, name) for place in known)]
     assert missing == []
 
@@ -68,8 +69,15 @@ def _covers(place: str, name: str) -> bool:
     return place == name or place.startswith(f"{name}.") or name.startswith(f"{place}.")
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def uses(path: Path) -> tuple[list[str], list[str]]:
+    """Private modules of torch's that a file imports, and `torch.x._y.z` wherever it is written, as far as its last name."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    return [*imported(nodes)], [*reached(nodes)]
+
+
+def imported(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{one.name}" for one in node.names]
@@ -78,10 +86,12 @@ def imported(path: Path) -> Iterator[str]:
         yield from (name for name in names if re.match(r"torch(\.\w+)*\._[a-z]", name))
 
 
-def reached(path: Path) -> Iterator[str]:
-    """`torch.x._y.z` wherever it is written, as far as its last name."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
+def reached(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if root is not node and isinstance(root, ast.Name) and root.id == "torch":
             name = ast.unparse(node)
             if re.fullmatch(r"torch(\.\w+)*\._[A-Za-z]\w*(\.\w+)*", name) and ".ops." not in name:
                 yield name

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from types import UnionType
 
 import meshc
 
@@ -34,24 +33,30 @@ def test_its_file_is_there_and_uses_the_word() -> None:
     assert missing == []
 
 
-def named(kind: type[ast.stmt] | UnionType) -> Iterator[tuple[Path, list[str]]]:
-    """The names of a kind of definitions, file by file."""
+@cache
+def named() -> list[tuple[Path, list[str], list[str]]]:
+    """The names of classes and of functions, file by file."""
+    found = []
     for folder in ("meshc", "passes", "runtime"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path, [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]  # type: ignore[attr-defined]
+            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+            classes = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+            found.append((path, classes, [node.name for node in nodes if isinstance(node, ast.FunctionDef)]))
+    return found
 
 
 def test_what_a_word_is_not_called_is_no_name() -> None:
     refused = {name for row in ROWS for name in row[3].replace(",", " ").split()}
     assert "homes" in refused
     found = []
-    for path, names in named(ast.ClassDef | ast.FunctionDef):
-        found += [f"{path.relative_to(ROOT)}: {name}" for name in (path.stem, *names) if re.sub(r"^_+", "", name).lower() in refused]
+    for path, classes, functions in named():
+        names = (path.stem, *classes, *functions)
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in names if re.sub(r"^_+", "", name).lower() in refused]
     assert found == []
 
 
 def test_a_word_is_the_name_of_one_class_at_most() -> None:
     words = {re.sub(r" \(.*", "", row[0]).title().replace(" ", "") for row in ROWS}
     assert {"Program", "Stage", "PipelineStage"} <= words
-    found = Counter(name for _, names in named(ast.ClassDef) for name in names if name in words)
+    found = Counter(name for _, names, _ in named() for name in names if name in words)
     assert [name for name, count in found.items() if count > 1] == []

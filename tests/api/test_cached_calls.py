@@ -124,6 +124,7 @@ def test_attention_whose_mask_does_not_follow_a_length() -> None:
         meshc.compile(model, MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()})
 
 
+@pytest.mark.broad
 def test_a_release_of_transformers_whose_caches_are_made_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 5.23 a model trains, and a call with a cache is refused."""
     monkeypatch.delattr("transformers.cache_utils.DummyLayer")

@@ -109,6 +109,7 @@ def test_a_cache_that_is_written_where_it_lies_stays_what_it_is(mesh: DeviceMesh
     assert keys.shape[2] == 9 and bool(keys.any(-1).all())
 
 
+@pytest.mark.broad
 def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(mesh: DeviceMesh) -> None:
     model = llama()
     ids = torch.randint(3, 48, (1, 9))
@@ -124,6 +125,7 @@ def test_what_stands_beside_a_cache_that_lies_where_it_lay_stays_where_it_stood(
         assert torch.allclose(mine.logits, theirs.logits) and all(torch.allclose(one, other) for one, other in pairs)
 
 
+@pytest.mark.broad
 def test_a_cache_that_lies_where_it_lay_is_cropped_and_goes_on(mesh: DeviceMesh) -> None:
     model = llama()
     ids = torch.randint(3, 48, (2, 9))

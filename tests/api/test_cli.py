@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,7 @@ def scaled(stage: Path, by: float) -> str:
     return lines[at + 1].strip()
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("precision", ["float32", broad("float64")])
 def test_a_gradient_that_is_scaled_is_found_in_either_precision(folder: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
     """Adam's update does not change with it, and the losses hardly: its first moment does."""
     main(["compile", "model.py:train", "--mesh", "dp=2", "--out", "t"])
@@ -304,10 +305,11 @@ def on_ranks(ranks: int, *arguments: str, cwd: Path) -> None:
     assert run.ok, run
 
 
-def torchrun(ranks: int, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(ranks: int, *arguments: str, cwd: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "meshc"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([*launcher, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def trained(inputs: list[dict[str, torch.Tensor]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -326,9 +328,9 @@ def trained(inputs: list[dict[str, torch.Tensor]]) -> tuple[list[dict[str, float
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("two", [broad("tp=2"), "pp=2"])
+@pytest.mark.parametrize("two, start", [broad("tp=2", torchrun), ("pp=2", on_ranks), broad("pp=2", torchrun)])
 def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_its_model(
-    two: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    two: str, start: Callable[..., None], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(3)
     inputs = [{"x": torch.randn(6, 24), "target": torch.randint(10, (6,))} for _ in "abc"]
@@ -337,8 +339,7 @@ def test_a_saved_training_step_goes_on_from_its_state_on_another_mesh_without_it
     for mesh, path in ((two, "two.meshc"), ("dp=1", "one.meshc")):
         assert main(["compile", "model.py:train", "--mesh", mesh, "--out", path]) == 0
     (folder / "model.py").unlink()
-    run = torchrun(2, "run", "two.meshc", "--inputs", "a.safetensors", "b.safetensors", "--outputs", "out", "--save-state", "s", cwd=folder)
-    assert run.returncode == 0, run.stderr
+    start(2, "run", "two.meshc", "--inputs", "a.safetensors", "b.safetensors", "--outputs", "out", "--save-state", "s", cwd=folder)
     wanted, parameters = trained(inputs)
     rows = json.loads((folder / "out/metrics.json").read_text())
     assert [(row["step"], row["lr"]) for row in rows] == [(0, [0.1]), (1, [0.1])]

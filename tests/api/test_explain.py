@@ -70,6 +70,7 @@ def test_a_plan_by_recipes_has_prices_and_no_alternatives(given: meshc.Program) 
     assert "else" not in told and told.splitlines()[-1].startswith("  its plan was given, not searched for")
 
 
+@pytest.mark.broad
 def test_a_layer_that_is_not_captured_is_explained_by_the_one_that_stands_for_it() -> None:
     program = compiled(Stack([16] * 7), plan="fsdp")
     assert program.lowered.depth is not None
@@ -127,6 +128,7 @@ def test_over_a_pipeline_each_stage_says_of_its_own_values_and_the_line_changes_
     assert f"backward   made again: `{line[1]}` in the plan" in staged(line[1]).explain("value:3.1")
 
 
+@pytest.mark.broad
 def test_over_a_pipeline_a_budget_is_told_of_the_rank_that_makes_values_again_for_it() -> None:
     first, second = (one.total for one in memory.by_rank(staged(remat="none").compiled))
     program = staged(memory_budget=(first + second) // 2)

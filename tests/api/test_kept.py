@@ -257,6 +257,7 @@ def test_the_environment_says_where_and_options_come_before_it(folder: Path, tmp
     assert was_taken(start(None, net(MODEL, file)))  # type: ignore[arg-type]
 
 
+@pytest.mark.broad
 def test_what_was_not_used_for_longest_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "net.py"
     for rows in (4, 6):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import meshc
 from meshc.frontend.train_step import loss_and_metrics, split_result
 from meshc.runtime.simulator.simulation import simulate
+from tests.broad import broad
 
 
 class Net(nn.Module):
@@ -69,7 +70,7 @@ def found(program: Any) -> dict[str, Tensor]:
     return {key.partition(":")[2]: value for key, value in outputs.items() if key.startswith("metric:")}
 
 
-@pytest.mark.parametrize("mesh, more", [("dp=2,tp=2", {}), ("dp=2", {"microbatches": 2}), ("dp=3", {})])
+@pytest.mark.parametrize("mesh, more", [("dp=2,tp=2", {}), ("dp=2", {"microbatches": 2}), broad("dp=3", {})])
 def test_metrics_are_the_whole_batchs(mesh: str, more: dict[str, Any]) -> None:
     program = compiled(loss_and_more, mesh, **more)
     mine = found(program)
@@ -211,6 +212,7 @@ class Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
+@pytest.mark.broad
 def test_names_go_to_a_model_that_takes_any_but_for_those_of_the_loss() -> None:
     model = Wrapped()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy)

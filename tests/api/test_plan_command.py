@@ -66,6 +66,7 @@ def test_a_mesh_is_in_the_list_or_beside_it_with_what_is_in_its_way(folder: Path
     assert without and all(one["at_best_s"] > best and "at best" in one["why"] for one in without.values())
 
 
+@pytest.mark.broad
 def test_plans_that_were_only_estimated_stand_below(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "model.py:train", "--mesh", "dp=2,tp=2", "--device", "a100", "--top", "30"]
     assert main([*command, "--json"]) == 0
@@ -145,6 +146,7 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err.partition("meshc plan: ")[2]
 
 
+@pytest.mark.broad
 def test_where_nothing_fits_the_closest_mesh_says_what_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = failing(capsys, "--mesh", "dp=2", "dp=4", "--memory", "100MB")
     first, second, *_, last = told.splitlines()

@@ -171,7 +171,7 @@ class Scaled(nn.Module):
         return self.linear(x).relu() * (2 if self.training else 3)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, broad(True)])
 def test_a_step_is_traced_once_for_a_comparison_and_once_for_all_sizes(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its optimizer and without it the trace is one. What has another meaning is traced anew."""
     scaled = Scaled()

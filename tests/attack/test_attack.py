@@ -15,7 +15,7 @@ from tests.broad import broad
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("cases", ["40", broad("300")])
+@pytest.mark.parametrize("cases", ["10", broad("300")])
 def test_no_attack_of_a_sample_does_harm(cases: str) -> None:
     told = [sys.executable, "-m", "tests.attack", "--cases", cases, "--seed", "20"]
     found = subprocess.run(told, capture_output=True, text=True, timeout=400)

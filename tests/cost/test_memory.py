@@ -61,7 +61,7 @@ def live_peak(program: PlainProgram, inputs: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    "make, microbatches", [(mlp, 1), (mlp, 2), (nanogpt, 1), (nanogpt, 2), broad(llama, 1), (llama, 2)],
+    "make, microbatches", [(mlp, 1), (mlp, 2), (nanogpt, 1), (nanogpt, 2), broad(llama, 1), broad(llama, 2)],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_the_peak_of_a_training_step(make: Callable[[], Case], microbatches: int) -> None:

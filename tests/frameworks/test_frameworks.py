@@ -8,21 +8,29 @@ from collections import defaultdict
 
 import pytest
 
+from tests.broad import broad
 from tests.frameworks.libraries import LIBRARIES, OF_OTHERS
 from tests.runtime.launch import launch
 
 MARKS = {name: pytest.mark.frameworks if name in OF_OTHERS else pytest.mark.broad for name in LIBRARIES if name != "torch"}
 """What most rows that are not about a library check is sampled elsewhere."""
+THIRD = slice(None, None, 3)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("library", ["torch", *(pytest.param(name, marks=mark) for name, mark in MARKS.items())])
-def test_rows(library: str) -> None:
+@pytest.mark.parametrize(
+    "library, every",
+    [
+        pytest.param("torch", THIRD, id="torch"), broad("torch", slice(None), id="all of torch"),
+        *(pytest.param(name, slice(None), marks=mark, id=name) for name, mark in MARKS.items()),
+    ],
+)  # fmt: skip
+def test_rows(library: str, every: slice) -> None:
     for needed in LIBRARIES[library].needs:
         pytest.importorskip(needed, reason=f"{needed} is not installed: it is of the extra `frameworks` (make test-frameworks)")
     by_mesh = defaultdict(list)
-    for row in importlib.import_module(LIBRARIES[library].module).ROWS:
+    for row in importlib.import_module(LIBRARIES[library].module).ROWS[every]:
         by_mesh[row.mesh].append(row.name)
     for mesh, names in by_mesh.items():
         ended = launch(f"{LIBRARIES[library].module}:run", mesh, *names, ranks=2, timeout_s=840)

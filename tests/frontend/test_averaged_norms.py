@@ -8,6 +8,7 @@ from torch import nn
 
 import meshc
 from meshc.frontend.averaged_norms import averaged_norms
+from tests.broad import broad
 
 
 class Norms(nn.Module):
@@ -36,7 +37,7 @@ def test_what_a_trace_takes_is_what_torch_does() -> None:
         traced(torch.randn(5, 4))
 
 
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=3", "tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", broad("dp=3"), broad("tp=2")])
 def test_statistics_of_a_program_are_one_devices(mesh: str) -> None:
     program = meshc.compile(Norms(), meshc.Mesh(mesh), args=(torch.randn(6, 3, 4, 4),))
     report = meshc.verify(program, dtype=torch.float64)

@@ -95,7 +95,7 @@ class Grouped(nn.Module):
         return product(F.silu(product(x, self.up, offs=ends)), self.down, offs=ends)
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=3"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=3", broad("tp=2"), broad("tp=3")])
 @pytest.mark.parametrize("fallback", [False, True])
 def test_products_of_runs(fallback: bool, mesh: str) -> None:
     """torch's own are traced in bfloat16 only."""

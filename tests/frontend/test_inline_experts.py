@@ -172,6 +172,7 @@ def test_fewer_rows_than_ranks_and_microbatches_want_are_said_so() -> None:
     assert "what to do: microbatches=1, or 8 rows" in str(raised.value)
 
 
+@pytest.mark.broad
 def test_a_capacity_is_of_them_too() -> None:
     assert meshc.verify(trained("Eager", "ep=2", expert_capacity=0.75), dtype=torch.float64).ok
 

@@ -72,8 +72,8 @@ MESHES = ("dp=2", "ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2")
 @pytest.mark.parametrize(
     "kind, mesh, microbatches",
     [
-        ("All", "dp=2,ep=2", None), ("Gated", "ep=2", None),
-        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) not in (("All", "dp=2,ep=2"), ("Gated", "ep=2"))),
+        ("Gated", "ep=2", None),
+        *(broad(kind, mesh, None) for kind in LOOPS for mesh in MESHES if (kind, mesh) != ("Gated", "ep=2")),
         *(broad("Hit", mesh, 2) for mesh in MESHES),
     ],
 )  # fmt: skip
@@ -262,12 +262,12 @@ def test_dropout_inside_experts_is_refused_where_axes_split_them() -> None:
 
 
 def test_a_capacity_is_of_loops_too() -> None:
-    model = Model("Hit").double()
+    model = Model("Hit", layers=1).double()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda y: y.square().mean())
     options = meshc.Options(expert_capacity=0.75)
     found = meshc.compile(step, meshc.Mesh("ep=2"), options=options, args=(torch.randn(8, 6, WIDTH, dtype=torch.float64),))
     assert meshc.verify(found, dtype=torch.float64).ok
-    assert {port.name for port in found.compiled.outputs if port.kind == "metric"} >= {"routed:layers.0", "dropped:layers.1"}
+    assert {port.name for port in found.compiled.outputs if port.kind == "metric"} >= {"routed:layers.0", "dropped:layers.0"}
 
 
 class Lower(nn.Module):

@@ -70,6 +70,7 @@ def behind_a_window(model: Any, ids: torch.Tensor, first: int, capacity: int) ->
     }  # fmt: skip
 
 
+@pytest.mark.broad
 def test_buffers_of_a_window_hold_the_last_tokens_alone() -> None:
     """Nine tokens and one more, of which each sees three before it: on one device as with the model's own cache, and on ranks."""
     model, ids = mistral().double(), torch.randint(48, (4, 10))
@@ -102,6 +103,7 @@ def test_a_token_on_ranks(make: Any, mesh: str) -> None:
     assert meshc.verify(program).worst < 1e-5
 
 
+@pytest.mark.broad
 def test_a_cache_lies_as_it_is_read_and_is_left_so() -> None:
     """Along batch and its own heads, and nobody gathers it; the prompt's mask is a causal one and no values."""
     mesh = meshc.Mesh("dp=2,tp=2")

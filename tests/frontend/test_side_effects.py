@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import meshc
 from meshc.frontend.side_effects import LEFT_OUT
 from tests.asserting import Asserts
+from tests.broad import broad
 
 HISTORY: list[Tensor] = []
 TABLE: dict[str, int] = {}
@@ -156,7 +157,7 @@ def test_nothing_is_told_of_what_a_program_keeps() -> None:
     assert told(Quiet()) == []
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, broad(nn.GRU), broad(nn.RNN)])
 def test_nothing_is_told_of_what_torchs_own_modules_keep_for_themselves(kind: type[nn.RNNBase]) -> None:
     assert told(Recurrent(kind)) == []
 
@@ -170,6 +171,7 @@ class Blocks(Base):
         return flex_attention(y, y, y, block_mask=mask).view(-1, 4)
 
 
+@pytest.mark.broad
 def test_nothing_is_told_of_modes_that_torch_enters_and_leaves() -> None:
     assert told(Blocks()) == []
 

@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import meshc
 from meshc.frontend import stock
 from meshc.ir import trees
+from tests.broad import broad
 from tests.captured import Captured
 from tests.zoo.recurrent import FAMILIES as RECURRENT
 from tests.zoo.run import case
@@ -56,7 +57,7 @@ def test_a_cache_of_states_and_of_keys_goes_on_as_the_model_left_it(name: str) -
         torch.testing.assert_close(model(ids[:, 5:], past_key_values=again).logits[:, -1], whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "collected"), [("llama", "hidden_states"), ("mixtral", "router_logits")])
+@pytest.mark.parametrize(("name", "collected"), [broad("llama", "hidden_states"), broad("mixtral", "router_logits")])
 def test_what_a_model_collects_that_was_called_before_is_there_once(name: str, collected: str) -> None:
     """A call leaves its hooks in the inner model; a mixture's loss of balance is of what they collect."""
     one = case(name)

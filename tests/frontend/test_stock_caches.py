@@ -32,6 +32,7 @@ def test_a_trace_asks_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked and not any(asked)
 
 
+@pytest.mark.broad
 def test_a_configuration_that_forward_copies_and_changes_is_asked_itself() -> None:
     """Whisper's, for a cache of as many layers as its decoder has."""
     sizes = {"d_model": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}

@@ -57,7 +57,7 @@ def test_others_are_left_alone() -> None:
         assert not stock_rope.follows_length(model)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("longrope", marks=pytest.mark.broad)])
 def test_a_program_does_what_the_model_does(kind: str) -> None:
     ids = torch.arange(24).reshape(2, 12)
     model = llama(**KINDS[kind])

@@ -23,8 +23,8 @@ from tests.fuzz.sketch import Leaf, Sketch, Step, module, text
 PROGRAMS_A_TEST = 5
 
 
-ALWAYS = range(15, 17)
-BEYOND = [range(first, first + PROGRAMS_A_TEST) for first in range(0, 40, PROGRAMS_A_TEST) if first != 15] + [range(17, 20)]
+ALWAYS = range(15, 16)
+BEYOND = [range(first, first + PROGRAMS_A_TEST) for first in range(0, 40, PROGRAMS_A_TEST) if first != 15] + [range(16, 20)]
 
 
 @pytest.mark.parametrize("seeds", [ALWAYS, *map(broad, BEYOND)], ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
@@ -171,6 +171,7 @@ def test_a_step_keeps_a_parameter_to_train() -> None:
     assert all(one.sketch.of_kind("parameter") for one in smaller if one.train)
 
 
+@pytest.mark.broad
 def test_another_failure_is_no_smaller_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sine that fails hides a matmul that fails otherwise: the sine stays."""
 

@@ -15,6 +15,7 @@ from tests.fuzz.strategy import sketches
 EVERY = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.broad
 @settings(EVERY, max_examples=3)
 @given(cases(most=6))
 def test_cases_of_hypothesis(case: Case) -> None:
@@ -22,6 +23,7 @@ def test_cases_of_hypothesis(case: Case) -> None:
     assert not found.failed, found.why
 
 
+@pytest.mark.broad
 def test_steps_are_left_out() -> None:
     """What a matmul needs is left of a program that has one."""
     limits = settings(EVERY, max_examples=60)

@@ -66,7 +66,7 @@ def direct(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("p", [0.4, broad(0.0)])
 def test_the_program_is_the_one_without_checkpointing(p: float) -> None:
     torch.manual_seed(0)
     with_regions = Checkpointed(p)
@@ -90,6 +90,7 @@ def made_again(model: nn.Module, plan: str = "dp: batch", **options: Any) -> lis
     return found[0]
 
 
+@pytest.mark.broad
 def test_a_region_is_made_again_as_the_model_says_unless_the_plan_says_otherwise() -> None:
     """The last product of `first` is nobody's operand in backward; that of the second block is, of what is dropped next: where it is
     not made again, the mask is kept."""

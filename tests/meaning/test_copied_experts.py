@@ -68,7 +68,7 @@ def test_steps_without_and_with_copies_equal_one_device(
 ) -> None:
     """A step without copies, one with, one in which experts have moved and others have copies: losses, what was chosen, parameters and
     Adam's state."""
-    found = skewed(double(family))
+    found = skewed(double(family, **({"num_hidden_layers": 1} if (family, mesh) == ("mixtral", "ep=2") else {})))
     twin = copy.deepcopy(found.model)
     program = compiled(found, mesh, microbatches, expert_copies=copies, **options)
     check_program(program.compiled, "the program", rules)  # as it is when it is loaded

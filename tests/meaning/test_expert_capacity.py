@@ -39,7 +39,8 @@ GROUPS = {"expert_group": 6}
     ],
 )  # fmt: skip
 def test_equals_one_device(family: str, mesh: str, options: dict[str, Any]) -> None:
-    verified = meshc.verify(compiled(FAMILIES[family].case(family), mesh, expert_capacity=0.75, **options), dtype=torch.float64)
+    found = shallow(family) if (family, mesh) == ("mixtral", "dp=2,ep=2") else FAMILIES[family].case(family)
+    verified = meshc.verify(compiled(found, mesh, expert_capacity=0.75, **options), dtype=torch.float64)
     assert verified.ok, verified
 
 
@@ -104,8 +105,8 @@ def test_metrics_have_what_was_chosen_and_what_was_dropped(mesh: str) -> None:
 
 
 def test_without_a_capacity_nothing_is_dropped() -> None:
-    mine = told(compiled(FAMILIES["mixtral"].case("mixtral"), "ep=2"))
-    assert [name for name in mine if name.startswith(("routed:", "dropped:"))] == [f"routed:model.layers.{i}.mlp.experts" for i in range(2)]
+    mine = told(compiled(shallow("mixtral"), "ep=2"))
+    assert [name for name in mine if name.startswith(("routed:", "dropped:"))] == ["routed:model.layers.0.mlp.experts"]
     assert all(int(value.sum()) == 96 for name, value in mine.items() if name.startswith("routed:"))
 
 
@@ -131,6 +132,7 @@ def test_what_has_chosen_nothing_is_counted_nowhere() -> None:
     assert counts_of_rows(choice, 3).tolist() == [[0, 1, 0]] and first_choices(choice, none, 1, True, "").tolist() == [[[-1, -1], [-1, 1]]]
 
 
+@pytest.mark.broad
 def test_an_error_names_the_layer_and_the_expert() -> None:
     program = compiled(shallow("mixtral"), "dp=2", expert_capacity=0.75, overflow="error")
     said = r"model\.layers\.0\.mlp\.experts: expert \d is chosen by \d+ tokens of group \d, and takes 5"

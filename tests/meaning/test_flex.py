@@ -189,7 +189,7 @@ def test_a_row_of_a_table_and_then_an_entry() -> None:
 
 
 @pytest.mark.parametrize(
-    "name,extent", [("plain", (False,)), ("causal", (True,)), ("window", (True, 3, 0))], ids=["plain", "causal", "window"]
+    "name,extent", [("causal", (True,)), ("window", (True, 3, 0)), broad("plain", (False,))], ids=["causal", "window", "plain"]
 )
 def test_masks_are_folded(name: str, extent: tuple[Any, ...]) -> None:
     """One operator forward, one backward; no mask is left in the program, nor a table of its blocks."""
@@ -200,6 +200,7 @@ def test_masks_are_folded(name: str, extent: tuple[Any, ...]) -> None:
     assert {port.kind for port in program.compiled.inputs} == {"parameter", "input", "tangent"}
 
 
+@pytest.mark.broad
 def test_a_causal_mask_of_any_size_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is `i >= j` as it is written is not evaluated; others are where they are not too large."""
     monkeypatch.setattr(known_values, "LARGEST", 8)
@@ -208,6 +209,7 @@ def test_a_causal_mask_of_any_size_is_folded(monkeypatch: pytest.MonkeyPatch) ->
         assert [bias is None for bias, *_ in attentions(program.lowered.placed.graph)] == [folded] * 2
 
 
+@pytest.mark.broad
 def test_heads_are_split_where_attention_is_written_out() -> None:
     """As with attention whole: forward, one sum after `out`."""
     program = Captured(case("table"), train=True, double=True).program("tp=2", "tp: heads")
@@ -217,7 +219,7 @@ def test_heads_are_split_where_attention_is_written_out() -> None:
     assert [use.kind for use in forward] == ["all_reduce"]
 
 
-@pytest.mark.parametrize("name", [broad("causal"), "soft cap"])
+@pytest.mark.parametrize("name", [broad("causal"), broad("soft cap")])
 def test_attention_is_a_region_however_it_is_written(name: str) -> None:
     program = module_means_itself(block(name), inputs(), "cp=2", "cp: heads@attention > seq")
     assert {use.kind for use in summary.collectives(program.compiled)} >= {"all_to_all"}
@@ -251,6 +253,7 @@ def test_under_autocast(name: str) -> None:
         assert attention.args[0].meta["meshc"].dtype == torch.bfloat16
 
 
+@pytest.mark.broad
 def test_in_a_checkpoint() -> None:
     def attend(own: Block, q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
         def part(*heads: Tensor) -> Tensor:
@@ -271,6 +274,7 @@ def test_compiled_by_the_model_itself() -> None:
     module_means_itself(Block(attend), inputs(), "tp=2")
 
 
+@pytest.mark.broad
 def test_a_mask_made_beforehand() -> None:
     """The tensor that its function holds is neither parameter nor buffer, and a constant of the program."""
     kinds = torch.tensor([0, 0, 0, 1, 1, 1, 1])
@@ -291,6 +295,7 @@ class Given(nn.Module):
         return flex_attention(q, k, v, block_mask=seen)
 
 
+@pytest.mark.broad
 def test_a_mask_as_an_input() -> None:
     """Another mask is another program."""
     model, x = Given(), inputs()["x"]
@@ -302,7 +307,7 @@ def test_a_mask_as_an_input() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("padded", [broad(False), True])
+@pytest.mark.parametrize("padded", [broad(False), broad(True)])
 def test_a_stock_model(padded: bool) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

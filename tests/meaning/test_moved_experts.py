@@ -23,8 +23,8 @@ from tests.models import Case
 from tests.zoo.experts import FAMILIES
 
 
-def double(family: str) -> Case:
-    found = FAMILIES[family].case(family)
+def double(family: str, **sizes: int) -> Case:
+    found = FAMILIES[family].case(family, **sizes)
     found.model.double()
     return found
 
@@ -116,7 +116,7 @@ def chosen_in(twin: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor
 def test_steps_before_and_after_equal_one_device(family: str, mesh: str, microbatches: int | None, options: dict[str, Any]) -> None:
     """A step where experts lie by number, one where they have moved, one where they have moved again: losses, what was chosen, parameters
     and Adam's state."""
-    found = double(family)
+    found = double(family, **({"num_hidden_layers": 1} if (family, mesh, microbatches, options) in ORDINARY else {}))
     twin = copy.deepcopy(found.model)
     program = compiled(found, mesh, microbatches, **options)
     values = begun(program, found)
@@ -179,7 +179,7 @@ class _Reads(nn.Module):
 
 
 def test_what_reads_an_expert_by_number_is_refused_with_its_line() -> None:
-    found = double("mixtral")
+    found = double("mixtral", num_hidden_layers=1)
     model = _Reads(found.model)
     step = meshc.TrainStep(model, optimizer=adamw(model))
     with pytest.raises(meshc.CaptureError, match=r"down_proj: select.int at test_moved_experts.py:\d+") as raised:

@@ -38,7 +38,7 @@ def exchanged(program: PlainProgram) -> list[torch.dtype | None]:
 
 
 CASES: list[Any] = [
-    ("llama", "cp=2", RING, {}),
+    broad("llama", "cp=2", RING, {}),
     ("nanogpt", "cp=3", RING, {}),
     broad("llama", "cp=4", RING, {}),
     broad("llama", "cp=12", RING, {}),
@@ -153,19 +153,19 @@ def trained(model: nn.Module, mesh: str, plan: str, length: int = 12) -> meshc.P
 
 
 BETWEEN: list[Any] = [
-    (nn.Identity(), "cp=2", 1),
-    (Mean(), "cp=2", 1),
-    (Turned(), "cp=2", 1),
-    (Largest(), "cp=2", 1),
-    (Windows(4), "cp=2", 1),
+    broad(nn.Identity(), "cp=2", 1),
+    broad(Mean(), "cp=2", 1),
+    broad(Turned(), "cp=2", 1),
+    broad(Largest(), "cp=2", 1),
+    broad(Windows(4), "cp=2", 1),
     broad(Features(), "cp=2", 1),
-    (Windows(6), "cp=2", 18),
-    (nn.LayerNorm(16), "cp=3", 1),
+    broad(Windows(6), "cp=2", 18),
+    broad(nn.LayerNorm(16), "cp=3", 1),
     (Places(), "cp=2", 2),
-    (Neighbours(), "cp=2", None),
+    broad(Neighbours(), "cp=2", None),
     broad(Neighbours(), "cp=3", None),
     (Prefix(), "cp=2", None),
-    (Picks(), "cp=2", 8),
+    broad(Picks(), "cp=2", 8),
     broad(nn.Dropout(0.3), "cp=2", 4),
     broad(nn.GRU(16, 16, batch_first=True), "cp=2", None),
 ]
@@ -203,7 +203,8 @@ def test_what_a_model_gives_is_in_its_own_order() -> None:
     assert report.worst < 1e-10 and len(report.rows) > 4
 
 
-@pytest.mark.parametrize("length, whole", [(12, True), (13, False)])
+@pytest.mark.broad
+@pytest.mark.parametrize("length, whole", [(13, False), broad(12, True)])
 def test_tiles_that_are_padded_are_exchanged_at_each_ring(length: int, whole: bool) -> None:
     program = trained(Layers(nn.Identity()), "cp=4", RING, length)
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10

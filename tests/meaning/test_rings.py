@@ -73,8 +73,8 @@ CASES = [
     broad("nanogpt", "cp=3", RING),
     broad("llama", "cp=8", RING),
     broad("llama", "dp=2,cp=2", "dp: batch\ncp: seq"),
-    ("llama", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
-    ("gemma3", "cp=3", RING),
+    broad("llama", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
+    broad("gemma3", "cp=3", RING),
     broad("gemma3", "cp=2", RING),
     broad("gemma3", "cp=4", RING),
     broad("gemma3", "dp=2,cp=2", "dp: batch\ncp: seq"),
@@ -84,7 +84,7 @@ CASES = [
     broad("whisper", "cp=4", RING),
     broad("whisper", "dp=2,cp=2", "dp: batch\ncp: seq"),
     broad("whisper", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
-    ("gpt_oss", "cp=3", RING),
+    broad("gpt_oss", "cp=3", RING),
     broad("gpt_oss", "cp=2", RING),
     broad("gpt_oss", "cp=4", RING),
     broad("gpt_oss", "dp=2,cp=2", "dp: batch\ncp: seq"),
@@ -96,7 +96,7 @@ CASES = [
     broad("packed", "cp=2,tp=2", "cp: seq\ntp: heads, ffn"),
     broad("packed", "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
     *(broad("documents", mesh, plan) for mesh, plan in (("cp=2", RING), ("cp=3", RING), ("dp=2,cp=2", "dp: batch\ncp: seq"))),
-    ("t5", "cp=2", RING),
+    broad("t5", "cp=2", RING),
     broad("t5", "cp=3", RING),
     broad("t5", "cp=4", RING),
     broad("t5", "dp=2,cp=2", "dp: batch\ncp: seq"),
@@ -120,7 +120,7 @@ def test_a_training_step_is_the_models_own(kind: str, mesh: str, plan: str) -> N
     assert "all_gather" not in kinds(source.latest) or kind != "t5"
 
 
-@pytest.mark.parametrize("kind", ["llama", *map(broad, ("gpt_oss", "gemma3", "t5", "whisper", "packed"))])
+@pytest.mark.parametrize("kind", [*map(broad, ("llama", "gpt_oss", "gemma3", "t5", "whisper", "packed"))])
 def test_pipeline_stages_have_rings_of_their_own(kind: str) -> None:
     source = captured(kind)
     source.verify_training("pp=2,cp=2", RING, adamw, attention="ring", microbatches=2)
@@ -164,7 +164,7 @@ def masked(rows: int = 3) -> Tensor:
     return bias
 
 
-@pytest.mark.parametrize("mesh", ["cp=2", "cp=3", broad("cp=4")])
+@pytest.mark.parametrize("mesh", ["cp=3", broad("cp=2"), broad("cp=4")])
 @pytest.mark.parametrize("bias", [None, masked(), masked(1)[:, :, :1]])
 def test_masks_that_are_given_as_tensors(mesh: str, bias: Tensor | None) -> None:
     """A rank has the rows of its queries; of these each block takes its columns. 7 positions over 4 ranks: the last has one."""
@@ -187,7 +187,7 @@ class Biased(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", ["cp=3", broad("cp=2"), broad("cp=4")])
-@pytest.mark.parametrize("shape", [(1, 2, 7, 7), (7, 7), (1, 1, 7), (3, 2, 7, 1)])
+@pytest.mark.parametrize("shape", [(1, 2, 7, 7), (1, 1, 7), broad((7, 7)), broad((3, 2, 7, 1))])
 def test_a_bias_may_have_a_gradient(mesh: str, shape: tuple[int, ...]) -> None:
     """A block gives the columns of its keys; 7 positions in tiles of 3, of 4 and of 2. No more is sent than without a bias, but a sum over
     the ranks where the bias is the same for all queries."""
@@ -200,7 +200,7 @@ def test_a_bias_may_have_a_gradient(mesh: str, shape: tuple[int, ...]) -> None:
 DROPS = [
     ({"is_causal": True}, "cp=3", RING),
     broad({}, "cp=2", RING),
-    ({}, "cp=2,tp=2", "cp: seq\ntp: heads"),
+    broad({}, "cp=2,tp=2", "cp: seq\ntp: heads"),
     broad({"is_causal": True}, "dp=3,cp=2", "dp: batch\ncp: seq"),
     broad({"is_causal": True}, "cp=2,hp=2", "cp: seq\nhp: heads@attention > seq"),
 ]
@@ -217,7 +217,7 @@ def test_what_is_dropped_is_what_one_device_drops(how: dict[str, Any], mesh: str
     assert len(blocks) == 2 * meshc.Mesh(mesh).size("cp")
 
 
-@pytest.mark.parametrize("mix", ["mean_of_parts", broad("refuse")])
+@pytest.mark.parametrize("mix", [broad("mean_of_parts"), broad("refuse")])
 def test_microbatches_drop_what_the_whole_batch_drops(mix: str) -> None:
     torch.manual_seed(0)
     model = Biased((1, 2, 7, 7), dropout_p=0.4)
@@ -241,7 +241,7 @@ class Pixels(nn.Module):
         return self.attention(self.first(x).flatten(1, 2), bias).unflatten(1, x.shape[1:3])
 
 
-@pytest.mark.parametrize("bias, p", [(None, 0.0), (torch.randn(2, 1, 12, 12), 0.0), broad(torch.randn(2, 1, 12, 12), 0.3)])
+@pytest.mark.parametrize("bias, p", [(torch.randn(2, 1, 12, 12), 0.0), broad(None, 0.0), broad(torch.randn(2, 1, 12, 12), 0.3)])
 def test_a_sequence_of_several_factors_passes_round_by_the_outer_one(bias: Tensor | None, p: float) -> None:
     """Three rows of four over two ranks: tiles of 8 positions and of 4, where 12 over 2 would be tiles of 6."""
     inputs = {"x": torch.randn(2, 3, 4, 16)} | ({} if bias is None else {"bias": bias})
@@ -250,6 +250,7 @@ def test_a_sequence_of_several_factors_passes_round_by_the_outer_one(bias: Tenso
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
 
+@pytest.mark.broad
 def test_in_bfloat16_parts_are_rounded_once() -> None:
     program = trained(Attends(is_causal=True).bfloat16(), "cp=3", {"x": torch.randn(2, 13, 16).bfloat16()})
     merged = [node for node in program.compiled.stages["main"].graph.nodes if "attention_merge" in str(node.target)]
@@ -260,7 +261,7 @@ def test_in_bfloat16_parts_are_rounded_once() -> None:
 # ------------------------------------------------------------------------------------------------------- what is moved and what is held
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, broad(2), broad(4)])
 def test_bytes_are_those_of_the_formulas(ranks: int) -> None:
     """With a tile of ceil(S / n) positions: forward (n - 1) times keys and values of a tile, backward the same once more and their
     gradients as often."""
@@ -296,6 +297,7 @@ def test_keys_that_heads_share_travel_once_for_all_of_them() -> None:
         assert use.kind != "ring_shift" or use.bytes_per_rank == tile, use
 
 
+@pytest.mark.broad
 def test_gradients_that_are_read_head_by_head_travel_so() -> None:
     """Keys of two heads for four, of which the model looks at the repeated ones too: no sum stands for these."""
 
@@ -318,6 +320,7 @@ def test_gradients_that_are_read_head_by_head_travel_so() -> None:
     assert meshc.verify(program, dtype=torch.float64).worst < 1e-10
 
 
+@pytest.mark.broad
 def test_under_a_window_blocks_go_no_farther_than_it_reaches() -> None:
     """Windows of 4 and tiles of 4 positions: a rank reads three keys of the one before it, whose gradients come home in one shift."""
     program = step("gemma3", "cp=3", RING, attention="ring")
@@ -372,7 +375,7 @@ class Near(nn.Module):
         return self.attention(x, torch.where(seen, 0.0, -torch.inf).to(x.dtype) if self.near else None)
 
 
-@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("near", [True, broad(False)])
 def test_one_program_passes_keys_round_for_sequences_of_all_lengths(near: bool) -> None:
     """Of 5 positions a rank has 2, and the last of three one."""
     options = meshc.Options(attention="ring", dynamic={"x": {1: Dim("seq", max=64)}})
@@ -405,6 +408,7 @@ def test_short_sequences_are_gathered_and_long_ones_pass_round(length: int, kind
     assert kinds(program.compiled) & {"all_gather", "ring_shift"} == {kind}
 
 
+@pytest.mark.broad
 def test_keys_pass_round_where_gathered_ones_would_not_fit() -> None:
     """Though it is slower: eight ranks with 64 positions each, of which h100s wait for messages alone."""
     x = {"x": torch.randn(1, 512, 16)}

@@ -10,13 +10,13 @@ import torch
 import meshc
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import FAMILIES, shallow
 from tests.zoo.loops import WIDTH, Model
 
 
 @pytest.mark.parametrize("mesh", ["ep=2", broad("ep=3"), broad("dp=2,ep=2"), broad("ep=2,tp=2")])
 def test_all_tokens_to_one_expert(mesh: str) -> None:
-    model = Model("One").double()
+    model = Model("One", layers=1).double()
     with torch.no_grad():
         for layer in model.layers:
             layer.gate.bias[4] += 1e3  # type: ignore[index, union-attr, operator]
@@ -30,7 +30,7 @@ def test_all_tokens_to_one_expert(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["ep=3", broad("dp=2,ep=2"), broad("ep=4")])
 def test_a_nan_stays_in_its_row(family: str, mesh: str) -> None:
     """Its router's weights are NaN and its choices whatever the largest of NaN is; tokens of other rows go through the same experts."""
-    found = FAMILIES[family].case(family)
+    found = shallow(family) if family == "olmoe" else FAMILIES[family].case(family)
     model = found.model.double().eval()
     ids = found.kwargs["input_ids"].clone()
     ids[ids == 9] = 10

@@ -44,12 +44,12 @@ def trained(mesh: str, plan: str | None, rows: int, microbatches: int | None) ->
         ("dp=3", "fsdp", 1, 2),
         broad("dp_replicate=2,dp_shard=2", "dp_replicate: batch\ndp_shard: batch; store params, grads, state", 1, 1),
         broad("dp=4", "dp: batch", 3, 2),
-        ("dp=8", "zero2", 3, 3),
+        broad("dp=8", "zero2", 3, 3),
         ("pp=2", None, 1, 2),
         broad("pp=2,dp=2", "dp: batch", 1, None),
-        ("pp=2,dp=2", None, 2, 2),
+        broad("pp=2,dp=2", None, 2, 2),
         broad("pp=2,dp=2", None, 2, None),
-        ("pp=2,dp=4", None, 3, 3),
+        broad("pp=2,dp=4", None, 3, 3),
         broad("pp=2,dp=2", None, 4, 2),
     ],
 )
@@ -98,6 +98,7 @@ def test_one_row_through_norms_and_attention() -> None:
     assert {"gradient", "parameter after step 2"} <= {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
 
 
+@pytest.mark.broad
 @pytest.mark.filterwarnings("ignore:axis dp")
 def test_one_row_in_autograd_and_in_evaluation() -> None:
     program = module_means_itself(Looks().eval(), {"images": LOOK.requires_grad_()}, "dp=2")

@@ -139,6 +139,7 @@ def test_what_goes_into_gates_is_split(kind: str) -> None:
     assert not notes(source)
 
 
+@pytest.mark.broad
 def test_an_lstm_with_projections_is_gathered() -> None:
     """It stays torch's own, step by step, on every rank, and a note says what that takes."""
     source = captured("lstm", proj_size=WIDTH // 2)

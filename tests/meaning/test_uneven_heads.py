@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshc
+from tests.broad import broad
 from tests.meaning.test_rings import Attends, trained
 
 
@@ -14,10 +15,10 @@ from tests.meaning.test_rings import Attends, trained
     "heads, plan, lies, mesh",
     [
         (5, None, "f32[2, 5, 2, 4]", "cp=4"),
-        (6, None, "f32[2, 3, 4, 4]", "cp_seq=2,cp_heads=2"),
-        (8, None, "f32[2, 2, 8, 4]", "cp=4"),
+        broad(6, None, "f32[2, 3, 4, 4]", "cp_seq=2,cp_heads=2"),
+        broad(8, None, "f32[2, 2, 8, 4]", "cp=4"),
         (6, "ulysses", "f32[2, 2, 8, 4]", "cp=4"),
-        (6, "cp: heads@attention > seq", "f32[2, 2, 8, 4]", "cp=4"),
+        broad(6, "cp: heads@attention > seq", "f32[2, 2, 8, 4]", "cp=4"),
     ],
 )
 def test_by_its_name_alone_an_axis_pads_no_heads(heads: int, plan: str | None, lies: str, mesh: str) -> None:

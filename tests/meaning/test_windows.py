@@ -52,7 +52,7 @@ def moved(program: meshc.Program) -> Counter[str]:
         broad("cp=3", "cp: width"),
         broad("h=2,w=2", "h: height\nw: width"),
         broad("dp=2,cp=2", "dp: batch\ncp: height"),
-        ("a=2,b=2", "a: height\nb: height"),
+        broad("a=2,b=2", "a: height\nb: height"),
         ("tp=2,cp=2", "tp: blocks.*.weight.0\ncp: height"),
     ],
 )
@@ -75,7 +75,7 @@ def test_unet(mesh: str, plan: str) -> None:
 
 @pytest.mark.parametrize(
     "seq, plan",
-    [(10, "sp: seq"), (3, "sp: ffn > seq"), (3, None), broad(10, "sp: ffn > seq"), broad(10, None), broad(3, "sp: seq")],
+    [(3, "sp: ffn > seq"), broad(10, "sp: seq"), broad(3, None), broad(10, "sp: ffn > seq"), broad(10, None), broad(3, "sp: seq")],
 )
 def test_causal_mixer(seq: int, plan: str | None) -> None:
     """Tiles shorter than the kernel, too."""
@@ -94,6 +94,7 @@ def test_a_causal_convolution_reads_what_comes_before_it() -> None:
     check(program, inputs)
 
 
+@pytest.mark.broad
 def test_a_pin_on_an_image_takes_its_rows_through_the_network() -> None:
     case = resnet(torch.float64, batch=4, width=4)
     plan = "cp: -\npin input:images: _, _, height/cp, _"
@@ -102,6 +103,7 @@ def test_a_pin_on_an_image_takes_its_rows_through_the_network() -> None:
     check(program, case.call_kwargs)
 
 
+@pytest.mark.broad
 def test_a_pin_may_hold_what_a_module_returns() -> None:
     case = resnet(torch.float64, batch=4, width=4)
     program = compiled(case.model, "cp=2", "cp: height\npin value:blocks.1: _, _, height!, _ only", case.call_kwargs, F.cross_entropy)

@@ -21,7 +21,7 @@ from tests.zoo.run import adamw
 
 CASES = [
     ("nanogpt", "cp=2", RING),
-    ("llama", "cp=3", RING),
+    broad("llama", "cp=3", RING),
     broad("llama", "cp=2", RING),
     broad("llama", "cp=4", RING),
     broad("llama", "cp=8", RING),

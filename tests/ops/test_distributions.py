@@ -189,7 +189,7 @@ MODELS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh, plan", [("a=2,b=3", "a: batch\nb: weight.0"), ("a=4", "a: weight.0")])
+@pytest.mark.parametrize("mesh, plan", [("a=2,b=3", "a: batch\nb: weight.0"), broad("a=4", "a: weight.0")])
 def test_a_compiled_module_draws_what_the_module_draws(name: str, mesh: str, plan: str) -> None:
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     program = meshc.compile(Model(MODELS[name]), meshc.Mesh(mesh), kwargs={"x": x}, plan=plan)
@@ -233,7 +233,7 @@ class Noisy(nn.Module):
         return (h * torch.empty_like(h).exponential_()).square().mean()
 
 
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=3"])
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", broad("dp=3")])
 def test_every_step_draws_anew_as_the_reference_does(mesh: str) -> None:
     """Losses and parameters of three steps, each with its own number; a checkpoint keeps that number, and with it the stream."""
     torch.manual_seed(0)

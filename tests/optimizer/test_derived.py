@@ -38,7 +38,7 @@ def test_steps_equal_its_own(kind: Build) -> None:
     assert not any("profiler" in target for target in targets)  # torch's own wrapper records each step
 
 
-@pytest.mark.parametrize("kinds", [pytest.param([Halves, Averages], id="two"), broad(DERIVED, id="all")])
+@pytest.mark.parametrize("kinds", [broad([Halves, Averages], id="two"), broad(DERIVED, id="all")])
 def test_on_a_mesh(kinds: list[Build]) -> None:
     """All at once, each with parameters of its own, split over both axes with their state."""
 

@@ -114,6 +114,7 @@ def test_what_a_wrapper_steps(name: str) -> None:
     assert all(p.grad is None for p in model.parameters()) and not any(one.state for one in step.optimizers.members)
 
 
+@pytest.mark.broad
 def test_wrapper_equals_one_device() -> None:
     """One step, since Muon is in it; more of them on real ranks (tests/processes/optimizers.py)."""
     case = mlp()

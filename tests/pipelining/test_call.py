@@ -183,6 +183,7 @@ def test_a_summary_prices_for_any_device_of_the_table() -> None:
         summary.summary(by_hand(), "z80")
 
 
+@pytest.mark.broad
 def test_the_summary_tells_of_stages(tmp_path: Path) -> None:
     program = step(nanogpt(layers=4, batch=8), "pp=2,dp=2", schedule="1f1b", pp_splits=["h.2"])
     told = program.summary()
@@ -204,6 +205,7 @@ def test_the_summary_tells_of_stages(tmp_path: Path) -> None:
     assert cell(told, "0 to 1", "bytes") == f"{(2 * 2 * 12 * 32 * 4 + 65 * 32 * 4) / 1000:.1f} kB"
 
 
+@pytest.mark.broad
 def test_equal_layers_are_cut_into_equal_stages() -> None:
     """Attention's backward has no number that says which forward it belongs to; it counts with what it reads."""
     first, second = stage_accounts(step(nanogpt(layers=8, hidden=128, batch=8, seq=64), "pp=2", schedule="1f1b").compiled)

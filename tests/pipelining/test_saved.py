@@ -145,6 +145,7 @@ def test_an_edited_pipeline_is_refused(changes: dict[str, Any], said: str, saved
     assert said in edited(saved, tmp_path, **changes)
 
 
+@pytest.mark.broad
 def test_show_and_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "build.py").write_text(BUILD)
     assert main(["show", str(saved)]) == 0 and 'pipeline = "pp"' in capsys.readouterr().out
@@ -217,6 +218,7 @@ def test_batch_norm_of_the_whole_batch() -> None:
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
+@pytest.mark.broad
 def test_the_mean_of_parts() -> None:
     """Each microbatch reads the running means that the one before it wrote, on its stage; in the end all ranks have them."""
     program, inputs = batch_norm(microbatches=2, batch_mix="mean_of_parts")

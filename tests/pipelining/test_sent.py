@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import meshc
 from meshc.passes import schedules
 from meshc.program.program import PlainProgram
+from tests.broad import broad
 
 ROWS, WIDE = 32, 4096
 """A product of (ROWS, WIDE) with itself takes some 250 us on the table's CPU in float32, a message of the result 200 us in all."""
@@ -61,7 +62,7 @@ def flowing(program: PlainProgram, word: str) -> int:
     return sum(word in key for keys in program.pipeline.messages.values() for key in keys)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", broad("interleaved"), broad("zb_v")])
 def test_a_costly_value_is_made_by_one_stage(schedule: str) -> None:
     """Stages of the second rank get it once, however many read it, and keep it for backward."""
     splits = ["layers.2"] if schedules.get(schedule).stages(2) == 2 else ["layers.1", "layers.2", "layers.3"]
@@ -82,7 +83,7 @@ def test_a_value_with_random_numbers_in_it() -> None:
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [2, broad(1)])
 def test_a_value_of_a_buffer(count: int) -> None:
     """It does not differ between microbatches: with several of them, each rank makes it once a call."""
     program, inputs = step(Mixing(costly, buffer=True), count, schedule="1f1b")
@@ -122,7 +123,7 @@ class Skipping(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
+@pytest.mark.parametrize("schedule", ["zb_v", broad("interleaved")])
 def test_a_value_goes_to_a_rank_once(schedule: str) -> None:
     """Of stages 0 to 3 two are on the second rank."""
     splits = [f"layers.{number}" for number in (1, 2, 3)]

@@ -69,17 +69,17 @@ def run(mesh: str, folder: str) -> None:
     dist.init_process_group("gloo")
     path = Path(folder)
     torch.manual_seed(5)
-    plain = Wrapped(llama(False))
+    plain = Wrapped(llama(False, layers=1))
     if dist.get_rank() == 0:
         torch.manual_seed(5)
-        llama(False).save_pretrained(path / "base", max_shard_size="8kB")
+        llama(False, layers=1).save_pretrained(path / "base", max_shard_size="8kB")
         plain.save_pretrained(path / "adapter", dict(plain.state_dict()))
         (path / "other").mkdir()
         (path / "other" / "adapter_config.json").write_text(json.dumps({**CONFIG, "lora_alpha": 16}))
         save_file({"none": torch.zeros(1)}, path / "other" / "adapter_model.safetensors")
     dist.barrier()
     with torch.device("meta"):
-        model = Wrapped(llama(False))
+        model = Wrapped(llama(False, layers=1))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     program = meshc.compile(meshc.TrainStep(model, optimizer=torch.optim.SGD(trainable, lr=0.5)), device_mesh(mesh), kwargs=INPUTS)
     _loads(program, path, plain)
@@ -127,12 +127,12 @@ def with_peft(mesh: str, folder: str) -> None:
     path = Path(folder)
     torch.manual_seed(5)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    plain = peft.get_peft_model(llama(False), config)
+    plain = peft.get_peft_model(llama(False, layers=1), config)
     if dist.get_rank() == 0:
         plain.save_pretrained(path / "adapter")
     dist.barrier()
     torch.manual_seed(6)
-    model = peft.get_peft_model(llama(False), config)
+    model = peft.get_peft_model(llama(False, layers=1), config)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     program = meshc.compile(meshc.TrainStep(model, optimizer=torch.optim.SGD(trainable, lr=0.5)), device_mesh(mesh), kwargs=INPUTS)
     meshc.load_pretrained(program, path / "adapter")

@@ -21,9 +21,9 @@ TOKENS = torch.arange(24).view(2, 12) % 31
 INPUTS = {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def llama(tied: bool) -> PreTrainedModel:
+def llama(tied: bool, layers: int = 2) -> PreTrainedModel:
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
         tie_word_embeddings=tied,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()

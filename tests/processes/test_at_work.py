@@ -15,7 +15,7 @@ from meshc.runtime.saved.launched import Run, run_saved
 from tests.broad import broad
 from tests.processes.at_work import CALLS
 from tests.runtime.launch import launch
-from tests.zoo.experts import FAMILIES
+from tests.zoo.experts import FAMILIES, shallow
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
@@ -67,7 +67,7 @@ def _same(folder: Path, twin: torch.nn.Module) -> None:
 
 
 def test_a_program_whose_experts_stay_is_refused(tmp_path: Path) -> None:
-    found = FAMILIES["mixtral"].case("mixtral")
+    found = shallow("mixtral")
     step = meshc.TrainStep(found.model, optimizer=torch.optim.SGD(found.model.parameters()), loss=lambda output: output.loss)
     path = tmp_path / "program"
     inputs = {name: x for name, x in found.call_kwargs.items() if isinstance(x, torch.Tensor)}

@@ -27,7 +27,7 @@ def ends(run: Run, culprit: int) -> None:
 
 @pytest.mark.parametrize(
     "phase, culprit",
-    [("before", 0), broad("meet", 0), broad("meet", 1), ("compile", 0), broad("compile", 1), ("save", 1)],
+    [broad("before", 0), broad("meet", 0), broad("meet", 1), ("compile", 0), broad("compile", 1), broad("save", 1)],
 )
 def test_a_rank_is_killed(phase: str, culprit: int) -> None:
     """Before anybody has met it, before the compilation, in its first, at the end of a save."""
@@ -36,14 +36,14 @@ def test_a_rank_is_killed(phase: str, culprit: int) -> None:
     assert run.ranks[culprit].code == -signal.SIGKILL and f"rank {culprit} died" in run.ranks[1 - culprit].err, run
 
 
-@pytest.mark.parametrize("phase", ["meet", "between"])
+@pytest.mark.parametrize("phase", [broad("meet"), "between"])
 def test_a_rank_raises(phase: str) -> None:
     run = launch("tests.processes.ending:run", phase, "raise", "1", ranks=2, timeout_s=90)
     ends(run, 1)
     assert "rank 1 failed outside of a step: ValueError: the planted error" in run.ranks[0].err, run
 
 
-@pytest.mark.parametrize("phase, culprit", [("step", 0), ("exit", 1)])
+@pytest.mark.parametrize("phase, culprit", [("step", 0), broad("exit", 1)])
 def test_a_rank_that_was_stopped_goes_on(phase: str, culprit: int) -> None:
     """For four seconds: longer than anything waits for the one that serves the store, or that one for others at its end."""
     run = launch("tests.processes.ending:run", phase, "stop4", str(culprit), ranks=2, timeout_s=90)
@@ -60,7 +60,7 @@ def test_a_rank_that_is_late_is_named() -> None:
     assert "waits since" not in run.ranks[1].err, run
 
 
-@pytest.mark.parametrize("way, how", [("out_of_data", "ended its program"), ("destroyed", "destroyed its process group")])
+@pytest.mark.parametrize("way, how", [("out_of_data", "ended its program"), broad("destroyed", "destroyed its process group")])
 def test_a_rank_that_has_no_more_data(way: str, how: str) -> None:
     run = launch("tests.processes.apart:run", way, ranks=2, timeout_s=90)
     assert run.ranks[1].code == 0 and run.ranks[0].code == 1, run
@@ -75,6 +75,7 @@ def test_an_argument_that_one_rank_misspells() -> None:
     assert "PeerError: rank 1 failed: PlanError: inputs='globle' is not known" in run.ranks[0].err, run
 
 
+@pytest.mark.broad
 def test_a_rank_that_is_busy_elsewhere_is_ended_too() -> None:
     run = launch("tests.processes.apart:run", "busy_elsewhere", ranks=2, timeout_s=90)
     assert run.ranks[0].code == 1 and run.ranks[0].seconds < run.ranks[1].seconds + PROMISED_S + BUSY_S, run

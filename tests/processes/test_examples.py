@@ -53,6 +53,7 @@ def test_experts_on_different_ranks(tmp_path: Path) -> None:
     assert "of 4 experts in a layer, 2 lie here" in ended.ranks[0].out
 
 
+@pytest.mark.broad
 def test_a_pipeline(tmp_path: Path) -> None:
     ended = losses("train_pipeline", tmp_path, *TEXT, "--width", "16", "--layers", "2", "--microbatches", "2")
     assert "pipeline over pp" in ended.ranks[0].out

@@ -39,6 +39,7 @@ def test_another_shape_on_one_rank() -> None:
     check("other_shape", "InputError", "x float32 [5, 24]", "x float32 [6, 24]", 'inputs="local"')
 
 
+@pytest.mark.broad
 def test_another_shape_on_one_rank_at_the_first_call() -> None:
     check("other_shape_at_first", "InputError", "x float32 [5, 24]", "x float32 [6, 24]")
 
@@ -48,6 +49,7 @@ def test_another_dtype_on_one_rank() -> None:
     check("other_dtype", "InputError", "x float64 [6, 24]", "x float32 [6, 24]")
 
 
+@pytest.mark.broad
 def test_another_structure_on_one_rank() -> None:
     check("other_structure", "InputError", "x float32 [4, 8], extra float32 [4, 8]")
 
@@ -56,6 +58,7 @@ def test_another_model_on_one_rank() -> None:
     check("other_model", "StateError", "the model", "[40, 24]", "[44, 24]")
 
 
+@pytest.mark.broad
 def test_another_setting_of_torch_on_one_rank() -> None:
     said = "ranks differ in torch's settings: this rank has default dtype: torch.float64, rank 0 has default dtype: torch.float32"
     check("other_setting", "StateError", said)
@@ -103,6 +106,7 @@ def test_a_rank_that_is_killed_in_a_pipeline(ranks: int) -> None:
         assert end.seconds - ended.ranks[1].seconds < 30, ended
 
 
+@pytest.mark.broad
 def test_a_rank_that_raises_in_a_pipeline() -> None:
     ended = go_wrong("raises_in_a_pipeline", 4)
     first = ended.ranks[1]
@@ -113,6 +117,7 @@ def test_a_rank_that_raises_in_a_pipeline() -> None:
         assert end.seconds - first.seconds < 30, ended
 
 
+@pytest.mark.broad
 def test_another_schedule_on_one_rank() -> None:
     """Refused before any message is sent."""
     check("other_schedule_in_a_pipeline", "ranks differ in the option schedule: this rank has 'gpipe', rank 0 has '1f1b'")

@@ -7,10 +7,10 @@ from tests.runtime.launch import launch
 
 pytestmark = pytest.mark.processes
 
-MESHES = [("dp_shard=2", 2, ("stock", "halves", "bytes_held"))]
+MESHES = [("dp_shard=2", 2, ("stock", "bytes_held"))]
 BROAD = [
-    broad("tp=2", 2, ("stock", "halves")), broad("pp=2", 2, ("stock",)), broad("dp=2", 2, ("stock",)),
-    broad("dp=2,tp=2", 4, ("stock", "halves")), broad("pp=2,tp=2", 4, ("stock",)),
+    broad("dp_shard=2", 2, ("halves",)), broad("tp=2", 2, ("stock", "halves")), broad("pp=2", 2, ("stock",)),
+    broad("dp=2", 2, ("stock",)), broad("dp=2,tp=2", 4, ("stock", "halves")), broad("pp=2,tp=2", 4, ("stock",)),
 ]  # fmt: skip
 
 

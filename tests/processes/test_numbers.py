@@ -25,7 +25,7 @@ def go(way: str, ranks: int = 2) -> Run:
         broad(
             "saved_after_another_rate", "the numbers of program 1: at its step 2, momentum of group 0 is 0.9 on rank 0 and 0.5 on rank 1"
         ),
-        ("another_rate_in_module_mode", "at its step 1, lr of group 0 is 0.001 on rank 0 and 0.002 on rank 1"),
+        broad("another_rate_in_module_mode", "at its step 1, lr of group 0 is 0.001 on rank 0 and 0.002 on rank 1"),
     ],
 )
 def test_another_number_on_one_rank(way: str, said: str) -> None:
@@ -34,6 +34,7 @@ def test_another_number_on_one_rank(way: str, said: str) -> None:
         assert end.code == TOLD and said in end.out and "what to do: make every change of the optimizer on every rank" in end.out, ended
 
 
+@pytest.mark.broad
 def test_a_draw_on_one_rank() -> None:
     """Replicas wait for the first one's values: those that have drawn nothing do not come, and the ranks are told why."""
     ended = go("a_draw_on_one_rank")
@@ -42,6 +43,7 @@ def test_a_draw_on_one_rank() -> None:
         assert end.code == TOLD and said in end.out and "draw on every rank" in end.out, ended
 
 
+@pytest.mark.broad
 def test_another_size_on_one_rank() -> None:
     ended = go("another_size")
     for end in ended.ranks:
@@ -71,6 +73,7 @@ def test_two_threads_that_call_one_program() -> None:
         assert end.code == TOLD and end.out.count("Error: ") >= 2, ended
 
 
+@pytest.mark.broad
 def test_a_thread_that_saves_beside_a_step() -> None:
     ended = go("a_save_beside_a_step")
     assert all(end.code == TOLD for end in ended.ranks), ended

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "mesh, ranks, names",
     [
-        ("tp=2", 2, ("tied", "mixtral")), ("pp=2", 2, ("tied",)),
+        ("tp=2", 2, ("tied", "mixtral")), broad("pp=2", 2, ("tied",)),
         broad("dp_shard=2", 2, ("llama", "tied")), broad("ep=2", 2, ("mixtral",)), broad("dp=2,tp=2", 4, ("llama", "mixtral")),
     ],
     ids=str,

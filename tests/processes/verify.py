@@ -13,7 +13,7 @@ from torch import Tensor
 import meshc
 from meshc.runtime.simulator import verify
 from meshc.runtime.simulator.simulation import simulate
-from tests.models import gpt2, mlp
+from tests.models import mlp
 from tests.processes.reference import SEED, adamw
 from tests.processes.session import run_checks
 from tests.two_outputs import two_outputs
@@ -31,18 +31,18 @@ def same_everywhere(value: Any) -> Any:
 
 def train_step(mesh: Any) -> None:
     """Before the first step (weights as they were scattered) and after it, in both precisions; the step goes on as if nothing had been."""
-    case = gpt2(batch=6, layers=1)
-    step = meshc.TrainStep(case.model, optimizer=adamw(case.model.parameters()), clip_grad_norm=1.0)
-    program = meshc.compile(step, mesh, kwargs=case.kwargs, options=OPTIONS)
+    case = mlp()
+    step = meshc.TrainStep(case.model, optimizer=adamw(case.model.parameters()), loss=case.loss, clip_grad_norm=1.0)
+    program = meshc.compile(step, mesh, kwargs=case.call_kwargs, options=OPTIONS)
     report = meshc.verify(program)
     same_everywhere((report.tolerance, report.rows))
     kinds = {kind for kind, _, _ in report.rows}
     assert report.ok and {"output", "gradient", "loss of step 2"} <= kinds, report
-    loss = program(**case.kwargs).item()
-    report = meshc.verify(program, case.kwargs, dtype=torch.float64)
+    loss = program(**case.call_kwargs).item()
+    report = meshc.verify(program, case.call_kwargs, dtype=torch.float64)
     same_everywhere((report.tolerance, report.rows))
-    assert report.worst < 1e-8 and ("parameter after step 2", "transformer.wte.weight") in {(kind, name) for kind, name, _ in report.rows}
-    assert program(**case.kwargs).item() < loss
+    assert report.worst < 1e-8 and ("parameter after step 2", "up.weight") in {(kind, name) for kind, name, _ in report.rows}
+    assert program(**case.call_kwargs).item() < loss
 
 
 def module(mesh: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
@@ -12,6 +13,7 @@ from meshc.report.summary import summary
 from tests.passes.depth.stacks import Stack, compiled
 
 
+@pytest.mark.broad
 def test_equal_layers_are_one_row() -> None:
     program = compiled(Stack([16] * 5), plan="ddp").compiled
     found = alive(program)

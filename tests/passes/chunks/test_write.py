@@ -178,7 +178,7 @@ SPLIT = "tp: heads, ffn, vocab > seq"
 @pytest.mark.parametrize(
     "make, mesh, lines, microbatches, options",
     [
-        (llama, "dp=2,tp=2", [FSDP, SPLIT, "chunk lm_head: 3"], 1, {}),
+        broad(llama, "dp=2,tp=2", [FSDP, SPLIT, "chunk lm_head: 3"], 1, {}),
         broad(llama, "tp=2", ["tp: heads, ffn, vocab", "chunk lm_head: 4"], 1, {}),
         broad(llama, "dp=4,tp=2", [FSDP, SPLIT, "remat *: layer", "chunk lm_head: 5"], 1, {}),
         broad(llama, "dp=2", [FSDP, "chunk lm_head: 2"], 2, {}),

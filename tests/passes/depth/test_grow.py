@@ -60,7 +60,7 @@ def test_two_layers_more() -> None:
         broad([16] * 6, {}),
         ([16] * 7, {"mesh": "dp_shard=2,tp=2", "clip_grad_norm": 1.0}),
         broad([16] * 6, {"microbatches": 2}),
-        ([16] * 6, {"mesh": "pp=2", "microbatches": 2}),
+        broad([16] * 6, {"mesh": "pp=2", "microbatches": 2}),
         broad([16] * 6, {"train": False, "mesh": "tp=2"}),
         broad([16] * 6, {"mesh": "dp=2,tp=2", "plan": "store *.up.weight state: ffn/dp/tp, _\nstore *.down.weight grads: _, ffn/tp/dp"}),
         broad([8] + [16, 24] * 5, {}),
@@ -82,6 +82,7 @@ RUNNING = """
 """
 
 
+@pytest.mark.broad
 def test_the_running_sum_of_the_norm_may_be_reduced_between_layers() -> None:
     """Each layer leaves it pending, and the next adds to it as a whole."""
     asked: dict[str, Any] = {"mesh": "dp=2,tp=2", "clip_grad_norm": 1.0, "plan": RUNNING}
@@ -135,6 +136,7 @@ def test_a_block_at_each_end_is_captured_where_one_layer_is_not_enough() -> None
     assert text_of(grown.compiled) == text_of(whole.compiled)
 
 
+@pytest.mark.broad
 def test_what_is_not_equal_is_captured_whole_with_a_note() -> None:
     program = compiled(Stack([16, 8, 24, 40, 48, 56]))
     assert program.lowered.depth is None
@@ -168,6 +170,7 @@ def test_a_grown_step_means_what_the_model_means() -> None:
     meshc.verify(program, {"ids": ids, "target": ids})
 
 
+@pytest.mark.broad
 def test_verification_after_each_pass_covers_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHC_VERIFY", "1")
     torch.manual_seed(0)

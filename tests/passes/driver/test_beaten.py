@@ -38,6 +38,7 @@ def test_stages_share_the_work_in_equal_parts_at_best() -> None:
     assert least[1] == pytest.approx(least[0] / 2)
 
 
+@pytest.mark.broad
 def test_stages_that_are_estimated_to_be_slower_are_not_cut() -> None:
     captured = Captured(models.nanogpt(batch=4, seq=8, hidden=16, layers=2, heads=2, vocab=13), train=True, double=False)
     with pytest.raises(Beaten) as caught:

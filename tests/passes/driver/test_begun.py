@@ -48,6 +48,7 @@ def test_a_program_is_the_same_and_begins_once(monkeypatch: pytest.MonkeyPatch) 
     assert refusal(64, 256, memory_budget=1) == said and text(int(least)) == found
 
 
+@pytest.mark.broad
 @pytest.mark.usefixtures("patches_behind")
 def test_changes_begin_once_as_they_are_tried_and_as_they_are_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last beginning alone is remembered they begin more often, and the refusal says the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from meshc.ir.mesh import Mesh
@@ -14,6 +15,7 @@ from tests import models
 from tests.captured import Captured
 
 
+@pytest.mark.broad
 def test_what_one_mesh_leaves_behind_changes_nothing_on_the_next() -> None:
     captured = Captured(models.mlp(batch=8, width=64), train=True, double=False)
     spec = describe(torch.optim.AdamW(captured.reference.module.parameters(), lr=1e-2))

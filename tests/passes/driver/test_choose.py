@@ -69,7 +69,7 @@ def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
     assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
 
 
-@pytest.mark.parametrize("share", [0.7, 0.4])
+@pytest.mark.parametrize("share", [0.4, pytest.param(0.7, marks=pytest.mark.broad)])
 def test_what_fits_with_its_head_in_chunks_is_weighed(share: float) -> None:
     """Whole logits are most of what a rank holds here, and no recipe keeps the budget with them."""
     ids = torch.randint(640, (16, 32))
@@ -115,6 +115,7 @@ def test_a_recipe_stands_in_for_what_cannot_grow(monkeypatch: pytest.MonkeyPatch
     assert note.startswith("dp: searched; ") and "by the model" in note and note.endswith(f" options; {taken.weighed[0].name} is taken")
 
 
+@pytest.mark.broad
 def test_nothing_fits_and_what_would() -> None:
     captured = Captured(models.mlp(width=400, batch=8), train=True, double=False)
     ask = adam(captured)
@@ -129,6 +130,7 @@ def test_nothing_fits_and_what_would() -> None:
     assert lines[-1].startswith("  what to do: Options(memory_budget=") and "times the ranks" in lines[-1]
 
 
+@pytest.mark.broad
 def test_what_fits_by_no_choice_is_asked_by_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float | None, float | None]] = []
     real = Search.found

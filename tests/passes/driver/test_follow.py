@@ -116,6 +116,7 @@ def test_a_size_that_is_decided_otherwise_is_not_followed(run_whole: list[int], 
     assert str(program) == long
 
 
+@pytest.mark.broad
 def test_without_asking_it_would_be_another_program(monkeypatch: pytest.MonkeyPatch, long: str) -> None:
     asked = Trail.at
 
@@ -130,6 +131,7 @@ def test_without_asking_it_would_be_another_program(monkeypatch: pytest.MonkeyPa
     assert str(program) != long
 
 
+@pytest.mark.broad
 def test_a_budget_is_not_followed(run_whole: list[int]) -> None:
     case = short()
     program = meshc.compile(step_of(case), meshc.Mesh("dp=2"), kwargs=tokens(case, 4, 12), options=meshc.Options(memory_budget="1GB"))

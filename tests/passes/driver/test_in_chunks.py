@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -85,12 +86,14 @@ def test_a_small_head_is_not_tried() -> None:
     assert held(program) <= budget and chunks(program) == 1
 
 
+@pytest.mark.broad
 def test_it_means_what_the_model_does_and_is_verified_as_it_was_chosen() -> None:
     program = step(memory_budget=held(step(remat="none")) * 80 // 100)
     assert chunks(program) == 2
     assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in meshc.verify(program, dtype=torch.float64).rows}
 
 
+@pytest.mark.broad
 def test_over_a_pipeline_the_last_stage_runs_in_chunks() -> None:
     """Its gradients add up chunk by chunk, and then microbatch by microbatch: there is one sum of each, and not one for each chunk."""
     options = {"mesh": "pp=2", "microbatches": 4, "schedule": "1f1b", "pp_splits": ["layers.2"], "words": 2048}

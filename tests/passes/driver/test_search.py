@@ -35,6 +35,7 @@ def test_of_the_numbers_of_microbatches_the_fastest_is_taken() -> None:
     assert program.general.microbatches == program.lowered.request.microbatches == taken(tried).microbatches
 
 
+@pytest.mark.broad
 def test_what_does_not_fit_says_by_how_much() -> None:
     free = compiled(10**9, 4).lowered
     (first,) = (each for each in free.tried if not each.dropped)
@@ -72,6 +73,7 @@ def test_nothing_is_searched_where_there_is_no_choice() -> None:
     assert compiled(None, 2, mesh="dp=2").lowered.tried == ()
 
 
+@pytest.mark.broad
 def test_hooks_hear_of_the_passes_of_the_candidate_that_is_taken_and_of_no_other(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("dump")
     program = compiled(schedule="1f1b")

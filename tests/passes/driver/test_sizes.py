@@ -104,6 +104,7 @@ def test_a_model_that_takes_no_open_sizes_is_not_tried_at_each(monkeypatch: pyte
     assert len(tried) == 2
 
 
+@pytest.mark.broad
 def test_sizes_that_were_equal_and_differ_are_told_apart(traces: list[Any]) -> None:
     """Rows of two inputs are equal in three calls, and differ in the fourth, where a model can take that."""
     model, mesh = TwoInputs(), meshc.Mesh("dp=2")

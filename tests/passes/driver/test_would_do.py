@@ -85,6 +85,7 @@ def test_what_holds_the_memory_is_named_and_the_changes_keep_the_budget() -> Non
         assert held(step(512, 8, **with_change(said, **options))) == size <= options["memory_budget"], said  # type: ignore[operator]
 
 
+@pytest.mark.broad
 def test_where_parameters_and_state_hold_it_they_are_stored_split() -> None:
     options = {"memory_budget": held(step(4, 2048, seq=1, remat="none")) * 7 // 10, "remat": "none", "seq": 1}
     found = changes(refusal(4, 2048, **options))
@@ -127,6 +128,7 @@ def first_keeps_its_word(error: NothingFits, asked: dict[str, Any], make: Callab
     return first.said
 
 
+@pytest.mark.broad
 def test_over_a_pipeline_what_holds_it_is_named_and_changes_are_tried() -> None:
     """Of gpipe all microbatches are in flight, of 1f1b as many as there are ranks."""
     asked: dict[str, Any] = {"mesh": "pp=2", "microbatches": 4, "schedule": "gpipe", "remat": "none", "memory_budget": 19_000}

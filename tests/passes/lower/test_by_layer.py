@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 import meshc
 from meshc.ir import records
 from meshc.ir.regions import blocks
+from tests.broad import broad
 
 ROWS, WIDTH = 4, 8
 
@@ -62,7 +63,7 @@ def face(nodes: list[Node]) -> Hashable:
     return tuple((str(target), said) for target, said in calls)
 
 
-@pytest.mark.parametrize("count", [7, 9, 12])
+@pytest.mark.parametrize("count", [7, broad(9), broad(12)])
 def test_one_of_the_equal_layers_is_compiled(count: int) -> None:
     found = regions(compiled(count))
     if count < 8:

@@ -169,6 +169,7 @@ def test_programs_in_regions_mean_what_they_meant(mesh: str, plan: str | None, m
     assert meshc.verify(program).ok
 
 
+@pytest.mark.broad
 def test_what_backward_gathers_of_forward_is_not_gathered_in_forward() -> None:
     """The norms' sequences before gradients of weights: of all layers at once they would be most of what a rank holds."""
     case = models.nanogpt(batch=4, seq=8, hidden=16, layers=3, heads=4, vocab=13)

@@ -150,6 +150,7 @@ def test_a_step_has_no_row_without_a_choice(family: str, mesh: str) -> None:
     check_program(found, "program", rules)
 
 
+@pytest.mark.broad
 def test_used_rows_are_in_no_region_that_is_compiled() -> None:
     found = shallow("mixtral")
     step = meshc.TrainStep(found.model, optimizer=torch.optim.SGD(found.model.parameters(), lr=0.1), loss=lambda output: output.loss)
@@ -176,6 +177,7 @@ def test_what_is_made_again_or_kept_for_a_later_stage_equals_one_device(mesh: st
     assert meshc.verify(found, dtype=torch.float64).ok
 
 
+@pytest.mark.broad
 def test_no_stage_begins_within_a_layers_experts() -> None:
     with pytest.raises(meshc.PlanError, match="begins within the experts of model.layers.0.mlp.experts"):
         trained(case("mixtral"), "pp=2,ep=2", pp_splits=["model.layers.0.mlp.experts.act_fn"])

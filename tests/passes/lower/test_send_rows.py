@@ -58,6 +58,7 @@ def exchanged(found: meshc.Program) -> list[torch.fx.Node]:
     return [node for node in nodes if ir.record(node).phase != "update"]
 
 
+@pytest.mark.broad
 def test_where_most_tokens_go_to_a_rank_in_any_case_all_rows_travel() -> None:
     """Two of two experts a token: both ranks have one of each token's."""
     case = shallow("mixtral")

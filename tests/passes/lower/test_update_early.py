@@ -17,6 +17,7 @@ from meshc.passes.lower.fuse_updates import fused
 from meshc.program import bundle
 from meshc.program.kept import places, sizes_of
 from meshc.text.parse import parse_stage
+from tests.broad import broad
 from tests.passes.stepped import steps
 
 WIDTH, LAYERS = 256, 16
@@ -127,6 +128,7 @@ def test_a_region_ends_where_a_bucket_does() -> None:
     assert memory.worst(program.compiled).peak.gradients < 3.01 * BUCKET * WEIGHT
 
 
+@pytest.mark.broad
 def test_a_limit_says_how_much_is_updated_together() -> None:
     before = steps(step_of(), "dp=2", x=torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))["collectives"]
     before = before[: before.index("schedule = [")]
@@ -135,9 +137,10 @@ def test_a_limit_says_how_much_is_updated_together() -> None:
 
 
 @pytest.mark.parametrize("mesh, plan, ask", [
-    ("dp=2", None, {}), ("dp=2", None, {"tied": True}), ("dp_shard=2", None, {}), ("dp=3", "zero2", {}),
-    ("dp=2", None, {"microbatches": 2}),
-], ids=["dp", "tied", "fsdp", "zero2 uneven", "microbatches"])  # fmt: skip
+    pytest.param("dp=2", None, {"tied": True}, id="tied"), pytest.param("dp_shard=2", None, {}, id="fsdp"),
+    broad("dp=2", None, {}, id="dp"), broad("dp=3", "zero2", {}, id="zero2 uneven"),
+    broad("dp=2", None, {"microbatches": 2}, id="microbatches"),
+])  # fmt: skip
 def test_a_step_means_what_it_means(mesh: str, plan: str | None, ask: dict[str, object]) -> None:
     report = meshc.verify(compiled(mesh, plan, **ask), dtype=torch.float64)
     assert {"gradient", "parameter after step 2"} <= {kind for kind, *_ in report.rows}

@@ -83,7 +83,7 @@ def test_bytes_are_counted_apart_and_the_copies_are_those_of_the_host() -> None:
 
 
 def test_a_step_means_what_it_means() -> None:
-    program = step_of(nanogpt(), "dp_shard=2,tp=2", "offload state: disk", 2)
+    program = step_of(nanogpt(layers=1), "dp_shard=2,tp=2", "offload state: disk", 2)
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"parameter after step 2", "state exp_avg after step 2"} <= kinds
     places = {(record(node).host, record(node).disk) for node in program.compiled.stages["after"].graph.nodes if node.target is spmd.to_host}

@@ -75,10 +75,14 @@ def test_nothing_is_parked_without_a_backward() -> None:
         assert parked(meshc.compile(Gated(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 3),), plan="dp: batch\noffload *")) == []
 
 
+def small() -> Case:
+    return nanogpt(layers=1)
+
+
 @pytest.mark.parametrize(
     "make, mesh, lines, microbatches",
     [
-        (nanogpt, "dp=2", "offload h.*", 2), broad(nanogpt, "pp=2", "offload *", 2), broad(llama, "dp=2,tp=2", "offload *", 1),
+        (small, "dp=2", "offload h.*", 2), broad(nanogpt, "pp=2", "offload *", 2), broad(llama, "dp=2,tp=2", "offload *", 1),
         broad(llama, "pp=2,dp=2", "offload *\noffload state", 4), broad(gpt2, "dp_shard=2,tp=2", "offload *\noffload state", 2),
         broad(llama, "dp_shard=2", "remat *: layer\noffload value:model.layers.*", 1),
     ],

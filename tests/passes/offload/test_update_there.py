@@ -48,10 +48,14 @@ def test_an_update_runs_where_its_state_lies() -> None:
 """)
 
 
+def small() -> Case:
+    return nanogpt(layers=1)
+
+
 @pytest.mark.parametrize(
     "make, mesh, lines, microbatches",
     [
-        (nanogpt, "dp_shard=2,tp=2", "offload state, update", 1), broad(gpt2, "dp=2", "dp: batch; store state\noffload state, update", 1),
+        (small, "dp_shard=2,tp=2", "offload state, update", 1), broad(gpt2, "dp=2", "dp: batch; store state\noffload state, update", 1),
         broad(nanogpt, "pp=2,dp_shard=2", "offload state, update\noffload params", 2),
         broad(llama, "pp=2,dp=2", "offload state, update", 4), broad(llama, "tp=2", "offload state, update\noffload params\noffload *", 2),
         broad(nanogpt, "dp=2", "offload state, update h.*\noffload params h.1.*", 1),
@@ -118,7 +122,7 @@ def test_optimizers_that_are_traced_run_there_too(build: Callable[..., torch.opt
     assert "parameter after step 0" in {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
 
 
-@pytest.mark.parametrize("options", [{"optimizer_state": "bf16"}, {"master_weights": True}], ids=str)
+@pytest.mark.parametrize("options", [{"optimizer_state": "bf16"}, broad({"master_weights": True})], ids=str)
 def test_state_in_fewer_bits_is_widened_there(options: dict[str, object]) -> None:
     model = Net().to(torch.bfloat16) if "master_weights" in options else Net()
     dtype = next(model.parameters()).dtype

@@ -39,7 +39,7 @@ def beside(found: frozenset[str]) -> set[str]:
     return {name for name in found if not re.search(r"\blayers\.\d", name)}
 
 
-@pytest.mark.parametrize("going", ["in layers", "in the model"])
+@pytest.mark.parametrize("going", ["in layers", pytest.param("in the model", marks=pytest.mark.broad)])
 def test_what_is_beside_the_layers_is_called_alike_at_any_depth(going: str) -> None:
     few, more = names(going, 3), names(going, 4)
     assert beside(few) == beside(more)

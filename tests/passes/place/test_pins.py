@@ -99,6 +99,7 @@ def test_outputs_of_the_pins_number_of_dims_are_pinned() -> None:
         compiled("pin value:pair: batch/dp")
 
 
+@pytest.mark.broad
 def test_attention_returns_its_output_and_its_cache() -> None:
     case = llama(layers=1)
     plan = "tp: ffn\npin value:*.self_attn: batch!, seq/tp, _  only\npin value:*.self_attn: _, kv_heads/tp, _, _  only"

@@ -101,7 +101,7 @@ def test_where_the_axes_go(text: str, plan: str, mesh: str, expected: list[str])
     [
         ("mlp", "dp=3,dp_shard=2", "fsdp", adamw, 1),
         ("mlp", "dp=2,dp_shard=2", f"dp: batch; store state\ndp_shard: batch{ALL}", momentum, 3),
-        ("gpt2", "dp=2,dp_shard=2", "fsdp", momentum, 2),
+        broad("gpt2", "dp=2,dp_shard=2", "fsdp", momentum, 2),
         broad("mlp", "dp=2,dp_shard=2,tp=2", "fsdp+megatron", adamw, 1),
         broad("mlp", "dp=3,dp_shard=2", "zero2", momentum, 1),
         broad("gpt2", "dp=2,dp_shard=2", f"dp: batch; store grads, state\ndp_shard: batch{ALL}", adamw, 1),

@@ -66,6 +66,7 @@ def test_inference_and_module_mode() -> None:
     assert left and left == {name: lies[name] for name in left}  # a gradient lies as its parameter does: there is no zero1 here
 
 
+@pytest.mark.broad
 def test_the_program_keeps_the_budget_by_its_own_walk() -> None:
     captured = Captured(models.mlp(width=400), train=True, double=False)
     ask = dict(optimizer=describe(adam(captured.reference.module.parameters())))
@@ -98,7 +99,7 @@ def test_found_twice_is_one_text() -> None:
     assert print_program(texts[0]) == print_program(texts[1])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, broad(None)])
 def test_what_is_verified_is_what_was_found(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in float64 on a CPU, without a budget, would be given other choices: it gets those of the program."""
     case = models.mlp()

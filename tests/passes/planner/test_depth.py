@@ -59,7 +59,7 @@ def kept(found: meshc.Program, again: meshc.Program) -> None:
     assert text_of(again.compiled) == text_of(found.compiled)
 
 
-@pytest.mark.parametrize(("mesh", "plan"), [("dp=2", "dp: auto"), broad("dp=2,tp=2", OPEN), broad("pp=2,dp=2", "dp: auto")])
+@pytest.mark.parametrize(("mesh", "plan"), [broad("dp=2", "dp: auto"), broad("dp=2,tp=2", OPEN), broad("pp=2,dp=2", "dp: auto")])
 def test_what_is_found_at_depth_compiles_at_depth(mesh: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compiled("auto", mesh=mesh, plan=plan)
     monkeypatch.setattr("meshc.passes.driver.choose.Search", None)

@@ -113,6 +113,7 @@ def test_a_product_with_a_bias_is_priced_as_it_will_be_written(bias: tuple[int, 
     assert operators.seconds(node, labels, every).tolist() == pytest.approx(written, rel=1e-12)
 
 
+@pytest.mark.broad
 def test_equal_layers_are_decided_once_whatever_their_number() -> None:
     """The classes of a deep stack are those of one that has a first layer, some inner ones and a last."""
     counts = {}

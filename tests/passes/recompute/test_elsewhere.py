@@ -54,7 +54,7 @@ def small(batch: int) -> Case:
 @pytest.mark.parametrize(
     "make, mesh, plan, microbatches",
     [
-        (small, "dp=2", None, 1), broad(nanogpt, "dp=2", None, 1), broad(nanogpt, "dp_shard=2,tp=2", None, 1),
+        broad(small, "dp=2", None, 1), broad(nanogpt, "dp=2", None, 1), broad(nanogpt, "dp_shard=2,tp=2", None, 1),
         broad(llama, "dp=2,tp=2", None, 1), broad(gpt2, "dp=2", "dp: batch; store state", 1), broad(nanogpt, "pp=2,dp=2", None, 2),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
@@ -141,6 +141,7 @@ def test_of_values_that_are_alike_the_same_lie_there_whenever_it_is_compiled() -
     assert len(texts) == 1
 
 
+@pytest.mark.broad
 def test_what_the_plan_keeps_there_counts() -> None:
     case = nanogpt(batch=16)
     program = step_of(case, "dp=2", "offload state", memory_budget=10**9, host_budget=10**7)

@@ -62,6 +62,7 @@ def copies(program: meshc.Program, stage: int) -> int:
     return sum(op_name(node) in ("aten.addmm", "aten.softplus", "aten.tanh") for node in nodes)
 
 
+@pytest.mark.broad
 def test_the_rank_that_has_more_in_flight_makes_more_again() -> None:
     """Rank 0 has two microbatches between forward and backward, rank 1 one; so rank 1 makes nothing again where rank 0 must."""
     plain = deep(None)

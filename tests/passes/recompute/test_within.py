@@ -65,6 +65,7 @@ def deep(budget: int | None, lines: str = "") -> meshc.Program:
     return meshc.compile(step, meshc.Mesh("dp=2"), args=(torch.zeros(256, 16),), kwargs=inputs, plan=f"dp: batch\n{lines}", options=options)
 
 
+@pytest.mark.broad
 def test_the_less_a_rank_may_hold_the_more_is_made_again_until_nothing_fits() -> None:
     plain = deep(None)
     whole = held(plain)

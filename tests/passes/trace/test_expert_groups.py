@@ -37,7 +37,7 @@ def trained(found: Case, mesh: str, plan: str | None = None, **options: Any) -> 
 
 
 def program(family: str, mesh: str, plan: str | None = None) -> PlainProgram:
-    found = trained(case(family), mesh, plan).compiled
+    found = trained(shallow(family), mesh, plan).compiled
     assert isinstance(found, PlainProgram)
     return found
 
@@ -75,8 +75,9 @@ def test_experts_lie_by_expert_and_all_else_is_as_of_data() -> None:
     assert attention and all("; ep: batch" in line for line in attention)
 
 
+@pytest.mark.broad
 def test_gradients_of_experts_are_not_added_up_over_the_axis_that_splits_them() -> None:
-    uses = [use for use in summary.collectives(program("qwen3_moe", "dp=2,ep=2")) if "gradient group_outer" in use.reason]
+    uses = [use for use in summary.collectives(program("qwen2_moe", "dp=2,ep=2")) if "gradient group_outer" in use.reason]
     assert uses and all(use.axes == ("dp",) for use in uses)
 
 
@@ -87,14 +88,14 @@ def test_a_plan_splits_experts_over_axes_that_attention_has_for_itself() -> None
     assert [axes for dim in lies(found, "model.layers.0.self_attn.q_proj.weight") for axes in dim if axes] == [("tp",)]
 
 
-ORDINARY = {("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2")}
+ORDINARY = {("mixtral", "ep=2")}
 
 
 @pytest.mark.parametrize(
     "family, mesh", [(f, m) if (f, m) in ORDINARY else broad(f, m) for f in FAMILIES for m in MESHES]
 )  # fmt: skip
 def test_a_step_equals_one_device(family: str, mesh: str) -> None:
-    make = shallow if (family, mesh) in ORDINARY else case
+    make = shallow if (family, mesh) in (("mixtral", "ep=2"), ("gpt_oss", "dp=2,ep=2")) else case
     verified = meshc.verify(trained(make(family), mesh), dtype=torch.float64)
     assert verified.ok, verified
 
@@ -105,7 +106,7 @@ def test_experts_over_two_axes_equal_one_device(family: str) -> None:
     assert verified.ok, verified
 
 
-@pytest.mark.parametrize("family, make", [("mixtral", shallow), broad("qwen3_moe", case), broad("gpt_oss", case)])
+@pytest.mark.parametrize("family, make", [broad("mixtral", shallow), broad("qwen3_moe", case), broad("gpt_oss", case)])
 def test_inference_and_autograd_equal_one_device(family: str, make: Callable[[str], Case]) -> None:
     found = make(family)
     assert meshc.verify(meshc.compile(found.model.eval(), meshc.Mesh("dp=2,ep=2"), kwargs=found.call_kwargs), dtype=torch.float64).ok

@@ -16,6 +16,7 @@ from meshc.frontend import clipping
 from meshc.frontend.gradient_hooks import Drawing, hooks_of, move
 from meshc.ops.random import seed_step
 from meshc.runtime.simulator.simulation import simulate
+from tests.broad import broad
 from tests.models import mlp, nanogpt
 
 PLAN = {"dp": "dp: batch; store params, grads, state", "tp": "tp: ffn"}
@@ -98,7 +99,7 @@ def test_hooks_are_those_of_autograd(name: str) -> None:
         torch.testing.assert_close(found[f"state:{parameter}/meshc.gradient"], wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("hook", [noisy, twice])
+@pytest.mark.parametrize("hook", [noisy, broad(twice)])
 def test_noise_is_the_same_on_every_mesh(hook: Callable[[Tensor], Any]) -> None:
     """Draws of the step under the parameter's name, in microbatches too; another step draws otherwise."""
     model, wanted = mlp(torch.float64).model, mlp(torch.float64).model
@@ -164,7 +165,7 @@ class Looked(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("build", [torch.optim.AdamW, broad(torch.optim.Adafactor)])
 def test_a_sum_lies_alike_in_calls_that_step_and_in_those_that_do_not(build: Any) -> None:
     """Both programs read and write one buffer, so that the second to be loaded is refused if it wants another."""
     x = torch.arange(8)

@@ -216,7 +216,7 @@ class OnRealTensors(torch.fx.Interpreter):
         return self.real.get(id(value), value)
 
 
-@pytest.mark.parametrize("name", ["llama", broad("gpt2"), broad("bert"), broad("vit"), "resnet"])
+@pytest.mark.parametrize("name", ["llama", broad("gpt2"), broad("bert"), broad("vit"), broad("resnet")])
 def test_models_are_bit_equal_to_torchs_autocast(name: str) -> None:
     """The captured graph under torch's autocast, against the same graph lowered: losses and all gradients, dropout on."""
     case = FACTORIES[name]()

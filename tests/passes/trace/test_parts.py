@@ -96,7 +96,7 @@ def test_batch_norm_sees_one_microbatch_and_all_its_ranks(plan: str, axis: str, 
         agree(step_of(loaded, case.model, case.call_kwargs), loss, after)
 
 
-@pytest.mark.parametrize("count, mesh", [(2, "dp=2"), (2, "dp=3"), (6, "dp=2")])
+@pytest.mark.parametrize("count, mesh", [(2, "dp=2"), broad(2, "dp=3"), broad(6, "dp=2")])
 def test_dropout_draws_the_rows_of_the_whole_batch(count: int, mesh: str) -> None:
     model = Dropped().double()
     x, target = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
@@ -151,6 +151,7 @@ def test_a_gradient_that_no_input_reaches_is_added_up_too() -> None:
     assert torch.allclose(found["parameter:shift"], torch.full((3,), -0.5 * (1 / 3 + 1), dtype=torch.float64))
 
 
+@pytest.mark.broad
 def test_verify_notices_a_microbatch_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mlp()
     program = compiled(case.model, case.loss, case.call_kwargs, "dp=2", "ddp", 2)  # type: ignore[arg-type]

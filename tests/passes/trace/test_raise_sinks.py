@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.broad import broad
 from tests.passes.stepped import around, changed
 
 
@@ -46,7 +47,7 @@ def test_the_whole_becomes_one_call() -> None:
     assert all(any(word in line for line in gone) for word in ("matmul", "softmax", "torch.cat", ".max("))
 
 
-@pytest.mark.parametrize("how", ["first", "other", "drops", "twice", "shows"])
+@pytest.mark.parametrize("how", ["first", "shows", *map(broad, ("other", "drops", "twice"))])
 def test_what_is_something_else_stays(how: str) -> None:
     """A sink before the scores; weights along another dim, dropped, doubled, or returned."""
     assert "sink_attention" not in raised(Writes(**{how: True}))

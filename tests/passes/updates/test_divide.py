@@ -211,7 +211,7 @@ def test_what_is_made_of_another_is_not_taken_together_with_it(source: str, coun
 @pytest.mark.parametrize(
     ("build", "mesh", "plan", "layers"),
     [
-        pytest.param(Orthogonal, "dp=2", None, 2, id="whole"),
+        broad(Orthogonal, "dp=2", None, 2, id="whole"),
         broad(Orthogonal, "dp_shard=2", None, 3, id="tiles"),
         pytest.param(Orthogonal, "dp=2,tp=2", "dp: batch\ntp: ffn; store params, grads, state", 4, id="two axes"),
         broad(Orthogonal, "dp=2,tp=2", "dp: batch; store params, grads, state\ntp: ffn; store params, grads, state", 5, id="tiles of two axes"),

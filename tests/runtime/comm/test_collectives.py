@@ -13,7 +13,7 @@ from tests.runtime.launch import launch
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.broad)])
 def test_every_collective_on_every_dim_and_dtype(ranks: int) -> None:
     run = launch("tests.runtime.programs:every_collective", ranks=ranks, timeout_s=200)
     assert run.ok, run

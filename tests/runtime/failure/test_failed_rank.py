@@ -56,6 +56,7 @@ def test_a_rank_is_killed_under_torchrun(ranks: int, culprit: int) -> None:
         assert rank == culprit or f"meshc, rank {rank}: rank {culprit} died at step 5, all_reduce(dp)" in end.err, run
 
 
+@pytest.mark.broad
 def test_a_rank_raises_under_torchrun() -> None:
     run = launch(STEPS, "env", "raise", "1", ranks=4, torchrun=True, timeout_s=90)
     assert run.code != 0 and not run.timed_out, run
@@ -77,6 +78,7 @@ def test_a_rank_leaves_in_mid_step() -> None:
         assert "PeerError: rank 1" in text and "step 5" in text, run
 
 
+@pytest.mark.broad
 def test_a_rank_raises_between_steps() -> None:
     run = launch("tests.runtime.programs:raises_between_steps", ranks=2, timeout_s=90)
     for text in others(run, 1):
