@@ -116,9 +116,8 @@ def _raises(tracer: Any, start: int) -> bool:
 
 def _is_caught(tracer: Any, instruction: Any) -> bool:
     """By the function that is traced, or by one that has called it."""
-    if sys.version_info < (3, 11):  # blocks are no table there: what stands in one stays a branch
-        return bool(tracer.block_stack) or tracer.parent is not None and _is_caught(tracer.parent, None)
-    if _has_except(tracer.instructions, instruction):
+    in_table = sys.version_info >= (3, 11)  # before, blocks are no table: what stands in one stays a branch
+    if _has_except(tracer.instructions, instruction) if in_table else tracer.block_stack:
         return True
     parent = getattr(tracer, "parent", None)
     return parent is not None and _is_caught(parent, parent.current_instruction)

@@ -100,13 +100,13 @@ def _picked(targets: Node) -> tuple[Node, Node] | None:
         (mask,) = mask
     if not isinstance(x, Node) or not isinstance(mask, Node) or _value(mask).dtype != torch.bool:
         return None
-    return (x, mask) if _value(x).dim() == 2 == _value(mask).dim() else None
+    return (x, mask) if _value(x).dim() == 2 and _value(x).shape == _value(mask).shape else None
 
 
 def _counts(lengths: Node, mask: Node) -> bool:
     """Whether it is the number of a mask's entries in each row."""
     while _is_cast(lengths):
-        lengths = lengths.args[0]  # type: ignore[assignment]
+        lengths = lengths.all_input_nodes[0]
     if getattr(lengths.target, "__name__", lengths.target) != "sum":
         return False
     dim = lengths.args[1] if len(lengths.args) > 1 else lengths.kwargs.get("dim", lengths.kwargs.get("axis"))

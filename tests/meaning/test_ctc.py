@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 
 import meshc
 from meshc.errors import CaptureError
@@ -46,3 +47,10 @@ def test_targets_that_other_lengths_count_are_refused_with_the_line() -> None:
     model, inputs = case("more")
     with pytest.raises(CaptureError, match=r"(?s)labels\[labels > 1\].*what to do: "):
         meshc.compile(model, meshc.Mesh("dp=2"), kwargs=inputs)
+
+
+def test_it_may_be_the_first_that_a_process_traces() -> None:
+    """Dynamo looks torch's functions up then, and would take what stands for one for torch's."""
+    model, inputs = case("picked")
+    trace_rules.clear_lru_cache()
+    meshc.compile(model, meshc.Mesh("dp=2"), kwargs=inputs)
