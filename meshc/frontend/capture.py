@@ -28,13 +28,14 @@ from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
-from meshc.frontend.side_effects import Seen, leave_out_checks, observed, unchecked
+from meshc.frontend.replaced import replaced
+from meshc.frontend.side_effects import leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
-from meshc.frontend.spared import apart, unasked, unguarded, unwritten
+from meshc.frontend.spared import apart, unasked, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
-from meshc.frontend.traced_ctc import targets_in_rows, traced_ctc
+from meshc.frontend.traced_ctc import targets_in_rows
 from meshc.frontend.traced_distributions import traced_distributions
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -235,7 +236,7 @@ def torch_graph(
         apart(), unasked(), unwritten(), untraceable.said_once(),
     ):  # fmt: skip
         try:
-            with _replaced(bool(opened)) as seen:
+            with replaced(bool(opened)) as seen:
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
@@ -249,14 +250,6 @@ def torch_graph(
         widen(graph)
     traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
     return _opened(traced, opened) if opened else traced
-
-
-@contextlib.contextmanager
-def _replaced(opened: bool) -> Iterator[Seen]:
-    """Inside, what no graph could follow is something else, and what Python does beside is seen."""
-    with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
-        with observed() as seen:
-            yield seen
 
 
 def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:

@@ -17,10 +17,12 @@ Graves, Fernandez, Gomez, Schmidhuber: Connectionist Temporal Classification (IC
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshc.errors import InputError
 from meshc.ops.operands import misfit
 
 aten = torch.ops.aten
@@ -73,25 +75,31 @@ def _fit(
 
 
 def _numbers(operator: str, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
-    """The numbers of frames and targets. Raises ValueError for what would have torch's kernels read past an end."""
+    """The numbers of frames and targets. Raises InputError for what would have torch's kernels read past an end."""
     times, _, classes = log_probs.shape
-    size = targets.shape[-1] if targets.dim() == 2 else 0
+    if targets.dim() != 2:
+        raise misfit(operator, "targets are [rows, s]", targets=targets)
+    size = targets.shape[1]
     of_frames, of_targets = frames.tolist(), lengths.tolist()
-    if not all(0 <= one <= times for one in of_frames) or not all(0 <= one <= size for one in of_targets):
-        rule = f"targets are [rows, s], frames 0 to {times}, lengths 0 to {size}"
-        raise misfit(operator, rule, log_probs=log_probs, targets=targets, frames=frames, lengths=lengths)
-    read = torch.arange(size, device=targets.device) < lengths[:, None]
-    if bool((read & ((targets < 0) | (targets >= classes))).any()):
-        raise misfit(operator, f"targets are classes, 0 to {classes - 1}", log_probs=log_probs, targets=targets)
+    read = targets[torch.arange(size, device=targets.device) < lengths[:, None]]
+    for what, given, most, advice in (
+        ("the frames of a row", of_frames, times, "input_lengths count positions of log_probs, behind what shortens a sequence"),
+        ("the targets of a row", of_targets, size, "target_lengths count labels of their row"),
+        ("a target", [] if not read.numel() else [int(one) for one in torch.aminmax(read)], classes - 1,
+         "labels are classes of the model (vocab_size); leave out by the mask, or by target_lengths, what is none"),
+    ):  # fmt: skip
+        wrong = next((one for one in given if not 0 <= one <= most), None)
+        if wrong is not None:
+            raise InputError(f"meshc::{operator}: {what} may be 0 to {most}, and one is {wrong}\n  what to do: {advice}")
     return of_frames, of_targets
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.blank, ctx.zero_infinity = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return ctc_loss_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), None, None, None, None, None
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshc.errors import InputError
 from meshc.ops.ctc import chosen_in_front, loss_of_rows, rows_of_list
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -62,15 +63,19 @@ def test_what_is_chosen_comes_first_in_its_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "frames", "lengths"),
+    ("said", "frames", "told"),
     [
-        (torch.ones(12, dtype=torch.int64), FRAMES, LENGTHS),
-        (torch.ones(4, 5, dtype=torch.int64), FRAMES + 1, LENGTHS),
-        (torch.ones(4, 3, dtype=torch.int64), FRAMES, LENGTHS),
-        (torch.full((4, 5), 6), FRAMES, LENGTHS),
+        (torch.ones(4, 5, dtype=torch.int64), FRAMES + 1, "the frames of a row may be 0 to 9, and one is 10"),
+        (torch.ones(4, 3, dtype=torch.int64), FRAMES, "the targets of a row may be 0 to 3, and one is 4"),
+        (torch.full((4, 5), 6), FRAMES, "a target may be 0 to 5, and one is 6"),
     ],
-    ids=["a list", "more frames than there are", "more targets than there are", "no class"],
+    ids=["frames", "targets", "classes"],
 )
-def test_what_a_kernel_would_read_past_an_end_for_is_refused(said: Tensor, frames: Tensor, lengths: Tensor) -> None:
-    with pytest.raises(ValueError, match="meshc::ctc_loss: targets are "):
-        torch.ops.meshc.ctc_loss(chances().detach(), said, frames, lengths, 0, False)
+def test_what_a_kernel_would_read_past_an_end_for_is_refused(said: Tensor, frames: Tensor, told: str) -> None:
+    with pytest.raises(InputError, match=f"meshc::ctc_loss: {told}\n  what to do: "):
+        torch.ops.meshc.ctc_loss(chances().detach(), said, frames, LENGTHS, 0, False)
+
+
+def test_an_operator_takes_no_list() -> None:
+    with pytest.raises(ValueError, match=r"meshc::ctc_loss: targets are \[rows, s\]"):
+        torch.ops.meshc.ctc_loss(chances().detach(), torch.ones(12, dtype=torch.int64), FRAMES, LENGTHS, 0, False)
