@@ -11,33 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from meshc.ops.grouped import grouped_mm, is_plain
+from meshc.ops.grouped import grouped_mm as in_runs
+from meshc.ops.grouped import is_plain
+
+Own: TypeAlias = Callable[..., Tensor]
+Given: TypeAlias = Tensor | None
 
 
 @contextmanager
 def grouped_calls() -> Iterator[None]:
     """Inside, both of torch's functions are the operator."""
-    with _standing(torch, "_grouped_mm"), _standing(torch.nn.functional, "grouped_mm"):
+    with _standing(torch, "_grouped_mm", _of_torch), _standing(torch.nn.functional, "grouped_mm", _of_functional):
         yield
 
 
-def _standing(module: Any, name: str) -> Any:
+def _standing(module: Any, name: str, standing: Callable[[Own], Own]) -> Any:
     own = getattr(module, name, None)
-    return nullcontext() if own is None else mock.patch.object(module, name, _of_runs(own))
+    return nullcontext() if own is None else mock.patch.object(module, name, standing(own))
 
 
-def _of_runs(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def grouped(
-        mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        if offs is not None and is_plain(mat_a, mat_b, bias, out_dtype):
-            return grouped_mm(mat_a, mat_b, offs)
-        return own(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+def _of_torch(own: Own) -> Own:
+    def _grouped_mm(input: Tensor, mat2: Tensor, offs: Given = None, bias: Given = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        return _product(own, input, mat2, offs, bias, out_dtype)
 
-    return grouped
+    return _grouped_mm
+
+
+def _of_functional(own: Own) -> Own:
+    def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Given = None, bias: Given = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        return _product(own, mat_a, mat_b, offs, bias, out_dtype)
+
+    return grouped_mm
+
+
+def _product(own: Own, a: Tensor, b: Tensor, offs: Given, bias: Given, out_dtype: torch.dtype | None) -> Tensor:
+    if offs is not None and is_plain(a, b, bias, out_dtype):
+        return in_runs(a, b, offs)
+    return own(a, b, offs=offs, bias=bias, out_dtype=out_dtype)

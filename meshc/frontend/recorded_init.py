@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshc.errors import StateError
 from meshc.frontend.recorded_values import Box, Evaluation, Geometry, Given, Known, Result, Seen, Value, Written
-from meshc.frontend.reference import Answer, Named, ReferenceRandom
+from meshc.frontend.reference import Answer, Named, ReferenceRandom, undefined
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
@@ -131,6 +131,8 @@ class Recording(ReferenceRandom):
     def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
         if not any(isinstance(leaf, Recorded) for leaf in trees_of_torch.tree_leaves((args, kwargs))):
             return super().answered(answer, func, args, kwargs)
+        if "out" in kwargs:
+            raise undefined(func, kwargs)
         shape = next(leaf.shape for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
         _, call, _ = self.next(func, shape, None)
         return self.record(func, args, kwargs, call)

@@ -99,12 +99,12 @@ class ReferenceRandom(TorchDispatchMode):
         named = by_name(func, args, kwargs)
         if _is_idle(func, named):
             return func(*args, **kwargs)
-        answer = None if "out" in named else ANSWERS.get(func.overloadpacket)
+        answer = ANSWERS.get(func.overloadpacket)
         if answer is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:  # under inference_mode composites arrive whole
                 return func.decompose(*args, **kwargs)
         if answer is None:
-            raise _undefined(func, named)
+            raise undefined(func, named)
         if torch._C._current_graph_task_id() != -1 and torch.default_generator.initial_seed() >= self.calls:
             raise MeshcError(
                 f"{func} draws random numbers anew during backward, where calls have no number.\n"
@@ -115,7 +115,12 @@ class ReferenceRandom(TorchDispatchMode):
 
     def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
         """What a random call gets; who records calls does something else."""
-        return answer(self, func, by_name(func, args, kwargs))
+        named = by_name(func, args, kwargs)
+        if "out" not in named:
+            return answer(self, func, named)
+        written = named.pop("out")
+        made = dict.fromkeys(("layout", "device", "pin_memory", "memory_format")) | {"dtype": written.dtype} | named
+        return written.copy_(answer(self, func, made))
 
     def next(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> tuple[Tensor, int, Tile]:
         """(seed_step, call, tile) of the next random call, which draws `shape`."""
@@ -150,7 +155,7 @@ def _is_idle(func: OpOverload, named: Named) -> bool:
     return named.get("train", None) is False or named.get("training", None) is False or named.get("dropout_p", None) == 0.0
 
 
-def _undefined(func: OpOverload, named: Named) -> MeshcError:
+def undefined(func: OpOverload, named: Named) -> MeshcError:
     advice = "draw outside the model and pass the result in"
     if "dropout_p" in named:
         advice = "run the reference under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose dropout is a call of its own"
@@ -209,7 +214,7 @@ def _counting(named: Named) -> torch.dtype:
 
 def _answer_random(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     if "to" not in named or named["to"] is None:
-        raise _undefined(func, named)
+        raise undefined(func, named)
     return _fill(mode, func, named["self"], distributions.integers, named.get("from", 0), named["to"])
 
 

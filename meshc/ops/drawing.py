@@ -1,92 +1,89 @@
-"""Torch's functions and methods that make random tensors, in meshc's operators: each takes two more keywords, `seed_step` and `call`."""
+"""Torch's functions and methods that make random tensors, in meshc's operators: each takes two more keywords, `seed_step` and `call`.
+
+What torch is told of where a result lies (`passes/trace/stand_ins.py`) they are not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from meshc.errors import CompileError
 from meshc.ir.functions import Function, Target
 from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import bernoulli, keep_mask, normal, uniform
 
 functional = torch.nn.functional
+BOUND: Final = "  what to do: pass a number, as randint_like(x, 10), or draw outside the model and pass the result in"
 
 
-def _shape(size: tuple[Any, ...]) -> list[int]:
-    return list(size[0]) if len(size) == 1 and not isinstance(size[0], int) else list(size)
+def _raised_rand(size: Sequence[int], *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
+    return uniform(seed_step, call, list(size), dtype or torch.get_default_dtype())
 
 
-def _raised_rand(*size: int, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
-    return uniform(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
+def _raised_randn(size: Sequence[int], *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
+    return normal(seed_step, call, list(size), dtype or torch.get_default_dtype())
 
 
-def _raised_randn(*size: int, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
-    return normal(seed_step, call, _shape(size), dtype or torch.get_default_dtype())
-
-
-def _raised_rand_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+def _raised_rand_like(input: Tensor, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
     return uniform(seed_step, call, input.shape, dtype or input.dtype)
 
 
-def _raised_randn_like(input: Tensor, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+def _raised_randn_like(input: Tensor, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
     return normal(seed_step, call, input.shape, dtype or input.dtype)
 
 
-def _raised_bernoulli(input: Tensor, p: float | None = None, *, seed_step: Tensor, call: int, **_: object) -> Tensor:
+def _raised_bernoulli(input: Tensor, p: Tensor | float | None = None, *, seed_step: Tensor, call: int) -> Tensor:
     if p is None:
         return bernoulli(seed_step, call, input)
+    if isinstance(p, Tensor):
+        return bernoulli(seed_step, call, p.detach().expand(input.shape)).to(input.dtype)
     return keep_mask(seed_step, call, 1.0 - p, input.shape).to(input.dtype)
 
 
 def _raised_normal(
-    mean: Tensor | float, std: Tensor | float = 1.0, size: object = None, *, seed_step: Tensor, call: int,
-    dtype: torch.dtype | None = None, **_: object,
+    mean: Tensor | float, std: Tensor | float = 1.0, size: Sequence[int] = (), *, dtype: torch.dtype | None = None,
+    seed_step: Tensor, call: int,
 ) -> Tensor:  # fmt: skip
     given = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
     mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
-    shape = list(torch.broadcast_shapes(*(value.shape for value in given))) if given else _shape((size,))
+    shape = list(torch.broadcast_shapes(*(value.shape for value in given))) if given else list(size)
     dtype = given[0].dtype if given else dtype or torch.get_default_dtype()
     return distributions.normal(Draws.of(seed_step, call, shape), mean, std, dtype)
 
 
-def _raised_randint(*args: Any, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-    """randint(high, size), randint(low, high, size)."""
-    names = ("low", "high", "size")[-(len(args) + sum(name in kwargs for name in ("low", "high", "size"))) :]
-    given = {**dict(zip([name for name in names if name not in kwargs], args, strict=True)), **kwargs}
-    draws = Draws.of(seed_step, call, _shape((given["size"],)))
-    return distributions.integers(draws, int(given.get("low", 0)), int(given["high"]), dtype or torch.int64)
+def _raised_randint(
+    *, low: int = 0, high: int, size: Sequence[int], dtype: torch.dtype | None = None, seed_step: Tensor, call: int
+) -> Tensor:  # fmt: skip
+    return distributions.integers(Draws.of(seed_step, call, list(size)), low, high, dtype or torch.int64)
 
 
 def _raised_randint_like(
-    input: Tensor, *bounds: int, seed_step: Tensor, call: int, low: int = 0, high: int | None = None,
-    dtype: torch.dtype | None = None, **_: object,
+    input: Tensor, *, low: int = 0, high: int | Tensor, dtype: torch.dtype | None = None, seed_step: Tensor, call: int
 ) -> Tensor:  # fmt: skip
-    if bounds:
-        low, high = (low, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
-    assert high is not None
+    if isinstance(high, Tensor):
+        raise CompileError("randint_like() with a tensor for its bound draws in a way that meshc has no operator for\n" + BOUND)
     return distributions.integers(Draws.of(seed_step, call, input.shape), low, high, dtype or input.dtype)
 
 
-def _raised_randperm(n: int, *, seed_step: Tensor, call: int, dtype: torch.dtype | None = None, **_: object) -> Tensor:
+def _raised_randperm(n: int, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:
     return distributions.permutation(Draws.of(seed_step, call, [n]), dtype or torch.int64)
 
 
-def _raised_multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, seed_step: Tensor, call: int, **_: object) -> Tensor:
+def _raised_multinomial(input: Tensor, num_samples: int, replacement: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
     draws = Draws.of(seed_step, call, distributions.multinomial_shape(list(input.shape), num_samples, replacement))
     return distributions.multinomial(draws, input, num_samples, replacement)
 
 
 def _raised_rrelu(
-    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: object = False, *,
-    seed_step: Tensor, call: int, **_: object,
+    input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False, *,
+    seed_step: Tensor, call: int,
 ) -> Tensor:  # fmt: skip
-    """torch.rrelu has a generator where torch.nn.functional has `inplace`."""
     out = input * distributions.rrelu_slopes(Draws.of(seed_step, call, input.shape), input, lower, upper)
-    return input.copy_(out) if inplace is True else out
+    return input.copy_(out) if inplace else out
 
 
 def _raised_gumbel_softmax(
@@ -101,17 +98,16 @@ def _raised_gumbel_softmax(
     return torch.zeros_like(logits).scatter(dim, index, 1.0) - soft.detach() + soft
 
 
-def _filled(values: Callable[..., Tensor], **defaults: float) -> Callable[..., Tensor]:
-    """A method that overwrites its tensor with draws; `defaults` are its numbers, in order."""
+def _filled(values: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A method that overwrites its tensor with draws; it is given all its numbers, in torch's order (one is called `from`)."""
 
-    def raised(input: Tensor, *numbers: object, seed_step: Tensor, call: int, generator: object = None, **named: object) -> Tensor:
-        given = {**defaults, **dict(zip(defaults, numbers, strict=False)), **named}
-        return input.copy_(values(Draws.of(seed_step, call, input.shape), *given.values(), input.dtype))
+    def raised(input: Tensor, *numbers: float, seed_step: Tensor, call: int) -> Tensor:
+        return input.copy_(values(Draws.of(seed_step, call, input.shape), *numbers, input.dtype))
 
     return raised
 
 
-def _raised_bernoulli_(input: Tensor, p: Tensor | float = 0.5, *, seed_step: Tensor, call: int, **_: object) -> Tensor:
+def _raised_bernoulli_(input: Tensor, p: Tensor | float = 0.5, *, seed_step: Tensor, call: int) -> Tensor:
     if isinstance(p, Tensor):
         return input.copy_(bernoulli(seed_step, call, p.detach().expand(input.shape)))
     return input.copy_(keep_mask(seed_step, call, 1.0 - p, input.shape))
@@ -134,11 +130,11 @@ RAISED: dict[Target, Function] = {
     "bernoulli": _raised_bernoulli,
     "multinomial": _raised_multinomial,
     "bernoulli_": _raised_bernoulli_,
-    "uniform_": _filled(distributions.uniform, **{"from": 0.0, "to": 1.0}),
-    "normal_": _filled(distributions.normal, mean=0.0, std=1.0),
-    "exponential_": _filled(distributions.exponential, lambd=1.0),
-    "log_normal_": _filled(distributions.log_normal, mean=1.0, std=2.0),
-    "cauchy_": _filled(distributions.cauchy, median=0.0, sigma=1.0),
-    "geometric_": _filled(distributions.geometric, p=0.5),
+    "uniform_": _filled(distributions.uniform),
+    "normal_": _filled(distributions.normal),
+    "exponential_": _filled(distributions.exponential),
+    "log_normal_": _filled(distributions.log_normal),
+    "cauchy_": _filled(distributions.cauchy),
+    "geometric_": _filled(distributions.geometric),
 }
-"""Torch function, or a method's name -> the same with `seed_step` and `call`."""
+"""Torch function, or a method's name -> the same, by torch's names for what it takes, with `seed_step` and `call`."""

@@ -171,12 +171,12 @@ def functional_grouped_mm(
 
 
 def torch_grouped_mm(
-    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """What `torch._grouped_mm` means."""
-    if offs is not None and is_plain(self, mat2, bias, out_dtype):
-        return grouped_mm(self, mat2, offs)
-    return torch._grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+    if offs is not None and is_plain(input, mat2, bias, out_dtype):
+        return grouped_mm(input, mat2, offs)
+    return torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
 def fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

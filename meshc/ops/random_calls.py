@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from meshc.ir.functions import Function, Target
 from meshc.ops import drawing, dropout, recurrent
+from meshc.ops.signatures import filled
 
 _functional = torch.nn.functional
 _RECURRENT = tuple(recurrent.RAISED)
+SOMETIMES: Final = (_functional.scaled_dot_product_attention, _functional.multi_head_attention_forward, *_RECURRENT)
+"""What draws if its dropout is on."""
 
 RAISED: dict[Target, Function] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
@@ -27,7 +30,7 @@ REFUSED: dict[object, str] = {
 
 
 def _quiet_rrelu(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False) -> Tensor:
-    return _functional.leaky_relu(input, (lower + upper) / 2, inplace is True)
+    return _functional.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
 QUIET: dict[object, Function] = {_functional.rrelu: _quiet_rrelu, torch.rrelu: _quiet_rrelu}
@@ -44,12 +47,17 @@ def is_random(target: Target) -> bool:
     """
     if isinstance(target, str):
         return target in RANDOM_CALLS
-    if issubclass(getattr(target, "__objclass__", object), torch._C.TensorBase):
+    if is_method(target):
         return target.__name__ in RANDOM_CALLS
     try:
         return target in RANDOM_CALLS
     except TypeError:  # unhashable
         return False
+
+
+def is_method(target: Target) -> bool:
+    """Whether it is a method of tensors itself, as `torch.Tensor.uniform_`."""
+    return issubclass(getattr(target, "__objclass__", object), torch._C.TensorBase)
 
 
 def draws(target: Target, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> int:
@@ -58,29 +66,18 @@ def draws(target: Target, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | 
     Dropout that is off, has p = 0 or p = 1, or gets an empty tensor makes none; attention makes one if 0 < dropout_p < 1; a recurrent layer
     one between each two layers. Arguments may be graph nodes, where only their number matters.
     """
-    kwargs = kwargs or {}
     name = getattr(target, "__name__", str(target))
-
-    def argument(position: int, key: str, default: object) -> Any:
-        return kwargs.get(key, args[position] if position < len(args) else default)
-
-    if name == "scaled_dot_product_attention":
-        return int(0.0 < argument(4, "dropout_p", 0.0) < 1.0)
-    if target is _functional.multi_head_attention_forward:
-        return int(bool(argument(13, "training", True)) and 0.0 < argument(10, "dropout_p", 0.0) < 1.0)
-    if target in _RECURRENT:
-        first = 4 if isinstance(args[3], bool) else 5  # a packed sequence brings its batch sizes as one more argument
-        layers, p, training = args[first : first + 3]
-        return (layers - 1) if training and 0.0 < p < 1.0 else 0
-    if not is_random(target):
+    if not is_random(target) and target not in SOMETIMES:
         return 0
-    if name == "rrelu":
-        return int(bool(argument(3, "training", False)))
+    given = filled(name if is_method(target) else target, args, kwargs or {})
+    if target in _RECURRENT:
+        return (given["num_layers"] - 1) if given["train"] and 0.0 < given["dropout"] < 1.0 else 0
+    training = given.get("training", given.get("train", True))
+    if "dropout_p" in given:
+        return int(bool(training) and 0.0 < given["dropout_p"] < 1.0)
     if name == "native_dropout":
-        return int(argument(2, "train", True) is not False)
+        return int(training is not False)
     if "dropout" in name:
-        off = (_functional.alpha_dropout, _functional.feature_alpha_dropout)  # off unless asked for
-        training = argument(2, "training", kwargs.get("train", target not in off))
-        values = argument(0, "input", None)
-        return int(bool(training) and 0.0 < argument(1, "p", 0.5) < 1.0 and not (isinstance(values, Tensor) and values.numel() == 0))
-    return 1
+        values = given["input"]
+        return int(bool(training) and 0.0 < given["p"] < 1.0 and not (isinstance(values, Tensor) and values.numel() == 0))
+    return int(bool(training))

@@ -19,19 +19,20 @@ from meshc.ops.random import dropout, settled
 
 
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
     seed_step: Tensor | None = None,
     call: int = 0,
 ) -> Tensor:
     """What `torch.nn.functional.scaled_dot_product_attention` means, in operators that meshc knows."""
+    q, k, v = query, key, value
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if enable_gqa and q.shape[-3] != k.shape[-3]:

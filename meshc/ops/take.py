@@ -81,9 +81,9 @@ def _(index: Tensor, columns: int, start: int = 0) -> Tensor:
     return index.new_empty((*index.shape, columns), dtype=torch.int64)
 
 
-def raised_one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+def raised_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     """What `torch.nn.functional.one_hot` means. A number of classes that depends on the values goes torch's own way."""
-    return torch.nn.functional.one_hot(tensor, num_classes) if num_classes <= 0 else one_hot(tensor, num_classes)
+    return torch.nn.functional.one_hot(input, num_classes) if num_classes <= 0 else one_hot(input, num_classes)
 
 
 def cross_entropy(

@@ -22,6 +22,11 @@ DIVIDES: tuple[object, ...] = (operator.truediv, torch.div, "div")
 ADDS: tuple[object, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
 SUBTRACTS: tuple[object, ...] = (operator.sub, torch.sub, "sub")
 FILLS: tuple[object, ...] = (torch.masked_fill, "masked_fill", "masked_fill_")
+READ: frozenset[object] = frozenset((
+    *MATMULS, *SOFTMAXES, *TRANSPOSES, *MULTIPLIES, *DIVIDES, *ADDS, *SUBTRACTS, *FILLS, torch.cat, "max", "amax", torch.max, torch.amax,
+    functional.dropout,
+))  # fmt: skip
+"""Calls whose arguments patterns read by their places."""
 IDLE: tuple[object, ...] = ("to", "type_as", "float", "contiguous")
 """Calls that change at most the dtype."""
 

@@ -11,6 +11,7 @@ in docs/randomness.md. One device counts with the reference's own counter (`mesh
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch.fx import Node
@@ -18,13 +19,21 @@ from torch.fx import Node
 from meshc.errors import CompileError
 from meshc.frontend.capture import SEED_STEP, TorchGraph
 from meshc.frontend.sources import source_of
+from meshc.ir.functions import Function, Target
+from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
+from meshc.ops.sdpa import sdpa
+from meshc.passes.trace.own_results import own_result
+from meshc.passes.trace.stand_ins import StandIns
 
-NUMBERED = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
+NUMBERED: Final[dict[Target, Function]] = {
+    torch.nn.functional.scaled_dot_product_attention: sdpa,
+    torch.nn.functional.multi_head_attention_forward: multi_head_attention,
+}
 """Composites that draw if their dropout is on, and take the number of the call."""
 
 
-def number_random_calls(model: TorchGraph) -> TorchGraph:
+def number_random_calls(model: TorchGraph, stand_ins: StandIns) -> TorchGraph:
     """Edits the graph in place; `random_calls` of what is returned counts them. Raises CompileError for one that has no definition."""
     calls = 0
     seed: Node | None = None
@@ -33,14 +42,16 @@ def number_random_calls(model: TorchGraph) -> TorchGraph:
             continue
         count = draws(node.target, node.args, node.kwargs)
         if count == 0:
-            node.target = QUIET.get(node.target, node.target)
+            if node.target in QUIET:
+                stand_ins.put(node, QUIET[node.target])
             continue
-        if node.target not in RAISED and node.target not in NUMBERED:
+        function = RAISED.get(node.target) or NUMBERED.get(node.target)
+        if function is None:
             raise _undefined(node)
         seed = seed or _seed(model)
-        node.target = RAISED.get(node.target, node.target)
-        node.op = "call_function"  # a method's tensor is its first argument
-        node.kwargs = {**node.kwargs, "seed_step": seed, "call": calls}
+        stand_ins.put(node, function, seed_step=seed, call=calls)
+        if function in NUMBERED.values():
+            own_result(node)
         calls += count
     return replace(model, random_calls=calls)
 

@@ -17,21 +17,25 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.ops import grouped, recurrent
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.sdpa import sdpa
+from meshc.ops.signatures import bound
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
+from meshc.passes.trace.chains import READ
 from meshc.passes.trace.number_random_calls import number_random_calls
 from meshc.passes.trace.own_results import own_result
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
 from meshc.passes.trace.raise_masked_writes import raise_masked_writes
 from meshc.passes.trace.raise_sinks import raise_sinks
 from meshc.passes.trace.raise_written_out import raise_written_out
+from meshc.passes.trace.stand_ins import StandIns, read_by_place
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
@@ -45,50 +49,61 @@ COMPOSITES: dict[Target, Function] = {
     **grouped.RAISED,
     **recurrent.RAISED,
 }
-SPARSE: dict[Target, tuple[str, int]] = {
-    functional.embedding: ("sparse", 6),
-    torch.embedding: ("sparse", 4),
-    functional.embedding_bag: ("sparse", 7),
-    torch.gather: ("sparse_grad", 3),
-    "gather": ("sparse_grad", 3),
+SPARSE: dict[Target, str] = {
+    functional.embedding: "sparse",
+    torch.embedding: "sparse",
+    functional.embedding_bag: "sparse",
+    torch.gather: "sparse_grad",
+    "gather": "sparse_grad",
 }
-"""Calls that can be asked for a sparse gradient: the argument's name, and its place. A program's gradients are dense, and equal."""
+"""Calls that can be asked for a sparse gradient, by which argument. A program's gradients are dense, and equal."""
 
 
 def raise_ops(traced: Traced) -> Traced:
     """Replaces the targets."""
-    model = number_random_calls(traced.model)
+    return replace(traced, model=raised(traced.model, traced.request.double))
+
+
+def raised(model: TorchGraph, double: bool) -> TorchGraph:
+    """Of a torch-level graph, in place. double: it is a copy in double precision."""
+    stand_ins = StandIns(model, double)
+    for node in model.module.graph.nodes:
+        if node.kwargs and node.target in READ:
+            read_by_place(node)
+    model = number_random_calls(model, stand_ins)
     module, notes = model.module, list[str]()
-    raise_sinks(module)
-    raise_written_out(module)
+    raise_sinks(module, stand_ins)
+    raise_written_out(module, stand_ins)
     raise_masked_writes(module)
     for node in list(module.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue
         if node.target is FLEX:
             raise_flex(module, node)
+            stand_ins.compare(node)
             continue
         if node.target in SPARSE:
             notes += _dense(node)
         composite = _composite(node.target)
-        if composite is not node.target:
-            node.target = composite
+        if composite is not None:
+            stand_ins.put(node, composite)
             own_result(node)
     module.recompile()
-    return replace(traced, model=replace(model, notes=(*model.notes, *notes)))
+    return replace(model, notes=(*model.notes, *notes))
 
 
 def _dense(node: Node) -> list[str]:
     """Takes back that a gradient shall be sparse; says so."""
-    name, place = SPARSE[node.target]
-    if node.kwargs.get(name) or (len(node.args) > place and node.args[place]):
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}
-        node.args = tuple(False if index == place else argument for index, argument in enumerate(node.args))
-        return [f"{source_of(node)}: {name}=True asks for a sparse gradient, which is dense in a program, and equal"]
-    return []
+    name = SPARSE[node.target]
+    named = bound(node.target, node.args, node.kwargs)
+    if not named.get(name):
+        return []
+    first, *rest = (each for each in named if each != name)
+    node.args, node.kwargs = (named[first],), {each: named[each] for each in rest}
+    return [f"{source_of(node)}: {name}=True asks for a sparse gradient, which is dense in a program, and equal"]
 
 
-def _composite(target: Target) -> Target:
-    """What stands for a target, itself if nothing does."""
+def _composite(target: Target) -> Function | None:
+    """What stands for a target."""
     name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
-    return COMPOSITES.get(target) or grouped.NAMED.get(name) or target
+    return COMPOSITES.get(target) or grouped.NAMED.get(name)

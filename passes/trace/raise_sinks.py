@@ -36,11 +36,12 @@ from meshc.passes.trace.chains import (
     reader,
 )
 from meshc.passes.trace.own_results import own_result
+from meshc.passes.trace.stand_ins import StandIns
 
 functional = torch.nn.functional
 
 
-def raise_sinks(module: GraphModule) -> None:
+def raise_sinks(module: GraphModule, stand_ins: StandIns) -> None:
     """Replace the calls in place."""
     graph = module.graph
     for node in list(graph.nodes):
@@ -53,6 +54,7 @@ def raise_sinks(module: GraphModule) -> None:
         with graph.inserting_before(out):
             made = graph.call_function(sink_attention, operands)
         made.meta.update(out.meta)
+        stand_ins.compare(made)
         out.replace_all_uses_with(made)
         forget(out)
         own_result(made)

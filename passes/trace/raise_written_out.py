@@ -39,12 +39,13 @@ from meshc.passes.trace.chains import (
     reader,
 )
 from meshc.passes.trace.own_results import own_result
+from meshc.passes.trace.stand_ins import StandIns
 
 functional = torch.nn.functional
 DROPOUT: Final = RAISED[functional.dropout]
 
 
-def raise_written_out(module: GraphModule) -> None:
+def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
     """Replace the calls in place."""
     graph = module.graph
     for softmax in list(graph.nodes):
@@ -66,6 +67,7 @@ def raise_written_out(module: GraphModule) -> None:
         turned.meta.update(found.turned.meta)
         turned.meta.pop("example_value", None)
         made.meta.update(out.meta)
+        stand_ins.compare(made)
         out.replace_all_uses_with(made)
         forget(out)
         own_result(made)

@@ -1,0 +1,126 @@
+"""Calls of torch's functions by torch's own signatures: which argument is which, however it is passed.
+
+    rand(4, 6, dtype=d), rand(size=(4, 6), dtype=d)                  {"size": (4, 6), "dtype": d}
+    scaled_dot_product_attention(query=q, key=k, value=v)            {"query": q, "key": k, "value": v}
+
+Functions written in Python say their signature; for others it is in the schemas of their operators, one an overload, as torch's own reader
+of arguments has it: `self` is called `input`, the numbers of a size may come one by one, and some names have another of numpy's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+from meshc.ir.functions import Function, Target
+
+NUMPYS: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+"""Names of numpy's that torch takes for its own."""
+REQUIRED: Final = inspect.Parameter.empty
+
+Named: TypeAlias = dict[str, Any]
+"""Arguments by name, in the order of a signature."""
+Placed: TypeAlias = tuple[tuple[Any, ...], Named]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Of a signature. kind: a schema's word for what it takes, "" where nothing says so."""
+
+    name: str
+    default: object = REQUIRED
+    keyword_only: bool = False
+    kind: str = ""
+
+
+Signature: TypeAlias = tuple[Parameter, ...]
+
+
+def bound(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
+    """The arguments that a call gives, by torch's names. `target` is a function of torch's, an operator, or the name of a method; values
+    may be nodes of a graph. Raises TypeError where torch would."""
+    return _matched(target, args, kwargs)[1]
+
+
+def filled(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
+    """Likewise, with torch's defaults for those that a call leaves out."""
+    signature, given = _matched(target, args, kwargs)
+    return {p.name: given.get(p.name, p.default) for p in signature if p.name in given or p.default is not REQUIRED}
+
+
+def placed(function: Function, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any], without: Collection[str] = ()) -> Placed:
+    """A call of `target` as (args, kwargs) of a Python function with torch's names for what it takes: by position up to the first that is
+    left out; one that takes whatever comes gets all by position. `without`: names that it does not take."""
+    parameters = inspect.signature(function).parameters.values()
+    whatever = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    named = {name: value for name, value in (filled if whatever else bound)(target, args, kwargs).items() if name not in without}
+    if whatever:
+        return tuple(named.values()), {}
+    first = itertools.takewhile(lambda p: p.kind is p.POSITIONAL_OR_KEYWORD and p.name in named, parameters)
+    return tuple(named.pop(p.name) for p in first), named
+
+
+@cache
+def signatures(target: Target) -> tuple[Signature, ...]:
+    """Of each overload."""
+    if inspect.isfunction(target):
+        parameters = inspect.signature(target).parameters.values()
+        return (tuple(Parameter(p.name, p.default, p.kind is p.KEYWORD_ONLY) for p in parameters),)
+    qualified = getattr(target, "_qualified_op_name", "")  # an operator that a library has registered
+    operator: Any = getattr(torch.ops.aten, target) if isinstance(target, str) else target
+    if qualified:
+        namespace, _, name = qualified.partition("::")
+        operator = getattr(getattr(torch.ops, namespace), name)
+    _, schemas = get_signature_for_torch_op(operator, return_schemas=True)
+    return tuple(tuple(_parameters(schema)) for schema in schemas or ())
+
+
+def _parameters(schema: Any) -> Iterator[Parameter]:
+    for argument in schema.arguments:
+        default = argument.default_value if argument.has_default_value() else REQUIRED
+        yield Parameter("input" if argument.name == "self" else argument.name, default, argument.kwarg_only, str(argument.type))
+    if any(argument.name == "pin_memory" for argument in schema.arguments):  # it makes a tensor
+        yield Parameter("requires_grad", False, True, "bool")
+
+
+def _matched(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, Named]:
+    """The first overload that takes what a call gives; by the kinds of its values, where several would by their number and names."""
+    pairs = [(signature, given) for signature in signatures(target) if (given := _given(signature, args, kwargs)) is not None]
+    fitting = pairs if len(pairs) < 2 else [pair for pair in pairs if all(_fits(p, pair[1][p.name]) for p in pair[0] if p.name in pair[1])]
+    if not fitting:
+        raise TypeError(f"{getattr(target, '__name__', target)}() takes no {len(args)} arguments and {', '.join(kwargs) or 'no names'}")
+    return fitting[0]
+
+
+def _given(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named | None:
+    """What a call gives to each parameter; None if an overload does not take it."""
+    by_place = [p for p in signature if not p.keyword_only]
+    if args and [p.kind for p in by_place] == ["List[int]"] and not isinstance(args[0], list | tuple):
+        args = [list(args)]
+    names = [p.name for p in signature]
+    named = {name if name in names else NUMPYS.get(name, name): value for name, value in kwargs.items()}
+    given = {**dict(zip([p.name for p in by_place], args, strict=False)), **named}
+    taken = len(args) <= len(by_place) and len(given) == len(args) + len(kwargs) and set(given) <= set(names)
+    if not taken or any(p.default is REQUIRED and p.name not in given for p in signature):
+        return None
+    return {name: given[name] for name in names if name in given}
+
+
+def _fits(parameter: Parameter, value: Any) -> bool:
+    """Whether a parameter takes a value of this kind: a tensor, several values, or one."""
+    kind = parameter.kind.removeprefix("Optional[")
+    value = value.meta.get("example_value", value.meta.get("val")) if isinstance(value, Node) else value
+    if value is None:
+        return parameter.kind.startswith("Optional[")
+    if kind.startswith("List["):
+        return isinstance(value, list | tuple)
+    return isinstance(value, Tensor) == kind.startswith("Tensor") and not isinstance(value, list | tuple)

@@ -1,0 +1,107 @@
+"""Stand-ins: one of meshc's functions in the place of a call of torch's, which takes what torch's takes and gives what torch's gives.
+
+    rand = torch.rand(size=(4, 6), device=cpu)                     rand = _raised_rand((4, 6), seed_step=seed, call=0)
+    attn = scaled_dot_product_attention(query=q, key=k, ...)       attn = sdpa(q, k, ...)
+
+Part of `raise_ops`. The call is read by torch's own signature (`meshc/ops/signatures.py`). What the function makes of the trace's fake
+tensors is compared with what torch made of them: shape, dtype, device, layout. A difference ends the compilation with the user's line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from meshc.errors import CompileError
+from meshc.frontend.capture import TorchGraph
+from meshc.frontend.double import wide
+from meshc.frontend.sources import source_of
+from meshc.ir import trees
+from meshc.ops.signatures import bound, placed, signatures
+
+LIES: Final = ("out", "device", "layout", "pin_memory", "memory_format", "requires_grad", "names", "generator")
+"""What torch is told of where and how a result lies, and of what it draws from: a program decides that. What of it shows is compared."""
+
+
+def read_by_place(node: Node) -> None:
+    """The arguments of a call as torch's signature has them, by position up to the first that is left out."""
+    target: Any = node.target
+    named = bound(target, node.args, node.kwargs)
+    signature = next(one for one in signatures(target) if set(named) <= {p.name for p in one})
+    first = itertools.takewhile(lambda p: not p.keyword_only and p.name in named, signature)
+    node.args, node.kwargs = tuple(named.pop(p.name) for p in first), named
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Of one torch-level graph. double: it is a copy in double precision, whose casts to single precision are casts to double by now."""
+
+    model: TorchGraph
+    double: bool
+
+    def put(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
+        """A function in the place of what a node calls; `more` are arguments of its own."""
+        target: Any = node.target
+        written = bound(target, node.args, node.kwargs).get("out")
+        args, kwargs = placed(function, target, node.args, node.kwargs, without=LIES)
+        if written is not None and "dtype" in inspect.signature(function).parameters:
+            kwargs["dtype"] = self._example(written).dtype
+        node.op, node.target = "call_function", function
+        node.args, node.kwargs = args, {**kwargs, **more}
+        self.compare(node)
+        if written is not None:
+            _write(node, written)
+
+    def compare(self, node: Node) -> None:
+        """What stands for a call, on the values of a trace, with what torch made of that call. Raises TypeError if they differ."""
+        wanted = node.meta.get("example_value")
+        if wanted is None:
+            return
+        try:
+            made = self._run(node)
+        except CompileError as error:
+            what, _, rest = str(error).partition("\n")
+            raise CompileError(f"{what}\n  in your model: {source_of(node)}\n{rest}") from error
+        mine, torchs = (", ".join(map(self._described, trees.leaves(value))) for value in (made, wanted))
+        if mine != torchs:
+            raise TypeError(f"what stands for this call gives {mine}, where torch gives {torchs}")
+
+    def _run(self, node: Node) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), self._example)
+        target: Any = node.target
+        with self.model.fake_mode, torch.no_grad(), torch._C._DisableAutocast():
+            return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+
+    def _example(self, node: Node) -> Any:
+        """The value that a trace has for a node."""
+        found = node.meta.get("example_value", node.meta.get("val"))
+        if found is not None:
+            return found
+        return operator.attrgetter(str(node.target))(self.model.module) if node.op == "get_attr" else self._run(node)
+
+    def _described(self, value: object) -> str:
+        if not isinstance(value, Tensor):
+            return type(value).__name__
+        return f"{wide(value.dtype, self.double)} {[*map(_size, value.shape)]} {value.layout} on {value.device.type}".replace("torch.", "")
+
+
+def _size(extent: object) -> object:
+    """Of the example, where a size is open."""
+    return extent.node.hint if isinstance(extent, torch.SymInt) else extent
+
+
+def _write(made: Node, written: Node) -> None:
+    """The tensor that a call was told to write into (`out=`) gets its result, and is what the call gives."""
+    with made.graph.inserting_after(made):
+        copied = made.graph.call_method("copy_", (written, made))
+    copied.meta.update(made.meta)
+    made.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
