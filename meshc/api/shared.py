@@ -238,7 +238,7 @@ def _of_optimizer(asked: Asked, spec: OptimizerSpec | None) -> dict[str, object]
     found: dict[str, object] = {"the optimizer's state": str(slots)}
     for index, member in enumerate(members_of(asked.step.optimizers)):
         kind = type(member)
-        if kind.__module__.startswith("torch.optim"):
+        if kind.__module__.startswith("torch.optim."):
             continue
         left_out = ("state", "param_groups", "defaults")
         held = {name: value for name, value in vars(member).items() if name not in left_out and not name.endswith("_hooks")}

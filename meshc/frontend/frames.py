@@ -12,18 +12,25 @@ from meshc.ir import Source
 from meshc.package import FOLDER
 
 OURS = f"{FOLDER}{os.sep}"
-TORCH = os.path.dirname(torch.__file__)
+TORCH = tuple(f"{folder}{os.sep}" for path in [os.path.dirname(torch.__file__)] for folder in dict.fromkeys((path, os.path.realpath(path))))
+"""Torch's own folder, as modules are found in it and without links. A library that builds on torch is its user's, whatever it is called."""
+PACKAGES = frozenset(("site-packages", "dist-packages"))
 STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 def is_torch(file: str) -> bool:
-    return file.startswith(TORCH) or "/torch/" in file
+    return file.startswith(TORCH)
 
 
 def is_users(file: str) -> bool:
     """Whether a file is the user's, or of a package that they have installed."""
-    standard = file.startswith(STANDARD) and "-packages" not in file
+    standard = file.startswith(STANDARD) and not is_installed(file)
     return not is_torch(file) and not file.startswith(OURS) and not standard
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is of a package that pip, or the system, has installed."""
+    return not PACKAGES.isdisjoint(file.split(os.sep))
 
 
 def innermost(stack: traceback.StackSummary) -> Source | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Final
 
+from meshc.frontend.frames import PACKAGES
 from meshc.frontend.reachable_values import digest as digest_of
 from meshc.frontend.reachable_values import is_plain
 from meshc.package import FOLDER
@@ -45,7 +46,6 @@ _INSTALLED: Final = [folder for spec in _SPECS for folder in spec.submodule_sear
 _FOLDERS: Final = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (*_INSTALLED, *map(str, (FOLDER, *FOLDER.glob("*/")))))
 """Of torch and what it stands on, wherever each is installed, and of meshc, whose rooms may be links."""
 _PYTHON: Final = f"{os.path.realpath(sysconfig.get_paths()['stdlib'])}{os.sep}"
-_PACKAGES: Final = ("site-packages", "dist-packages")
 _OF_DATACLASSES: Final = frozenset(f"__{name}__" for name in "init repr eq lt le gt ge hash setattr delattr".split())
 """Methods that dataclasses make."""
 _SAYS_WHERE: Final = hasattr(types.CodeType, "co_qualname")
@@ -59,7 +59,7 @@ def _is_stock_file(file: str) -> bool:
     real = os.path.realpath(file)
     if real.startswith(_FOLDERS):
         return True
-    return real.startswith(_PYTHON) and real[len(_PYTHON) :].partition(os.sep)[0] not in _PACKAGES
+    return real.startswith(_PYTHON) and real[len(_PYTHON) :].partition(os.sep)[0] not in PACKAGES
 
 
 def is_stock(code: types.CodeType) -> bool:

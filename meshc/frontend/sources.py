@@ -6,18 +6,18 @@ import re
 
 from torch.fx import Node
 
-from meshc.frontend.frames import OURS, is_torch
+from meshc.frontend.frames import is_users
 from meshc.ir import Source
 
 
 def source_of(node: Node) -> Source:
-    """The innermost frame of the user's own code (not torch's) that made a node, and its module path."""
+    """The innermost frame of the user's own code, or of a package of theirs, that made a node, and its module path."""
     calls = module_calls(node)
     module = calls[-1][1] if calls else ""
     trace = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(\S[^\n]*)', trace)
     for file, line, code in reversed(frames):
-        if not is_torch(file) and not file.startswith(OURS):
+        if is_users(file):
             return Source(file, int(line), code.strip(), module)
     return Source(module=module)
 

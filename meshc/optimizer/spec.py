@@ -283,7 +283,7 @@ def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """torch's classes create their state in `_init_group`, before a step, and are traced right (the tests hold them to it)."""
-    return type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group")
+    return type(optimizer).__module__.startswith("torch.optim.") and hasattr(optimizer, "_init_group")
 
 
 def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

@@ -13,22 +13,18 @@ import mmap
 import os
 import select
 import sys
-import sysconfig
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Final, TypedDict
 
-import torch
-
-from meshc.package import FOLDER
+from meshc.frontend.frames import is_installed, is_users
 
 _PAGE_BYTES: Final = 256
 ENDED: Final = 1
 KNOWS: Final = 2
-_FOREIGN: Final = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), str(FOLDER), "<")
-"""Where the code lies that is not the user's."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +114,17 @@ def doing(beat: Beat | None) -> str:
 
 
 def users_line() -> str:
-    """Where the main thread is in the user's code: `evaluate (train.py:57)`; empty if it is in none."""
+    """Where the main thread is in the user's code, or else in a package that they have installed: `evaluate (train.py:57)`; empty if it is
+    in none."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+    frames = list[FrameType]()
+    while frame is not None:
+        if is_users(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith("<"):
+            frames.append(frame)
         frame = frame.f_back
-    if frame is None:
+    if not frames:
         return ""
+    frame = next((each for each in frames if not is_installed(each.f_code.co_filename)), frames[0])
     name = frame.f_code.co_name
     line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return line if name == "<module>" else f"{name} ({line})"
