@@ -3,7 +3,8 @@
     torch:   factor = 1 / float(counter)           a number of Python, which no graph has
     traced:  factor = 1 / counter                  running = (1 - factor) running + factor of this batch's
 
-The operator itself gives the batch's statistics, with a momentum of 1 into tensors of zeros.
+The operator itself gives the batch's statistics, with a momentum of 1 into tensors of zeros; and they are written before it keeps anything
+for backward, as torch's own call does, which a checkpointed region may end with.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     self._check_input_dim(input)
     self.num_batches_tracked.add_(1)
     factor = self.num_batches_tracked.to(torch.float64).reciprocal()
-    mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-    normal = functional.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+    size, kind = self.running_mean.shape, {"dtype": self.running_mean.dtype, "device": self.running_mean.device}
+    mean, var = torch.zeros(size, **kind), torch.zeros(size, **kind)
+    functional.batch_norm(input.detach(), mean, var, None, None, True, 1.0, self.eps)
     for running, found in ((self.running_mean, mean), (self.running_var, var)):
         running.copy_(running * (1 - factor) + found * factor)
-    return normal
+    return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)

@@ -3,7 +3,8 @@
     h = tag_activation_checkpoint(body, x, w, use_reentrant=False)         h = gelu(linear(x, w))
     y = getitem(h, 0)                                             becomes  y = h
 
-`torch.utils.checkpoint` says how much is kept for backward, never what is computed. Later passes replace calls one by one (random draws get
+`torch.utils.checkpoint` says how much is kept for backward, not what is computed, but that buffers are written once more in backward
+(`passes/trace/repeat_writes.py`). Later passes replace calls one by one (random draws get
 their numbers in the order of the model, attention becomes one operator), so they must see all of them. Each node of a body remembers the
 region that it was in, and what says which of its values are saved (`passes/trace/checkpoint_regions.py`). Runs after `autocast`, which
 casts within a body by the regions around its call.
@@ -13,14 +14,18 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from meshc.errors import CompileError
+from meshc.frontend.sources import source_of
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.checkpoint_regions import carry_region, tag_region
+from meshc.passes.trace.repeat_writes import Region, repeat_writes, requires_grad
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -28,18 +33,34 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 def inline_checkpoints(traced: Traced) -> Traced:
     """Replaces the calls, bodies within bodies included."""
     module, names = traced.model.module, Counter[str]()
+    places: dict[Node, Region] = {}
     calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
     while calls:
         for call in calls:
-            _inline(module, call, names)
+            _inline(module, call, names, places)
         calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
+    if places:
+        repeat_writes(traced.model, _regions(module.graph, places))
     module.recompile()
     return traced
 
 
-def _inline(module: GraphModule, call: Node, names: Counter[str]) -> None:
-    """`names`: how many regions there are already, by the module that they are in."""
+def _regions(graph: Graph, places: Mapping[Node, Region]) -> list[Region]:
+    """In the order in which the model runs them, with their nodes."""
+    regions: dict[Region, None] = {}
+    for node in graph.nodes:
+        for region in places[node].enclosing() if node in places else ():
+            region.nodes.append(node)
+            regions[region] = None
+    return [*regions]
+
+
+def _inline(module: GraphModule, call: Node, names: Counter[str], places: dict[Node, Region]) -> None:
+    """`names`: how many regions there are already, by the module that they are in; `places`: in which a node is."""
     body = _body(module, call)
+    region = Region(bool(call.kwargs.get("use_reentrant")), places.get(call))
+    if region.reentrant and requires_grad(call) and not any(requires_grad(one) for one in call.all_input_nodes if one.op != "get_attr"):
+        raise CompileError(_without_gradient(call))
     tag_region(body, call, names)
     operands = iter(call.args[1:])
     env: dict[Node, Argument] = {}
@@ -50,8 +71,19 @@ def _inline(module: GraphModule, call: Node, names: Counter[str]) -> None:
         elif node.op == "output":
             result = map_arg(node.args[0], lambda used: env[used])
         else:
-            env[node] = _copy(module, body, node, call, env)
+            env[node] = made = _copy(module, body, node, call, env)
+            places[made] = region
     _replace(module.graph, call, result)
+
+
+def _without_gradient(call: Node) -> str:
+    return (
+        "none of the inputs of a checkpointed region takes a gradient, and so, with use_reentrant=True, none of its parameters\n"
+        f"  in your model: {source_of(call)}\n"
+        "  why: torch leaves their gradients None, with a warning, and a program would train them\n"
+        "  what to do: checkpoint(..., use_reentrant=False); of a stock model, model.gradient_checkpointing_enable("
+        'gradient_checkpointing_kwargs={"use_reentrant": False}); or freeze these parameters'
+    )
 
 
 def _body(module: GraphModule, call: Node) -> GraphModule:

@@ -1,0 +1,227 @@
+"""Repeat writes: what a checkpointed region writes into buffers is written once more for each time that torch runs it again in backward.
+
+    add_(seen, 1);  normal = batch_norm(x, mean, var, ..., True, 0.1)                 in a region
+  is followed by
+    add_(seen, 1);  batch_norm(x, mean, var, ..., True, 0.1)                          whose statistics are those that are there already
+
+Part of `inline_checkpoints`. torch makes a region's values again when backward comes to it, from the last region to the first, a region in
+another after that; buffers hold the first run's values by then, and are written a second time. A region of `use_reentrant=False` stops
+behind the last call that keeps something for backward. A buffer that no one else reads is written behind its region, where equal layers
+are alike; others at the end, in backward's order. A region whose values depend on what it writes is another function then, and refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from meshc.errors import CompileError
+from meshc.frontend.capture import TorchGraph
+from meshc.frontend.sources import source_of
+from meshc.frontend.written_behind import changed_by, is_written_behind
+from meshc.ir.graph import output_of
+from meshc.ops.signatures import filled
+from meshc.passes.trace.checkpoint_regions import POLICY, REGION
+
+functional = torch.nn.functional
+STATISTICS: Final = {
+    functional.batch_norm: "training", torch.batch_norm: "training", functional.instance_norm: "use_input_stats",
+    torch.instance_norm: "use_input_stats",
+}  # fmt: skip
+"""Norms that write running statistics, and which argument says so; then their results do not depend on these."""
+
+WRITES_LAST: Final = (functional.instance_norm, torch.instance_norm)
+"""Of these, those that write them behind what they keep for backward: torch stops in between."""
+
+
+@dataclass(eq=False)
+class Region:
+    """A checkpointed region that has been inlined; its nodes are those of the regions in it too.
+
+    reentrant  torch runs all of it again, whatever backward needs
+    """
+
+    reentrant: bool
+    around: Region | None
+    nodes: list[Node] = field(default_factory=list)
+
+    def enclosing(self) -> Iterator[Region]:
+        """Itself, and those that it is in."""
+        yield self
+        if self.around is not None:
+            yield from self.around.enclosing()
+
+
+def repeat_writes(model: TorchGraph, regions: Sequence[Region]) -> None:
+    """Edits the graph in place. Raises CompileError."""
+    writes = Writes(model)
+    late: list[list[Node]] = []
+    for region in (one for one in regions if one.around is None):
+        again = [node for each in _in_backward(region, regions) for node in writes.again(each)]
+        if again and writes.alone(again, region):
+            _copy(again, region.nodes[-1].next)
+        else:
+            late.append(again)
+    for again in reversed(late):
+        _copy(again, output_of(model.module.graph))
+
+
+def _in_backward(region: Region, regions: Sequence[Region]) -> Iterator[Region]:
+    """A region and those in it, as backward comes to them."""
+    yield region
+    for inner in reversed([one for one in regions if one.around is region]):
+        yield from _in_backward(inner, regions)
+
+
+def _copy(nodes: Sequence[Node], before: Node) -> None:
+    copies: dict[Node, Node] = {}
+    for node in nodes:
+        with node.graph.inserting_before(before):
+            copies[node] = node.graph.node_copy(node, partial(_again, node, copies))
+        for name in (REGION, POLICY):
+            copies[node].meta.pop(name, None)
+
+
+def _again(node: Node, copies: Mapping[Node, Node], used: Node) -> Node:
+    """An operand of a node's copy: its own copy, or what the node read, as it was then."""
+    if used in copies or used.op in ("get_attr", "placeholder") or not is_written_behind(used):
+        return copies.get(used, used)
+    with node.graph.inserting_before(node):
+        held = node.graph.call_method("clone", (used,))
+    held.meta.update(used.meta)
+    return held
+
+
+class Writes:
+    """Which nodes of a torch-level graph write into tensors that the model holds."""
+
+    def __init__(self, model: TorchGraph) -> None:
+        self.model = model
+
+    def again(self, region: Region) -> list[Node]:
+        """What torch does once more: writes, and what of their operands depends on what they write. Raises CompileError if more does."""
+        if not any(map(self._written, region.nodes)) or not _is_reached(region):
+            return []
+        nodes = region.nodes if region.reentrant else self._up_to_the_last_kept(region.nodes)
+        written = {held for node in nodes for held in self._written(node)}
+        changed = dict.fromkeys(node for node in nodes if not written.isdisjoint(self._written(node)))
+        depend: dict[Node, None] = {}
+        for node in region.nodes:
+            if any(used in depend or self._held(used) in written for used in self._read(node)):
+                depend[node] = None
+                if requires_grad(node):
+                    raise CompileError(_another(node))
+        wanted = {*changed}
+        for node in reversed(nodes):
+            if node in wanted:
+                wanted.update(used for used in node.all_input_nodes if used in depend)
+        return [node for node in nodes if node in wanted]
+
+    def alone(self, nodes: Sequence[Node], region: Region) -> bool:
+        """Whether nothing outside of a region reads or writes what these nodes write."""
+        written = {held for node in nodes for held in self._written(node)}
+        inside = {*region.nodes}
+        readers = {user for node in self.model.module.graph.nodes if self._held(node) in written for user in node.users}
+        return readers <= inside
+
+    def _held(self, node: Node) -> int | None:
+        """Which tensor of the model's a value lies in, if it does."""
+        while node.op != "get_attr":
+            memory = _memory(node)
+            viewed = (used for used in node.all_input_nodes if memory is not None and _memory(used) == memory)
+            behind = changed_by(node) or next(viewed, None)
+            if behind is None:
+                return None
+            node = behind
+        return id(operator.attrgetter(str(node.target))(self.model.module))
+
+    def _written(self, node: Node) -> list[int]:
+        targets = self._statistics(node)
+        if not targets and (behind := changed_by(node)) is not None:
+            targets = [behind]
+        return [held for target in targets if (held := self._held(target)) is not None]
+
+    def _read(self, node: Node) -> list[Node]:
+        """The operands that a node's result depends on."""
+        statistics = [one for one in self._statistics(node) if self._held(one) is not None]
+        return [used for used in node.all_input_nodes if used not in statistics]
+
+    def _statistics(self, node: Node) -> list[Node]:
+        """The running statistics that a norm writes."""
+        if node.op != "call_function" or node.target not in STATISTICS:
+            return []
+        given = filled(node.target, node.args, node.kwargs)
+        found = [given["running_mean"], given["running_var"]] if given[STATISTICS[node.target]] else []
+        return [one for one in found if isinstance(one, Node)]
+
+    def _up_to_the_last_kept(self, nodes: list[Node]) -> list[Node]:
+        end = next((index for index in reversed(range(len(nodes))) if self._keeps(nodes[index])), -1)
+        return nodes[: end if end >= 0 and nodes[end].target in WRITES_LAST else end + 1]
+
+    def _keeps(self, node: Node) -> bool:
+        """Whether torch's own call keeps something for backward."""
+        kept: list[Tensor] = []
+
+        def keep(value: Tensor) -> Tensor:
+            kept.append(value)
+            return value
+
+        if node.op not in ("call_function", "call_method") or not requires_grad(node):
+            return False
+        args, kwargs = map_arg((node.args, node.kwargs), self._fresh)
+        target: Any = node.target
+        with self.model.fake_mode, torch.enable_grad(), torch._C._DisableAutocast(), torch.autograd.graph.saved_tensors_hooks(keep, keep):
+            getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
+        return bool(kept)
+
+    def _fresh(self, node: Node) -> Any:
+        """A value like the trace's, without its past."""
+        value = node.meta.get("example_value", node.meta.get("val"))
+        value = operator.attrgetter(str(node.target))(self.model.module) if value is None and node.op == "get_attr" else value
+        if not isinstance(value, Tensor):
+            return value
+        with self.model.fake_mode, torch.enable_grad():
+            return value.detach().requires_grad_(value.requires_grad).clone()
+
+
+def _is_reached(region: Region) -> bool:
+    """Whether backward comes to it, from what the graph gives."""
+    seen = {node for node in region.nodes if requires_grad(node)}
+    waiting = [*seen]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and requires_grad(user):
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def requires_grad(node: Node) -> bool:
+    """Whether what a trace has for a node takes a gradient, or some of it."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (value if isinstance(value, tuple | list) else [value]))
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _another(node: Node) -> str:
+    source = source_of(node)
+    return (
+        "a checkpointed region changes a buffer that its own values depend on\n"
+        f"  in your model: {source} `{source.code}`\n"
+        "  why: torch runs a region again in backward, when the buffer holds other values: gradients would be those of another function\n"
+        "  what to do: take what reads the buffer, or what changes it, out of the region"
+    )
