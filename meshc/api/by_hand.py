@@ -8,8 +8,6 @@ Their parameters lie on the mesh, where plain inputs do not go together with the
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from collections.abc import Collection, Iterator
 from typing import Final
 
@@ -17,7 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from meshc.errors import StateError, listed
-from meshc.frontend.frames import is_users
+from meshc.frontend.frames import warn_at_users_line
 from meshc.ir.mesh import Mesh
 
 MANY: Final = 8
@@ -66,12 +64,9 @@ def warn_of_many(model: nn.Module, paths: Collection[str]) -> None:
     """Where a loop over a model's modules makes a program of each: a warning at the user's line, when there have come to be many."""
     if len(paths) != MANY + 1:
         return
-    users = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
-    where = (users[-1].filename, users[-1].lineno or 0) if users else ("", 0)
-    warnings.warn_explicit(
+    warn_at_users_line(
         f"{MANY + 1} modules of this {type(model).__qualname__} have been called by themselves, each of which is a program of its own, "
         f"compiled at its first call: {listed(list(paths), 4)}\n"
         "  what to do: call the model; or put what is done with them into the forward of a module and compile that: one program, without "
-        "what is gathered between them",
-        UserWarning, *where,
-    )  # fmt: skip
+        "what is gathered between them"
+    )

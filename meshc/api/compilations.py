@@ -54,7 +54,7 @@ OTHER_SIZES = (
     "  that was saved before that step"
 )
 WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
-"""Words of the notes of a compilation that are warnings."""
+"""Words of the notes of a compilation that are warnings, each once for all sizes."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,9 @@ class Compilations:
                 made = shared.compiled(self.world.board, asked, request, told, lambda: self._sizes)
         made = self._on_its_mesh(made)
         for note in made.program.notes:
-            if any(words in note for words in WARNED):
+            about = note.partition(" (")[0] if note.startswith("axis ") else note  # whatever its sizes are this time
+            if any(words in note for words in WARNED) and about not in self.world.warned:
+                self.world.warned.add(about)
                 warnings.warn(note, stacklevel=6)
         self.seconds = dict(made.seconds or {})
         return made

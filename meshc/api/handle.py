@@ -19,6 +19,8 @@ from meshc.cost import call
 from meshc.errors import StateError
 from meshc.frontend import own_init, stock, transforms
 from meshc.frontend.expert_load import with_loads
+from meshc.frontend.frames import warn_at_users_line
+from meshc.frontend.stock_accelerate import schedule_note, tell_accelerate
 from meshc.frontend.stock_trainer import as_trainer_counts, is_told, tell_trainer
 from meshc.frontend.train_step import Traced, TrainStep
 from meshc.ir.keys import name_of
@@ -76,6 +78,8 @@ class Program:
         """Of a model of which ranks have parts of a batch, what generates for all of them."""
         self.parts: dict[str, Program] = {}
         """What calls of modules in the model run, by their paths: of those that generate calls by itself, and that somebody has."""
+        self._trained = 0
+        """Calls in training."""
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
 
@@ -98,10 +102,10 @@ class Program:
             return
         tell_trainer(called)
         stock.tell_generate(called)
-        counts = self.asked.inputs == "local" and is_told(called)
-        self._run = as_trainer_counts(called, self.__call__) if counts else self.__call__
+        self._run = as_trainer_counts(self.__call__, self._parts) if is_told(called) else self.__call__
         run_calls(called, self._run)
         if called is self.asked.module:
+            tell_accelerate(called)
             self._run_by_parts(called)
 
     def _run_by_parts(self, model: nn.Module) -> None:
@@ -202,6 +206,8 @@ class Program:
             with self.guarded("move rows"):
                 tensors = session.tiles(tensors, dealt)
         session.compare_inputs(tensors)
+        if self.step is not None or session.backwards is not None:
+            self._look_at_schedules(session.store)
         if self.step is not None:
             return self._train(self.step, session, tensors, dealt)
         if session.backwards is not None:
@@ -210,6 +216,17 @@ class Program:
             leaves = session.leaves(session.run(tensors, {}), tensors)
         session.store.step += 1
         return session.structured(session.parts(leaves, dealt), tensors)
+
+    @property
+    def _parts(self) -> int:
+        """How many a batch has that ranks pass."""
+        return self.asked.data_ranks if self.asked.inputs == "local" else 1
+
+    def _look_at_schedules(self, store: Store) -> None:
+        """At the second call in training, before which a loop has its schedulers."""
+        self._trained += 1
+        if self._trained == 2 and (note := schedule_note(self._parts, store.parameter_key)):
+            warn_at_users_line(note)
 
     def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
         with self.world.refusable():

@@ -28,10 +28,12 @@ class World:
     """Of one program; without a process group every one of its contexts is one thread's turn, or nothing.
 
     board   where ranks say that they have failed; None without a process group
+    warned  what users have been warned of, at whatever size: Python's own registry forgets it where tracing enters other filters
     """
 
     def __init__(self, mesh: Mesh, board: FailureBoard | None) -> None:
         self.mesh, self.board = mesh, board
+        self.warned: set[str] = set()
         self._turn = Turn()
         self._groups: Groups | None = None
         self._under = dist.group.WORLD if dist.is_available() else None

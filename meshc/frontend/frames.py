@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+import warnings
 
 import torch
 
@@ -50,3 +51,9 @@ def within_torchs_forward(stack: traceback.StackSummary) -> bool:
         if frame.name == "forward":
             return True
     return False
+
+
+def warn_at_users_line(text: str) -> None:
+    """A warning at the innermost line of the user's that led here."""
+    users = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+    warnings.warn_explicit(text, UserWarning, *((users[-1].filename, users[-1].lineno or 0) if users else ("", 0)))

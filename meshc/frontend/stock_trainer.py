@@ -3,17 +3,16 @@
 The model says that it owns its placement and its gradients, as models do that were split at load time. Then the Trainer neither wraps it in
 DDP nor moves it, and saves it with all ranks at once.
 
-    inputs="global"   every rank passes the same rows; the Trainer's counts are right, and its loader must not deal out (docs/ecosystem.md)
+    inputs="global"   every rank passes the same rows; the Trainer's loader must not deal out (docs/ecosystem.md)
     inputs="local"    each rank passes its own rows, which is how the Trainer's data loader deals them out
 
-The Trainer passes `num_items_in_batch`, how many labels all ranks have in all batches that make a step, and multiplies the loss by the
-number of processes, since under DDP a rank's loss is of its own rows and gradients are averaged. Under "local" the loss is of all ranks'
-rows already:
+The Trainer passes `num_items_in_batch`, how many labels it counts in all batches that make a step, and multiplies the loss by the number of
+processes, since under DDP a rank's loss is of its own rows and gradients are averaged. Here a loss is of all ranks' rows already. So that
+the model gets what the Trainer passes on one device, whether or not it divides by it, and however the Trainer counts (labels that a causal
+model shifts away are counted of some classes, and not of others):
 
-    batches a step    the Trainer's     here
-    one               count             the mean over the batch, which that is, by the program without the argument; loss / processes
-    several           count             count; loss / processes, of a model too that does not divide by the count
-    several           a rank's own (`average_tokens_across_devices=False`)    the sum of all ranks' counts
+    the count   summed over ranks, unless the Trainer has (`average_tokens_across_devices`); then over parts of the batch, each once
+    the loss    divided by what the Trainer multiplies it with
 
 Who calls is read off the stack. A call with that argument by anybody else means what the model means.
 
@@ -45,8 +44,9 @@ def is_told(model: nn.Module) -> bool:
     return any(vars(module).get(MARK, False) for module in model.modules())
 
 
-def as_trainer_counts(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` of a model whose inputs are each rank's own, by which the Trainer trains as it does on one device."""
+def as_trainer_counts(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """`call` of a model by which the Trainer trains and evaluates as it does on one device. parts: how many a batch has, of which each rank
+    passes one."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         trainer = _asking() if kwargs.get(ITEMS) is not None else None
@@ -54,12 +54,18 @@ def as_trainer_counts(model: nn.Module, call: Callable[..., Any]) -> Callable[..
             return call(*args, **kwargs)
         items = kwargs.pop(ITEMS)
         averaged = trainer.args.average_tokens_across_devices
-        times = trainer.accelerator.num_processes // trainer.get_tp_size() if averaged else 1
-        if kwargs.get("labels") is not None and model.training and trainer.current_gradient_accumulation_steps > 1:
-            kwargs[ITEMS] = items if averaged else trainer.accelerator.gather(items).sum()
-        return _divided(call(*args, **kwargs), times)
+        if kwargs.get("labels") is not None:
+            kwargs[ITEMS] = _of_whole_batch(trainer, items if averaged else trainer.accelerator.gather(items).sum(), parts)
+        return _divided(call(*args, **kwargs), trainer.accelerator.num_processes // trainer.get_tp_size() if averaged else 1)
 
     return counted
+
+
+def _of_whole_batch(trainer: Any, items: Tensor, parts: int) -> Tensor:
+    """A count of labels that was summed over ranks, with each part of the batch counted once: several ranks may have the same part, of
+    which the Trainer knows those of its own tensor, context and sequence parallelism."""
+    of_trainer = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
+    return items * (of_trainer * parts / trainer.accelerator.num_processes)
 
 
 def _asking() -> Any | None:

@@ -133,7 +133,8 @@ def loss_of(output: object) -> Tensor:
         return output.reshape(())
     loss = output.get(LOSS) if isinstance(output, Mapping) else getattr(output, LOSS, None)
     if loss is None:
-        raise InputError("the model's output has no loss: pass labels, or give TrainStep(..., loss=function)")
+        todo = _number_in(output) or "pass labels, or give TrainStep(..., loss=function)"
+        raise InputError(f"the model's output, a {type(output).__name__}, has no loss; what to do: {todo}")
     return loss.reshape(())
 
 
@@ -149,6 +150,8 @@ def loss_and_metrics(result: object) -> object:
         loss = result[LOSS]
     elif isinstance(result, list | tuple) and result and isinstance(result[0], Tensor):
         loss, *rest = result
+        if loss.numel() != 1 and (todo := _number_in(result)):
+            raise InputError(f"the loss function returned a tuple that begins with shape {list(loss.shape)}; what to do: {todo}")
         metrics = rest[0] if len(rest) == 1 and isinstance(rest[0], Mapping) else {str(i): value for i, value in enumerate(rest, 1)}
     else:
         raise InputError(f'the loss function returned a {type(result).__name__}: return the loss, (loss, metrics), or a dict with "loss"')
@@ -166,6 +169,15 @@ def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise InputError(f"the loss function returned a loss of shape {list(loss.shape)}; it must be one number: reduce it, loss.mean()")
     return loss.reshape(())
+
+
+def _number_in(output: object) -> str:
+    """What to write where one entry of a model's output is a number, as of (logits, loss); "" if none is, or several are."""
+    entries = output.items() if isinstance(output, Mapping) else enumerate(output) if isinstance(output, list | tuple) else ()
+    found = [key for key, value in entries if isinstance(value, Tensor) and value.numel() == 1]
+    if len(found) != 1:
+        return ""
+    return f"TrainStep(..., loss=lambda out: out[{found[0]!r}]), which is its one number"
 
 
 def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:

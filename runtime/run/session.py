@@ -37,6 +37,7 @@ from meshc.runtime.run.backwards import Backwards, Make
 from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.executor import Executor
+from meshc.runtime.run.same_parts import SameParts
 from meshc.runtime.state import random_draws
 from meshc.runtime.state.store import Store
 
@@ -114,6 +115,7 @@ class Session:
         self.calls = 0
         self.check_inputs = check_inputs
         self._partners = _partners(program)
+        self._parts = SameParts(program, store)
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
@@ -226,9 +228,10 @@ class Session:
         return [x if isinstance(x, DTensor) else dealt.tile(x.to(self.device), port.sharding, port.name) for port, x in pairs]
 
     def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Ranks that are to pass the same compare a digest of their inputs, at the calls that `Options.check_inputs` says."""
+        """Ranks that are to pass the same compare a digest of their inputs, at the calls that `Options.check_inputs` says; so do those that
+        are to pass different parts of a batch, until it is seen that they do."""
         self.calls += 1
-        if not _due(self.calls, self.check_inputs) or not tensors or not self._partners:
+        if not _due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._parts.open):
             return
         plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
         digest = torch.tensor([digest_of(plain)], dtype=torch.int64, device=self.device)
@@ -242,6 +245,7 @@ class Session:
             )
             error.everywhere = True  # all have the same digests
             raise error
+        self._parts.compare(digests)
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
 

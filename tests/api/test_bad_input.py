@@ -143,10 +143,34 @@ def test_a_loss_that_shares_a_name_with_the_model() -> None:
 def test_a_step_without_a_loss() -> None:
     case = llama(layers=1)
     step = meshc.TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()))
-    with pytest.raises(meshc.MeshcError, match="has no loss: pass labels"):
+    with pytest.raises(meshc.MeshcError, match="what to do: pass labels"):
         meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"input_ids": case.kwargs["input_ids"]})
     with pytest.raises(meshc.PlanError, match="a step has at least one"):
         meshc.TrainStep(case.model, optimizer=step.optimizer, microbatches=0)
+
+
+class LogitsAndLoss(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        logits = super().forward(input)
+        return self.given(logits, logits.square().mean())
+
+
+@pytest.mark.parametrize(
+    "given, loss, todo",
+    [
+        (lambda logits, loss: (logits, loss), None, "loss=lambda out: out[1])"),
+        (lambda logits, loss: {"logits": logits, "nll": loss}, None, "loss=lambda out: out['nll'])"),
+        (lambda logits, loss: (logits, loss), lambda out: out, "loss=lambda out: out[1])"),
+        (lambda logits, loss: (loss, loss), None, "loss=function)"),
+    ],
+)
+def test_a_step_of_a_model_that_returns_logits_and_a_loss(given: Any, loss: Any, todo: str) -> None:
+    model = LogitsAndLoss(4, 4)
+    model.given = given
+    with pytest.raises(meshc.MeshcError) as raised:
+        step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters()), loss=loss)
+        meshc.compile(step, meshc.Mesh("dp=2"), args=(torch.randn(4, 4),))
+    assert f"what to do: TrainStep(..., {todo}" in str(raised.value) or f"give TrainStep(..., {todo}" in str(raised.value)
 
 
 def test_a_program_whose_process_group_is_gone() -> None:

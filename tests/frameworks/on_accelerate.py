@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
@@ -21,6 +23,7 @@ from tests.processes.session import run_checks
 
 ROWS = Rows("accelerate")
 PREPARED = "model = accelerator.prepare_model(model, evaluation_mode=True)"
+LOCAL: dict[str, Any] = {"inputs": "local", "options": meshc.Options(local_loss="mean")}
 
 
 def accelerator(**kwargs: Any) -> Accelerator:
@@ -141,11 +144,38 @@ def saved(mesh: Any) -> None:
         same(whole[name], value)
 
 
-@ROWS.row("accelerator.prepare(model)", refused=f"it wraps the model in DDP: {PREPARED}")
+SCHEDULED = "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)), or leave the scheduler out of accelerator.prepare"
+
+
+@ROWS.row("a scheduler that it has prepared, where every rank has the whole batch (a warning, at the second step)", line=SCHEDULED)
+def scheduled(mesh: Any) -> None:
+    """It steps one once a process, unless it splits batches itself. `dp` is the mesh of the parts, on which that is as it should be."""
+    parts = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for how, where, split, rates in (({}, mesh, False, 0.25), ({}, mesh, True, 0.5), (LOCAL, parts, False, 0.25)):
+        ours = accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
+        model = mlp()
+        meshc.compile(model, where, args=(X[:2],), **how)
+        model = ours.prepare_model(model, evaluation_mode=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        prepared, scheduler = ours.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for number in range(3):
+                ours.backward(model(X[:2] + number + (dist.get_rank() if how else 0)).square().mean())
+                if number == 0:
+                    prepared.step()
+                    scheduler.step()
+        told = [one for one in seen if "steps the scheduler that it has prepared 2 times" in str(one.message)]
+        assert optimizer.param_groups[0]["lr"] == rates and len(told) == (rates == 0.25 and not how), [str(one.message) for one in seen]
+        assert all(one.filename == __file__ for one in told)
+
+
+@ROWS.row("accelerator.prepare(model)", refused=f"it would wrap the model in DDP: {PREPARED}")
 def prepared(mesh: Any) -> None:
     ours = accelerator()
     model, _, _ = compiled(mesh)
-    refuses(RuntimeError, "doesn't have any parameter that requires a gradient", lambda: ours.prepare(model))
+    refuses(meshc.StateError, PREPARED, lambda: ours.prepare(model))
+    assert ours.prepare_model(model, evaluation_mode=True) is model and ours.prepare(model) is model
 
 
 def run(mesh: str, *names: str) -> None:

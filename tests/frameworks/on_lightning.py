@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from typing import Any
@@ -62,6 +63,36 @@ def by_fabric(mesh: Any) -> None:
     steps_of(twin, 2)
     same_parameters(model, twin)
     same(wrapped(X), twin(X))
+
+
+DEALT = "ModelParallelStrategy(parallelize_fn=..., data_parallel_size=2, tensor_parallel_size=1)"
+
+
+@ROWS.row('Fabric\'s loaders, inputs="local" (without sizes all ranks of a node read the same rows: a warning)', line=DEALT, mesh="dp=2")
+def dealt_by_fabric(mesh: Any) -> None:
+    data = torch.linspace(-1, 1, 128, dtype=torch.float64).reshape(16, 8)
+    for sizes, steps in ({}, 8), ({"data_parallel_size": 2, "tensor_parallel_size": 1}, 4):
+        model = mlp()
+        twin = copy.deepcopy(model)
+        meshc.compile(model, mesh, args=(data[:2],), inputs="local", options=meshc.Options(local_loss="mean"))
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=OfFabric(parallelize_fn=lambda module, mesh: module, **sizes))
+        fabric.launch()
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            batches = list(fabric.setup_dataloaders(DataLoader(data, batch_size=2)))
+            for batch in batches:
+                optimizer.zero_grad()
+                fabric.backward(wrapped(batch).square().mean())
+                optimizer.step()
+        told = [str(one.message) for one in seen if "have passed the same inputs" in str(one.message)]
+        assert len(batches) == steps and [DEALT.partition("..., ")[2] in one for one in told] == [True] * (not sizes), told
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for batch in data.split(4 if sizes else 2):
+            plain.zero_grad()
+            twin(batch).square().mean().backward()
+            plain.step()
+        same_parameters(model, twin)
 
 
 @ROWS.row("Fabric that knows of one device only", line="Fabric(devices=1), on each of torchrun's ranks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,68 @@ def averaged_before(mesh: Any) -> None:
     trained((model, twin), 3, lambda one: averages[one is twin].update_parameters(one))
     same_parameters(*averages)
     same(averages[0](X), averages[1](X))
+
+
+class Shadows:
+    """Averages as diffusers' EMAModel keeps them: a list of tensors, which for an evaluation go into the model, and out again."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.shadows = [parameter.clone().detach() for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self, parameters: Iterable[nn.Parameter]) -> None:
+        for shadow, parameter in zip(self.shadows, parameters, strict=True):
+            shadow.sub_(0.1 * (shadow - parameter))
+
+    @torch.no_grad()
+    def swap(self, parameters: Iterable[nn.Parameter]) -> None:
+        for shadow, parameter in zip(self.shadows, parameters, strict=True):
+            kept = parameter.detach().clone()
+            parameter.data.copy_(shadow.data)
+            shadow.copy_(kept)
+
+
+@ROWS.row("lists of averaged tensors (diffusers' EMAModel)", line="EMAModel(model.parameters()), behind meshc.compile")
+def averaged_tensors(mesh: Any) -> None:
+    models = compiled(mesh)[:2]
+    averages = [Shadows(model.parameters()) for model in models]
+    trained(models, 3, lambda model: averages[model is models[1]].step(model.parameters()))
+    for _ in range(2):
+        for model, average in zip(models, averages, strict=True):
+            average.swap(model.parameters())
+        same(models[0](X), models[1](X))
+
+
+class AveragedCopy(nn.Module):
+    """An average as timm's ModelEmaV2 and V3 keep it: a copy of the module, whose values are written one by one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model).eval()
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for average, value in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+            average.lerp_(value, 0.1) if value.is_floating_point() else average.copy_(value)
+
+
+@ROWS.row("averaged copies of the module (timm's --model-ema), made before compiling too", line="meshc.compile(ema.module, mesh, args=...)")
+def averaged_copies(mesh: Any) -> None:
+    for before in (True, False):
+        model = mlp(nn.BatchNorm1d(16))
+        twin = copy.deepcopy(model)
+        averages = [AveragedCopy(one).double() for one in (model, twin)]
+        meshc.compile(model, mesh, args=(X,))
+        averages[0] = averages[0] if before else AveragedCopy(model)
+        meshc.compile(averages[0].module, mesh, args=(X,))
+        for one, average in zip((model, twin), averages, strict=True):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                one(X).square().sum().backward()
+                optimizer.step()
+                average.update(one)
+        same(averages[0].module(X), averages[1].module(X))
 
 
 @ROWS.row("an average beside a TrainStep, whose storage may be no layout of torch's", line="program.sync() before update_parameters")

@@ -34,6 +34,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 import meshc
 from meshc.frontend.reference import ReferenceRandom
 from tests.frameworks.rows import Rows, refuses, shared_folder
+from tests.frameworks.trainer_heads import every
 from tests.processes.session import run_checks
 
 ROWS = Rows("trainer")
@@ -161,6 +162,13 @@ def accumulated_means(mesh: Any) -> None:
         twin(**default_collate(rows[start : start + 4])).loss.backward()
     optimizer.step()
     _close(model, twin)
+
+
+@ROWS.row('the loss of each kind of head, by the count of labels or without it; training and evaluation, with inputs="local"', mesh="dp=2")
+def heads(mesh: Any) -> None:
+    """Two of `trainer_heads.HEADS`, of which a test of its own has all: one that divides by the count, which is not that of its labels, and
+    one that does not."""
+    every(("GPT2LMHeadModel", "BertForTokenClassification"), mesh)
 
 
 class Whole(Trainer):

@@ -32,16 +32,35 @@ AFTER: Final = """
 - **Copies.** `copy.deepcopy` of a compiled model has its DTensors and no program. `meshc.compile(copy, ...)` gives it a storage and
   a program of its own, which begin with its values. Where a program's storage is no layout of torch's and a step has run since, the
   copy is refused until `program.sync()`; `update_parameters` cannot look, so beside a `TrainStep` call `program.sync()` first.
+- **Averages of weights** (EMA) are made of DTensors, like the model: behind `meshc.compile`, or a copy that was made before is compiled
+  too, which also lets it be called (timm's `ModelEmaV2`, `ModelEmaV3`: `meshc.compile(ema.module, mesh, args=...)`). Whatever was made of
+  plain tensors before (diffusers' `EMAModel(model.parameters())`) is made behind it instead; `store`, `copy_to` and `restore` work. Plain
+  averages beside DTensors are what torch calls "got mixed torch.Tensor and DTensor", and `implicit_replication()` is no way out there: it
+  cannot write into them. `foreach=True` takes no buffers among parameters (`ModelEmaV3`: `foreach=False`, or within
+  `implicit_replication()`), and `EMAModel(foreach=True)` copies by what DTensors do not have. Write into an average
+  (`average.mul_(0.9).add_(parameter, alpha=0.1)`, `lerp_`, `copy_`): `average.data = ...` changes nothing of a DTensor, which torch does
+  not say.
+- **Accelerate's schedulers.** One that `accelerator.prepare` has made steps once a process at each step. With `inputs="local"` and a part
+  for each process that is what Accelerate means; where ranks pass fewer parts (`inputs="global"`: one) the rate falls so many times as
+  fast as on one device, and a warning says so at the second step.
+- **The same rows on data ranks.** With `inputs="local"` ranks compare digests of what they pass in training until they have seen parts
+  that differ. Where none has rows of its own in two different batches, a warning says so: a loader without a sampler, or Fabric's and
+  Lightning's `ModelParallelStrategy`, whose own `tensor_parallel_size` is all ranks of a node.
 - **Mixed models.** `implicit_replication()` is torch's: plain tensors beside DTensors count as the same on every rank, which a
   head's parameters are under `inputs="global"`. Without it torch says "got mixed torch.Tensor and DTensor". Under `inputs="local"`
   a plain head has gradients of each rank's own rows (DDP around the head alone is the way; it was not tried).
 - **What Python holds.** Between calls, `train()`/`eval()`, `requires_grad`, hooks, a replaced `forward`, settings of torch's own
   layers (`p` of Dropout, `momentum` of BatchNorm) and PEFT's adapters count; other attributes that forward reads are constants from
   the first call on.
-- **The Trainer's counts.** Where several batches make a step, the Trainer divides by the labels of all of them on all ranks and
-  multiplies by the number of processes, as DDP wants it; a model with `inputs="local"`, whose loss is of all ranks' rows already,
-  takes that back when the Trainer's own `compute_loss` calls it. One of yours that passes `num_items_in_batch` on gets what the
-  model means by it.
+- **The Trainer's counts.** The Trainer passes how many labels it counts in all batches that make a step, on all ranks
+  (`num_items_in_batch`), and multiplies the loss by the number of processes, as DDP wants it. Some models divide by that count, others
+  take a mean; some labels that a causal model shifts away are counted (of GPT-2, not of Llama: it goes by the class's name). A compiled
+  model, whose loss is of all ranks' rows already, gets the count of the whole batch when the Trainer's own `compute_loss` calls it, and
+  gives back the loss divided by what the Trainer multiplies it with: training and evaluation are those of one device for every head that
+  has a loss of its own (`tests/frameworks/trainer_heads.py`: 34, with the count and without). DDP is that where a model divides by the
+  count; of one that takes a mean and any arguments (T5, BERT's heads) its Trainer has the loss times the number of ranks. The count is an
+  input, so that the Trainer's first call compiles; `num_items_in_batch=torch.tensor(1.0)` among the example inputs saves the program
+  without it. A `compute_loss` of yours that passes `num_items_in_batch` on gets what the model means by it.
 - **The Trainer's loss outside the model** (`label_smoothing_factor`, `compute_loss_func`) is of each rank's own rows: compile with
   `options=meshc.Options(local_loss="mean")`, which is what the Trainer means. Without it backward is refused.
 - **The Trainer's collator.** One that pads each rank's rows to the longest of them gives ranks sequences of other lengths, which is refused

@@ -36,3 +36,16 @@ def test_rows(library: str, every: slice) -> None:
         ended = launch(f"{LIBRARIES[library].module}:run", mesh, *names, ranks=2, timeout_s=840)
         assert ended.ok, ended
         assert [line for line in ended.ranks[0].out.splitlines() if line in names] == names
+
+
+@pytest.mark.frameworks
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("sixth", range(6))
+def test_losses_of_the_trainers_heads(sixth: int) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed: it is of the extra `frameworks` (make test-frameworks)")
+    heads = importlib.import_module("tests.frameworks.trainer_heads")
+    names = list(heads.HEADS)[sixth::6]
+    ended = launch("tests.frameworks.trainer_heads:run", "dp=2", *names, ranks=2, timeout_s=1740)
+    assert ended.ok, ended
+    assert [line for line in ended.ranks[0].out.splitlines() if line in names] == names

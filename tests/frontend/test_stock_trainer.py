@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshc.frontend.stock_trainer import as_trainer_counts
 
@@ -15,19 +15,19 @@ TRAINERS = "def compute_loss(self, call, inputs):\n    return call(**inputs)\n"
 LABELS = torch.tensor([1, -100, 2])
 
 
-def trainer(*, steps: int, averaged: bool = True, processes: int = 4) -> Any:
-    """One that calls a model as its `compute_loss` does; a rank has 3 labels in the batches of a step, all together 12."""
+def trainer(*, averaged: bool = True, processes: int = 4, tensor_parallel: int = 1) -> Any:
+    """One that calls a model as its `compute_loss` does; `gather` stands for ranks that have as many labels each."""
     named: dict[str, Any] = {"__name__": "transformers.trainer"}
     exec(TRAINERS, named)
     accelerator = SimpleNamespace(num_processes=processes, gather=lambda items: items * torch.ones(processes))
     said = SimpleNamespace(average_tokens_across_devices=averaged)
-    kind = type("Trainer", (), {"compute_loss": named["compute_loss"], "get_tp_size": lambda self: 1})
-    made: Any = kind()
-    made.args, made.accelerator, made.current_gradient_accumulation_steps = said, accelerator, steps
+    sizes = {"get_tp_size": lambda self: tensor_parallel, "get_cp_size": lambda self: 1, "get_sp_size": lambda self: 1}
+    made: Any = type("Trainer", (), {"compute_loss": named["compute_loss"], **sizes})()
+    made.args, made.accelerator = said, accelerator
     return made
 
 
-def seen(asking: Any, training: bool = True, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+def seen(asking: Any, parts: int, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
     """The loss that the Trainer gets of a program that gives 8, and what the program was passed."""
     passed: dict[str, Any] = {}
 
@@ -35,25 +35,38 @@ def seen(asking: Any, training: bool = True, **inputs: Any) -> tuple[Tensor, dic
         passed.update(kwargs)
         return {"loss": torch.tensor(8.0)}
 
-    output = asking.compute_loss(as_trainer_counts(nn.Linear(1, 1).train(training), program), inputs)
+    output = asking.compute_loss(as_trainer_counts(program, parts), inputs)
     return output["loss"], passed
 
 
-def test_a_batch_that_is_a_step_needs_no_count() -> None:
-    """The Trainer multiplies by 4 what it gets."""
-    loss, passed = seen(trainer(steps=1), labels=LABELS, num_items_in_batch=torch.tensor(12))
-    assert loss == 2 and list(passed) == ["labels"]
-    assert seen(trainer(steps=2), training=False, labels=LABELS, num_items_in_batch=torch.tensor(12))[1].keys() == {"labels"}
-
-
-@pytest.mark.parametrize("averaged, count, gets", [(True, 12, 2), (False, 3, 8)])
-def test_of_several_batches_the_count_is_that_of_all_ranks(averaged: bool, count: int, gets: int) -> None:
-    """The Trainer multiplies by 4 where it has averaged, whether or not the model divides by the count that it is passed."""
-    loss, passed = seen(trainer(steps=2, averaged=averaged), labels=LABELS, num_items_in_batch=torch.tensor(count))
+@pytest.mark.parametrize(
+    "parts, count, tensor_parallel, gets",
+    [
+        (4, 12, 1, 2),  # each of 4 ranks has rows of its own
+        (1, 48, 1, 2),  # all have the same, which the Trainer has counted four times
+        (2, 24, 1, 2),  # two have the same
+        (2, 12, 2, 4),  # likewise, and the Trainer knows: it divides its count by 2, and multiplies a loss by 2 instead of 4
+    ],
+)
+def test_a_model_gets_the_count_of_the_whole_batch_once(parts: int, count: int, tensor_parallel: int, gets: int) -> None:
+    """12 labels: the Trainer multiplies what it gets by as much as it is divided by here."""
+    loss, passed = seen(trainer(tensor_parallel=tensor_parallel), parts, labels=LABELS, num_items_in_batch=torch.tensor(count))
     assert loss == gets and passed["num_items_in_batch"] == 12
+
+
+@pytest.mark.parametrize(("parts", "count"), [(4, 3), (1, 12)])
+def test_a_count_that_is_the_ranks_own_is_added_up(parts: int, count: int) -> None:
+    """With `average_tokens_across_devices=False`, where the Trainer multiplies nothing."""
+    loss, passed = seen(trainer(averaged=False), parts, labels=LABELS, num_items_in_batch=torch.tensor(count))
+    assert loss == 8 and passed["num_items_in_batch"] == 12
+
+
+def test_without_labels_the_model_has_no_loss_to_divide() -> None:
+    """As with `label_smoothing_factor`, whose loss is made outside of the model."""
+    assert not seen(trainer(), 4, num_items_in_batch=torch.tensor(12))[1]
 
 
 def test_others_mean_what_the_model_means() -> None:
     passed: dict[str, Any] = {}
-    as_trainer_counts(nn.Linear(1, 1), lambda **kwargs: passed.update(kwargs))(labels=LABELS, num_items_in_batch=torch.tensor(5))
+    as_trainer_counts(lambda **kwargs: passed.update(kwargs), 4)(labels=LABELS, num_items_in_batch=torch.tensor(5))
     assert passed["num_items_in_batch"] == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshc
-from tests.models import bert, mlp, nanogpt, resnet
+from tests.frontend.test_stock_trainer import trainer
+from tests.models import bert, gpt2, mlp, nanogpt, resnet
 from tests.processes.module_mode import gradients
 from tests.processes.reference import SEED, close, furthest, sgd, train
 from tests.processes.session import run_checks
@@ -299,9 +301,49 @@ def unlike_parts(mesh: Any) -> None:
     program(**mine)
 
 
+def counts_of_a_trainer(mesh: Any) -> None:
+    """GPT-2's class name does not say that it shifts its labels, so the Trainer counts the first ones too: on one device its loss is 11/12
+    of the mean. Parts of a batch, and all of it on every rank, are counted by the Trainer once and twice."""
+    case = gpt2(torch.float64, batch=4, layers=1)
+    ids, twin = case.kwargs["input_ids"], case.model.eval()
+    whole = {"input_ids": ids, "labels": ids}
+    wanted = twin(**whole, num_items_in_batch=torch.tensor(48.0)).loss
+    wanted.backward()
+    assert abs(wanted.item() - twin(**whole).loss.item() * 11 / 12) < 1e-6
+    for inputs, mine, times in (("local", parts(whole, mesh), 1), ("global", whole, 2)):
+        model = copy.deepcopy(twin)
+        model.zero_grad()
+        meshc.compile(model, mesh, kwargs=mine, inputs=inputs)
+        output = trainer(processes=2).compute_loss(model, {**mine, "num_items_in_batch": torch.tensor(48.0 * times)})
+        loss = output["loss"] * 2  # as the Trainer does
+        loss.backward()
+        close([loss.item()], [wanted.item()], 1e-6)
+        assert furthest(gradients(model), gradients(twin))[0] < 1e-6
+
+
+def same_rows(mesh: Any) -> None:
+    """Of a loader that does not know of ranks: said at its second batch, once, at the line of the loop; not where a batch is passed again
+    and again, or is dealt out, or in evaluation."""
+    case = mlp(torch.float64)
+    x = part(case.kwargs["x"], mesh)
+    first = case.kwargs["x"][: len(x)]
+    for batches, many in (([first, first + 1, first + 2], 1), ([first] * 4, 0), ([x, x + 1, first], 0)):
+        model = copy.deepcopy(case.model)
+        meshc.compile(model, mesh, args=(first,), inputs="local", options=meshc.Options(local_loss="mean"))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for batch in batches:
+                model(batch).square().mean().backward()
+            with torch.no_grad():
+                model(first), model(first + 3)
+        told = [one for one in seen if "have passed the same inputs" in str(one.message)]
+        assert len(told) == many and all(one.filename == __file__ for one in told), [str(one.message) for one in seen]
+        assert all("num_replicas=2, rank=mesh[\"dp\"].get_local_rank()" in str(one.message) for one in told)
+
+
 CHECKS: tuple[Callable[[Any], None], ...] = (
     unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, many_lengths,
-    uneven_steps, uneven_lengths, uneven_module, unlike_parts, another_shape,
+    uneven_steps, uneven_lengths, uneven_module, unlike_parts, another_shape, counts_of_a_trainer, same_rows,
 )  # fmt: skip
 
 

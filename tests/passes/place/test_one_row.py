@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def test_a_batch_of_one_has_a_factor_and_a_tile_on_every_rank(tmp_path: Path) ->
     assert meshc.verify(program).ok
     program.save(tmp_path / "row.meshc")
     assert show.print_program(artifact.load(tmp_path / "row.meshc"), comments=False) == show.print_program(program.compiled, comments=False)
+
+
+def test_an_axis_that_is_too_large_is_warned_of_once_for_all_sizes() -> None:
+    """As prompts of many lengths are, of one row each."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        program = inferred(Rows(lambda self, x: x @ self.weight), inputs={"x": torch.ones(1, 3, 8)})
+        for tokens in (4, 5):
+            with torch.no_grad():
+                program.prepare((), {"x": torch.ones(1, tokens, 8)})
+    assert len([one for one in seen if "nothing but padding" in str(one.message)]) == 1 and len(program.compilations.kept) == 3
 
 
 def test_axes_that_have_something_else_to_split_leave_the_row_alone() -> None:
