@@ -37,6 +37,7 @@ class World:
         self._turn = Turn()
         self._groups: Groups | None = None
         self._under = dist.group.WORLD if dist.is_available() else None
+        self._number = 0 if board is None or mesh.device_mesh is None else board.numbers.count_program()
         if mesh.device_mesh is not None:
             _refuse_other_world(mesh, dist.get_world_size())
 
@@ -81,7 +82,7 @@ class World:
     def begin(self, what: str) -> None:
         """From here on this rank sends: one that refuses this call sees that it is alone."""
         if self.board is not None:
-            self.board.begin(what)
+            self.board.begin(what, f"{what} (meshc.compile {self._number})")
 
     def agree(self, what: str, mine: dict[str, str], **how: Any) -> None:
         """That all ranks say the same. Raises what `error` in `how` makes of a difference; without ranks there is none."""

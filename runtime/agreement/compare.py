@@ -36,6 +36,8 @@ REFUSAL_S: Final = 5.0
 """A rank that refuses waits so long for the others to refuse, or to be seen doing something else."""
 ROUNDS: Final = itertools.count()
 """What all ranks do in one order is numbered alike on all."""
+_MET: Final[dict[str, str]] = {}
+"""By the ranks that have met, what this one has in the store of the last time."""
 _DOING: Final = "what they do"
 _REFUSE: Final = "refuse"
 _LONG: Final = 200
@@ -165,7 +167,7 @@ def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = f
     store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
     keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
     deadline = time.monotonic() + timeout_s
-    with _awaiting(board, store, keys, mine[_DOING]) as check:
+    with _awaiting(board, store, dict(enumerate(keys)), mine[_DOING]) as check:
         while not store.check(keys):
             check()
             ahead = board.ahead()
@@ -184,9 +186,9 @@ def store_of(board: FailureBoard) -> dist.Store:
 
 
 @contextmanager
-def _awaiting(board: FailureBoard, store: dist.Store, keys: Sequence[str], where: str) -> Iterator[Callable[[], None]]:
-    """While this rank waits for a key of each rank, in the order of ranks: gives what to call now and then. It raises PeerError if a rank
-    has failed or left; and the board knows for whom this rank waits, which it says if that lasts."""
+def _awaiting(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], where: str) -> Iterator[Callable[[], None]]:
+    """While this rank waits for keys, by the rank that writes each: gives what to call now and then. It raises PeerError if a rank has
+    failed or left; and the board knows for whom this rank waits, which it says if that lasts."""
     looked_at = time.monotonic()
 
     def check() -> None:
@@ -195,7 +197,7 @@ def _awaiting(board: FailureBoard, store: dist.Store, keys: Sequence[str], where
         if time.monotonic() < looked_at + _LOOK_S:
             return
         looked_at = time.monotonic()
-        missing = frozenset(rank for rank, key in enumerate(keys) if not store.check([key]))
+        missing = frozenset(rank for rank, key in keys.items() if not store.check([key]))
         if board.awaited is None or board.awaited[0] != missing:
             board.awaited = (missing, where)
         for rank in missing:
@@ -281,7 +283,7 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
     store.set(keys[board.rank], text)
     if board.rank != 0:
         return None
-    with _awaiting(board, store, keys, "hand in what rank 0 collects") as check:
+    with _awaiting(board, store, dict(enumerate(keys)), "hand in what rank 0 collects") as check:
         while not store.check(keys):
             check()
             time.sleep(_POLL_S)
@@ -297,6 +299,19 @@ def to_all(board: FailureBoard | None, text: str) -> list[str]:
     found = from_rank_0(board, lambda: texts)
     assert found is not None
     return found
+
+
+def meet(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) -> None:
+    """Returns when these ranks, this one among them, have all come here to do this; turn: which time that is, by what they count alike."""
+    store, group = store_of(board), ",".join(map(str, ranks))
+    keys = {rank: f"meet/{group}/{turn}/{rank}" for rank in ranks}
+    store.set(keys[board.rank], "")
+    with _awaiting(board, store, keys, what) as check:
+        while not store.check([*keys.values()]):
+            check()
+            time.sleep(_POLL_S)
+    store.delete_key(_MET.get(group, ""))  # all have come here, so nobody waits for the time before
+    _MET[group] = keys[board.rank]
 
 
 def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:

@@ -31,7 +31,7 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshc.errors import MeshcError, PeerError
+from meshc.errors import MeshcError, PeerError, RanksDifferError
 from meshc.runtime.failure.one_thread import Turn
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
 from meshc.runtime.failure.restarts import place_of_this_start
@@ -116,7 +116,7 @@ class FailureBoard(Watch):
 
     def _peer_error(self, failure: Failure) -> PeerError:
         self._told = True
-        return PeerError(str(failure))
+        return RanksDifferError(str(failure)) if failure.differ else PeerError(str(failure))
 
     def fail(self, exception: BaseException) -> None:
         """Posts this rank's failure, unless another came first, and breaks off what the others wait for from it."""

@@ -30,10 +30,13 @@ TOLD: Final = 64
 RECENT: Final = 64
 """Streams that are compared although the program or optimizer is gone: a run may be over before the next beat."""
 
-Number = float | int
+Number = float | int | str
 Row = tuple[int, list[str], list[str] | None]
 """A change as the store has it: its count, the values, their names if they are others than before."""
 
+
+NOT_THERE: Final = "not there"
+"""In the place of the value of a name that one of two ranks has not noted."""
 
 ADVICE: Final = (
     "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
@@ -44,7 +47,8 @@ ADVICE: Final = (
 
 @dataclass(frozen=True)
 class Difference:
-    """What rank `other` had at `count` of a stream and this rank did not. `names` and values are empty where nobody remembers."""
+    """What rank `other` had at `count` of a stream and this rank did not: the first name in which they differ, and how many `more` do.
+    Names and values are empty where nobody remembers. `words`: what says it, of streams that are no numbers."""
 
     stream: str
     count: int
@@ -52,10 +56,14 @@ class Difference:
     name: str = ""
     mine: str = ""
     theirs: str = ""
+    more: int = field(default=0, compare=False)
     advice: str = field(default=ADVICE, compare=False)
+    words: Words | None = field(default=None, compare=False)
 
     def text(self, rank: int) -> str:
         first, second = sorted(((rank, self.mine), (self.other, self.theirs)))
+        if self.words is not None:
+            return self.words(self, first, second)
         what = f"the numbers of {self.stream}"
         if not self.name:
             return f"ranks {first[0]} and {second[0]} differ in {what}, at its step {self.count} or before{self.advice}"
@@ -65,11 +73,15 @@ class Difference:
         return f"ranks differ in {what}: at its step {self.count}, {name} is {values}{self.advice}"
 
 
+Words = Callable[[Difference, tuple[int, str], tuple[int, str]], str]
+"""A difference as it is told: with the two ranks, and what each has."""
+
+
 class Stream:
     """The numbers of one program or optimizer, call by call. `note` is the main thread's, all else the reporter's."""
 
-    def __init__(self, name: str, advice: str = ADVICE) -> None:
-        self.name, self.advice = name, advice
+    def __init__(self, name: str, advice: str = ADVICE, words: Words | None = None) -> None:
+        self.name, self.advice, self.words = name, advice, words
         self.count = 0
         self._last: tuple[Number, ...] | None = None
         self._names: tuple[str, ...] = ()
@@ -105,7 +117,7 @@ class Stream:
         last = None
         with self._lock:
             for since, values, names in self._values:
-                rows.append((since, list(map(repr, values)), list(names) if names != last else None))
+                rows.append((since, list(map(str, values)), list(names) if names != last else None))
                 last = names
         return rows
 
@@ -116,8 +128,10 @@ class Numbers:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._streams: dict[str, weakref.ref[Stream]] = {}
+        self._joint: dict[tuple[str, tuple[int, ...]], Stream] = {}
         self._recent: deque[Stream] = deque(maxlen=RECENT)  # compared to the end, if whoever had them is gone
         self._serial = itertools.count(1)
+        self._programs = itertools.count(1)
         self._written: dict[str, int] = {}
         self._ahead: dict[tuple[int, str], tuple[int, int]] = {}  # what a peer said that this rank has not come to
         self._compared: dict[tuple[int, str], int] = {}
@@ -126,8 +140,28 @@ class Numbers:
         """A new stream. All ranks make theirs in the same order. advice: why a difference is wrong, and what to do."""
         stream = Stream(f"{what} {next(self._serial)}", advice)
         self._recent.append(stream)
-        self._streams = {**{one.name: weakref.ref(one) for one in self._alive()}, stream.name: weakref.ref(stream)}
+        self._enter(stream)
         return stream
+
+    def joint(self, what: str, ranks: tuple[int, ...], words: Words) -> Stream:
+        """The one stream of what these ranks, this one among them, do together. They are compared with each other, and with no others."""
+        stream = self._joint.get((what, ranks))
+        if stream is None:
+            stream = self._joint[what, ranks] = Stream(f"{what}, ranks {', '.join(map(str, ranks))}", words=words)
+            self._enter(stream)
+        return stream
+
+    def count_program(self) -> int:
+        """The number of a program that ranks compile together, in one order."""
+        return next(self._programs)
+
+    def within(self, what: str, ranks: Iterable[int]) -> list[tuple[tuple[int, ...], Stream]]:
+        """The joint streams of groups that are among these ranks."""
+        there = set(ranks)
+        return [(group, stream) for (kind, group), stream in self._joint.items() if kind == what and there.issuperset(group)]
+
+    def _enter(self, stream: Stream) -> None:
+        self._streams = {**{one.name: weakref.ref(one) for one in self._alive()}, stream.name: weakref.ref(stream)}
 
     def _alive(self) -> list[Stream]:
         return [stream for stream in (held() for held in self._streams.values()) if stream is not None]
@@ -163,8 +197,10 @@ class Numbers:
         return None
 
     def settled(self, peers: Iterable[int], counts: Mapping[str, tuple[int, int]]) -> bool:
-        """Whether these peers have been compared up to these counts of this rank (`to_say`)."""
-        return all(self._compared.get((peer, name), 0) >= count for peer in peers for name, (count, _) in counts.items())
+        """Whether these peers have been compared up to these counts of this rank (`to_say`), of what they do together with it."""
+        groups = {stream.name: ranks for (_, ranks), stream in self._joint.items()}
+        pairs = ((peer, name, count) for peer in peers for name, (count, _) in counts.items() if peer in groups.get(name, (peer,)))
+        return all(self._compared.get((peer, name), 0) >= count for peer, name, count in pairs)
 
 
 def _first(stream: Stream, count: int, other: int, mine: list[Row], theirs: list[Row]) -> Difference:
@@ -174,10 +210,11 @@ def _first(stream: Stream, count: int, other: int, mine: list[Row], theirs: list
         if since > count or not here or not there or since < max(min(here), min(there)):
             continue
         one, two = (rows[max(at for at in rows if at <= since)] for rows in (here, there))
-        for name in one | two:
-            if one.get(name) != two.get(name):
-                return Difference(stream.name, since, other, name, one.get(name, "not there"), two.get(name, "not there"), stream.advice)
-    return Difference(stream.name, count, other, advice=stream.advice)
+        names = [name for name in one | two if one.get(name) != two.get(name)]
+        if names:
+            values = one.get(names[0], NOT_THERE), two.get(names[0], NOT_THERE)
+            return Difference(stream.name, since, other, names[0], *values, len(names) - 1, stream.advice, stream.words)
+    return Difference(stream.name, count, other, advice=stream.advice, words=stream.words)
 
 
 def _by_name(rows: list[Row]) -> dict[int, dict[str, str]]:

@@ -75,6 +75,8 @@ class Watch:
         self.began = 0
         """Calls of programs, and backwards, that this rank has begun to run: what `ahead` compares."""
         self._call = ""  # the last of them, in words
+        self.calling = "a program"
+        """Which program this rank calls, as messages name it, among those that it has."""
         self._calls: Counter[str] = Counter()
         self.awaited: tuple[frozenset[int], str] | None = None
         """Ranks that the main thread waits for in the store, and where to."""
@@ -143,8 +145,9 @@ class Watch:
     def instruction(self, instruction: str) -> None:
         self._be_at(self._step, instruction)
 
-    def begin(self, what: str) -> None:
-        """This rank begins to run `what` (a program, a backward), which all ranks run: from here on it sends."""
+    def begin(self, what: str, calling: str | None = None) -> None:
+        """This rank begins to run `what` (a program, a backward), which all ranks run: from here on it sends. calling: which one it is."""
+        self.calling = self.calling if calling is None else calling
         self._calls[what] += 1
         self._call = f"call {self._calls[what]} of {what}"
         self.began += 1

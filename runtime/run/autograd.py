@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, listed
 from meshc.program.program import Instruction, Port
-from meshc.runtime.run.session import Session
+from meshc.runtime.run.session import BACKWARD, Session
 from meshc.runtime.state.store import Store
 
 _version: Final = attrgetter("_version")
@@ -54,7 +54,7 @@ class Call:
     ) -> None:  # fmt: skip
         """scale: what gradients of outputs are multiplied by, and times: those of inputs, by the ports' names (`Program._scales`)."""
         self.session = session
-        self.step = session.store.step
+        self.step, self.calling = session.store.step, session.calling
         self.moves = session.store.moves
         self.parameters = list(parameters)
         self.inputs = list(inputs)
@@ -153,6 +153,8 @@ class ProgramFunction(torch.autograd.Function):
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
         taken = call.memory | {_memory(env[port.key]) for port in call.tangents.values() if port.key in env}
         assert session.backwards is not None
+        with session.executor.guarded(call.step, "run backward"):
+            session.note_run(BACKWARD, call.calling)
         with torch.no_grad():
             made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
             own = {key: _own(env[key], taken) for key in made}

@@ -38,8 +38,11 @@ from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.same_parts import SameParts
-from meshc.runtime.state import random_draws
 from meshc.runtime.state.store import Store
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+"""Parts of a call: the second is the stage that torch asks for behind it, in module mode."""
 
 
 class _EmptyIsNothing(TorchFunctionMode):
@@ -99,7 +102,9 @@ class Session:
         self.seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)
         takes = self.numbers or self.random is not None
         self.stream = executor.board.numbers.stream("program") if executor.board is not None and takes else None
-        self._draws = None if executor.board is None else random_draws.compared(store.transfers, executor.board.numbers)
+        self._sends = {part: _axes_of_sends(program, part) for part in (FORWARD, BACKWARD)}
+        if executor.board is not None:
+            store.changes.open(executor.board, self._buffers, self._sends.values())
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
@@ -137,9 +142,8 @@ class Session:
         """Every input by key, for the executor."""
         self.store.check_filled()
         stands, self._stands = self._stands, False
-        if self._draws is not None:  # before ranks wait for each other's
-            random_draws.note(self._draws)
         self.store.adopt_changes(stands)
+        self.note_run(FORWARD, self.calling)
         if self.stream is not None:
             self._note(self.stream, numbers)
         values: dict[str, torch.Tensor] = dict(self._buffers)
@@ -154,6 +158,17 @@ class Session:
             # a backward that draws again comes after other calls, maybe
             values[self.random] = self.seed_step if self.backwards is None else self.seed_step.clone()
         return values
+
+    @property
+    def calling(self) -> str:
+        """Which program this rank has called last, as messages name it."""
+        return "" if self.executor.board is None else self.executor.board.calling
+
+    def note_run(self, part: str, calling: str) -> None:
+        """The forward or the backward part of a call begins: for the comparison of runs, and of what was changed by hand before them."""
+        if self.executor.board is not None:
+            what = calling if part == FORWARD else f"the backward of {calling}"
+            self.store.changes.note_run(self.executor.board, self._sends[part], what)
 
     def _taken(self, place: int, port: Port, tensor: torch.Tensor) -> torch.Tensor:
         if port.name not in self.caches:
@@ -341,6 +356,14 @@ class Session:
             env = self.executor.run(values, self.store.step)
             self.finish(env)
         return env
+
+
+def _axes_of_sends(program: PlainProgram, part: str) -> tuple[str, ...]:
+    """The axes along which the stages of a part send; every rank waits for all others in a pipeline."""
+    stages = [stage for name, stage in program.stages.items() if (name == BACKWARD) == (part == BACKWARD)]
+    nodes = [node for stage in stages for node in stage.graph.nodes if spmd.is_collective(node.target)]
+    found = {axis for node in nodes for axis in node.args[1]}
+    return tuple(axis.name for axis in program.mesh.axes if axis.size > 1 and (axis.name in found or program.pipeline is not None))
 
 
 def _lent(program: PlainProgram) -> Iterator[str]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshc import environment
 from meshc.errors import StateError, lines_of, listed
 from meshc.frontend.admission import refuse_module
+from meshc.ir import layouts
+from meshc.ir.mesh import Mesh
 from meshc.program.program import Port
 
 if TYPE_CHECKING:
@@ -21,6 +25,12 @@ if TYPE_CHECKING:
 
 FUNCTIONAL: Final = ("torch._functorch.functional_call", "torch.nn.utils.stateless")
 """Modules of torch whose functions put tensors in parameters' places for the time of a call."""
+
+SAMPLED: Final = 256
+"""Of each tensor so many values, or up to twice as many."""
+
+_FIRST_VALUES: Final[WeakKeyDictionary[dist.ProcessGroup, list[list[str]]]] = WeakKeyDictionary()
+"""By the group of all ranks: of each model that was adopted, what ranks had in it."""
 
 Place = tuple[str, nn.Module, str]
 """Where a tensor stands in a model: the key of its port, the module, the module's own name for it."""
@@ -46,6 +56,30 @@ def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
             faults.append(f"{port.name} is {tensor.dtype} {list(tensor.shape)}; the program is for {port.dtype} {list(port.shape)}")
     if faults:
         raise StateError("the model is not the one that was compiled:\n    " + "\n    ".join(faults))
+
+
+def check_storage(find: Callable[[str], Held | None], ports: Iterable[Port], mesh: Mesh) -> None:
+    """Raises StateError where a port asks for another storage than the one that `find` knows of."""
+    faults = []
+    for port in ports:
+        held = find(port.key)
+        if held is None:
+            faults.append(f"    {port.name}: was not there when the model was first compiled")
+        elif port.kind in ("parameter", "state") and (port.host, port.disk) != (held.parked, held.on_disk):
+            there, wanted = _where(held.parked, held.on_disk), _where(port.host, port.disk)
+            faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
+        elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, mesh):
+            faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
+    if faults:
+        raise StateError(
+            "this model has a program already, and its programs share one storage, which does not suit the new one:\n"
+            + "\n".join(faults)
+            + "\n  what to do: give both programs plans that store alike; the first to be compiled decides"
+        )
+
+
+def _where(parked: bool, on_disk: bool) -> str:
+    return "disk" if on_disk else "host" if parked else "device"
 
 
 def refuse_converted(stored: Iterable[Held]) -> None:
@@ -152,7 +186,8 @@ def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]], keys:
 
 
 def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.ProcessGroup | None) -> set[str]:
-    """Refuses models that differ between ranks, before any data moves; returns the keys of what is on `meta` on rank 0.
+    """Refuses models that differ between ranks, before any data moves, and models that are compiled in another order on one rank than on
+    another; returns the keys of what is on `meta` on rank 0.
 
     world: a group of all ranks, None if there is one rank
     """
@@ -162,10 +197,16 @@ def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.Proce
     if world is None:
         return unfilled
     ranks = world.size()
-    said: list[tuple[str, set[str]]] = [("", set())] * ranks
-    dist.all_gather_object(said, (digest, unfilled if dist.get_rank() == 0 else set()), group=world)
+    said: list[tuple[str, set[str], str]] = [("", set(), "")] * ranks
+    dist.all_gather_object(said, (digest, unfilled if dist.get_rank() == 0 else set(), _sample(found)), group=world)
     other = next((rank for rank in range(ranks) if said[rank][0] != said[0][0]), None)
     if other is None:
+        before = _FIRST_VALUES.setdefault(world, [])
+        before.append([values for _, _, values in said])
+        others = [rank for rank in range(ranks) if before[-1][rank] != before[-1][0]]
+        if others and environment.log_level() and dist.get_rank() == 0:
+            print(f"meshc: first values are rank 0's; those of ranks {listed([*map(str, others)], 4)} were others", flush=True)
+        refuse_crossed(before)
         return said[0][1]
     all_lines: list[list[str]] = [[]] * ranks
     dist.all_gather_object(all_lines, lines, group=world)
@@ -177,6 +218,38 @@ def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.Proce
         + "\n".join(shown or [f"    the same tensors, but in another order: {first[0]} or {second[0]} first"])
         + "\n  what to do: build the same model, from the same configuration, on every rank"
     )
+
+
+def _sample(found: Sequence[tuple[Tensor, list[Place]]]) -> str:
+    """A digest of some of the values of each tensor, by which models of equal form are told apart."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor, _ in found:
+        flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // SAMPLED)]
+        digest.update(b"" if some.is_meta else some.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def refuse_crossed(rows: Sequence[Sequence[str]]) -> None:
+    """Refuses models of equal form that ranks compile in different orders: by their values, those of a rank are rank 0's, exchanged. Ranks
+    may have values of their own, of which none is another's. rows: for each model that was compiled, the last one now, by rank."""
+    now = len(rows) - 1
+    for rank in range(1, len(rows[0])):
+        place, seen = now, {now}
+        while rows[place][rank] != rows[place][0]:
+            place = next((at for at in range(len(rows)) if rows[at][0] == rows[place][rank]), -1)
+            if place < 0 or (place in seen and place != now):
+                break
+            if place == now:
+                first = next(at for at in range(len(rows)) if rows[at][rank] == rows[now][0])
+                raise StateError(
+                    f"ranks 0 and {rank} compile models in another order: what is model {now + 1} on rank 0 was model {first + 1} on rank "
+                    f"{rank}, by its first values\n"
+                    "  why: the models that ranks compile at one time become one, with rank 0's values; a name in your code would stand\n"
+                    "  for one model on one rank and for another on the other\n"
+                    "  what to do: compile models in the same order on every rank: out of a list or a dict, not a set"
+                )
+            seen.add(place)
 
 
 def mark_empty(x: Tensor) -> None:

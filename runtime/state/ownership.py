@@ -5,6 +5,7 @@ The hooks are plain functions that look their owner up, so that modules and opti
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
 from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
-from meshc.runtime.failure.failed_rank import current_board
+from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.state import traced_steps, whole_state
 from meshc.runtime.state.barred import Bar, Barred, put_bar, take_bars
@@ -163,6 +164,7 @@ def _sync(owner: object, *_: object) -> None:
     store = _STORES.get(owner)
     if store is not None and not store.filling:
         with together(current_board(), "sync"):
+            store.changes.tell_stale()
             store.sync()
 
 
@@ -170,8 +172,16 @@ _sync.of_meshc = True  # type: ignore[attr-defined]  # no hook of a user's
 
 
 def _look_who_asks(model: nn.Module, *_: object) -> None:
-    if model in _STORES:  # a copy of the model has the hook and plain parameters
-        look_who_asks(model)
+    store = _STORES.get(model)
+    if store is None or store.filling:  # a copy of the model has the hook and plain parameters
+        return
+    who = look_who_asks(model)
+    if who != "program" and threading.current_thread() is threading.main_thread():
+        with together(current_board(), "state_dict"):
+            if who == "all":
+                store.changes.compare(SETTLED_S)
+            else:
+                store.changes.compare_if_asked()
 
 
 def _bring_together(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -189,23 +199,31 @@ def _lay_out(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -
 def _after_model_load(model: nn.Module, _: object) -> None:
     store = _STORES.get(model)
     if store is not None and not store.filling:
-        store.read_back("parameter", "buffer")
+        with together(current_board(), "load_state_dict"):
+            store.read_back("parameter", "buffer")
 
 
 def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
     store = _STORES.get(optimizer)
     if store is not None:
-        store.read_back("state")
+        with together(current_board(), "load_state_dict"):
+            store.read_back("state")
 
 
 @cache
 def _refuse_replaced_parameters() -> object:
-    return register_optimizer_step_pre_hook(_before_a_step)
+    return register_optimizer_step_pre_hook(_before_a_step), register_optimizer_step_post_hook(_after_a_step)
 
 
 def _before_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     _check_parameters(optimizer)
     _note_numbers(optimizer)
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if optimizer in _STREAMS:
+        for store in _stores_of(optimizer):
+            store.changes.after_step(optimizer)
 
 
 def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
@@ -215,7 +233,7 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
         return
     stream = _STREAMS.get(optimizer)
     if stream is None:
-        if _of_parameters(optimizer) is None:
+        if not _stores_of(optimizer):
             return
         stream = _STREAMS[optimizer] = board.numbers.stream("optimizer")
         optimizer.register_state_dict_post_hook(_bring_optimizer_together)
@@ -226,18 +244,19 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
     board.check()
     given = [(f"{i}.{name}", number) for i, group in enumerate(optimizer.param_groups) for name, number in _numbers(optimizer, group)]
     stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))
+    for store in _stores_of(optimizer):
+        store.changes.before_step(optimizer)
 
 
 def _bring_optimizer_together(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    store = _of_parameters(optimizer)
+    store = next(iter(_stores_of(optimizer)), None)
     return state if store is None else whole_state.bring_optimizer_together(store, state)
 
 
-def _of_parameters(optimizer: torch.optim.Optimizer) -> Store | None:
-    """The store of a compiled module that has one of these parameters."""
-    stores = set(_STORES.values())
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return next((store for parameter in parameters for store in stores if store.parameter_key(parameter)), None)
+def _stores_of(optimizer: torch.optim.Optimizer) -> list[Store]:
+    """The stores of compiled modules that have some of these parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [store for store in dict.fromkeys(_STORES.values()) if any(store.parameter_key(parameter) for parameter in parameters)]
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Iterator[tuple[str, float]]:

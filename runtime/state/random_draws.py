@@ -7,8 +7,7 @@
 On accelerators torch places a rank's draws in the whole tensor itself; for CPU meshes it has a place for who does (`_rng_tracker`), and
 nobody. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent. What was
 drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`). Ranks of which one has drawn
-and another has not would wait for each other: before that they note how often they have, which the board compares
-(of what every rank has, not of a pipeline's stages).
+and another has not would wait for each other: that it has drawn is noted before (`changes.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,9 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshc.ir import layouts, trees
 from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
 from meshc.runtime.comm import collectives
-from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.comm.transfers import Transfers
-from meshc.runtime.failure.numbers import Numbers, Stream
 from meshc.runtime.state.held import Held
 
 if TYPE_CHECKING:
@@ -46,8 +42,6 @@ class Draws:
         self.homes: dict[DeviceMesh, Transfers] = {}
         self.written: set[int] = set()
         """Memory into which was drawn since it was last asked for."""
-        self.count = 0
-        """Of draws into what every rank has."""
 
     @contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
@@ -61,26 +55,6 @@ class Draws:
 
 _DRAWS: Final = Draws()
 
-ADVICE: Final = (
-    "\n  why: replicas of a parameter take the first one's values before the next call, which every rank waits for\n"
-    "  what to do: draw on every rank (`nn.init`, `p.normal_()`), without `if rank == 0`; ranks need no common seed for it"
-)
-
-_STREAMS: Final[WeakKeyDictionary[Transfers, Stream]] = WeakKeyDictionary()
-
-
-def compared(home: Transfers, numbers: Numbers) -> Stream:
-    """Of a model's programs: how often ranks had drawn at each call."""
-    stream = _STREAMS.get(home)
-    if stream is None:
-        stream = _STREAMS[home] = numbers.stream("draws, model", ADVICE)
-    return stream
-
-
-def note(stream: Stream) -> None:
-    """One more call."""
-    stream.note(("how often random values were drawn into parameters",), (_DRAWS.count,))
-
 
 def follow(home: Transfers) -> None:
     """From now on draws into DTensors on this mesh are those of one device. Where there is an accelerator torch has its own way."""
@@ -91,6 +65,11 @@ def follow(home: Transfers) -> None:
     place._rng_tracker = _DRAWS
     _DRAWS.homes.pop(mesh, None)  # an equal one, of a world that has ended
     _DRAWS.homes[mesh] = home
+
+
+def pending() -> bool:
+    """Whether there is something for `even_out`."""
+    return bool(_DRAWS.written)
 
 
 def even_out(stored: Iterable[Held]) -> None:
@@ -117,7 +96,6 @@ class _Whole(TorchDispatchMode):
     def __init__(self, draws: Draws, spec: Any, home: Transfers, generator: torch.Generator | None) -> None:
         super().__init__()
         self.draws, self.spec, self.generator = draws, spec, generator
-        self.counts = not isinstance(home, StageTransfers)  # into what lives on a stage its ranks alone draw
         self.ranges = layouts.chunk_ranges(spec.shape, spec.placements, home.mesh, home.coordinates)
 
     def __torch_dispatch__(
@@ -135,7 +113,6 @@ class _Whole(TorchDispatchMode):
             result = func(whole, *args[1:], **kwargs)
         if result is whole:
             self.draws.written.add(part.data_ptr())
-            self.draws.count += self.counts
             return part.copy_(self._part(whole))
         return trees.mapped(lambda one: self._part(one).clone() if isinstance(one, Tensor) else one, result)
 

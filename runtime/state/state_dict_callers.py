@@ -33,11 +33,16 @@ ADVICE: Final = (
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def look_who_asks(model: nn.Module, *_: object) -> None:
-    """A hook before `state_dict` of a compiled model. Raises StateError for one who would hang."""
+def look_who_asks(model: nn.Module) -> str:
+    """Who asks for the `state_dict` of a compiled model, seen from a hook: "program" for meshc's own, "all" for those who ask on every
+    rank, "" for anybody else. Raises StateError for one who would hang."""
     caller = _caller(sys._getframe(2))  # behind the hook that calls this
-    if caller is None or asked_by_all(model):
-        return
+    if asked_by_all(model):
+        return "all"
+    if isinstance(caller, str):
+        return "program" if caller.startswith("meshc.") else "all"
+    if caller is None:
+        return ""
     if str(caller.f_globals.get("__name__", "")).startswith("transformers.") and caller.f_code.co_name == "save_pretrained":
         raise StateError(
             "save_pretrained cannot save a compiled model by itself: its parameters lie on a mesh, a part of them on each rank\n"
@@ -50,14 +55,15 @@ def look_who_asks(model: nn.Module, *_: object) -> None:
             f"on a rank is that rank's part of each split parameter, and no model that is not on this mesh can load it\n{ADVICE}"
         )
         warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
+    return ""
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that asks, not one that passes the question on; None if it is of one who knows."""
+def _caller(frame: FrameType | None) -> FrameType | str | None:
+    """The innermost frame that asks, not one that passes the question on; of one who knows the module's name."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if f"{name}.".startswith(KNOWS):
-            return None
+            return f"{name}."
         if not name.startswith(BETWEEN) and frame.f_code.co_name != "state_dict":
             return frame
         frame = frame.f_back

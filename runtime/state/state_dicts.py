@@ -64,13 +64,15 @@ class State(TypedDict, total=False):
 def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     """The live tensors, by name; `dcp.load` writes into them in place. With `full`, whole CPU tensors on rank 0 and {} elsewhere.
 
-    Raises PeerError if ranks have stepped with different numbers, which is looked at first: no wrong state is given away.
+    Raises PeerError if ranks have stepped with different numbers, and StateError if they have changed something otherwise than each other,
+    which is looked at first: no wrong state is given away.
     """
     board = current_board()
     if board is not None:
         board.settle(SETTLED_S)
     store.adopt_changes()
     store.sync()
+    store.changes.compare(SETTLED_S)
     state: State = {"model": dict(store.model.state_dict())}
     if store.optimizers:
         state["optim"] = _optimizer_state(store, store.optimizers)
@@ -85,6 +87,7 @@ def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> di
     """The model's tensors alone (those of the names that are wanted), whole and on the CPU of rank 0; {} elsewhere."""
     store.adopt_changes()
     store.sync()
+    store.changes.compare(SETTLED_S)
     found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
     return _full(store, {"model": found, "meshc": {}}).get("model", {})
 

@@ -42,6 +42,7 @@ from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
 from meshc.runtime.state import adoption, optimizer_state, ownership, random_draws, state_dicts
+from meshc.runtime.state.changes import Changes
 from meshc.runtime.state.held import Held
 from meshc.runtime.state.making import made
 from meshc.runtime.state.standing import Standing
@@ -59,11 +60,8 @@ class Store:
             raise StateError(f"the mesh {mesh} was made without a process group, so nothing can live on it: compile for a DeviceMesh")
         rank = dist.get_rank()
         groups = groups or Groups(layouts.axis_sizes(mesh), rank, dist.get_world_size(), mesh.device_mesh)
-        self.mesh = mesh
-        self.device = device
-        self.seed = 0
-        self.step = 0
-        self.moves = 0
+        self.mesh, self.device = mesh, device
+        self.seed = self.step = self.moves = 0
         self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
         random_draws.follow(self.transfers)
@@ -79,6 +77,7 @@ class Store:
         self._model = weakref.ref(model)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
         self._stood: Standing | None = None
+        self.changes = Changes(self)
         self._without_strangers: Callable[[], State | None] = _nobody
 
     @staticmethod
@@ -176,11 +175,13 @@ class Store:
             if held is not None:
                 held.stale = held.lags or not held.shared
                 held.let_go()
+        self.changes.record()
 
     def sync(self) -> None:
         """Brings the live tensors up to date."""
         if not any(held.stale for held in self.held.values()):
             return
+        self.changes.look()
         with alone("sync"), torch.no_grad():
             for held in self.held.values():
                 if held.stale and held.lags:
@@ -190,16 +191,25 @@ class Store:
                 elif held.stale:
                     held.check_untouched()
                     self._refresh(held)
+        self.changes.record()
 
     def adopt_changes(self, stands: bool = False) -> None:
         """Before a program runs: reads back what was changed from outside since the last time. stands: the model was found as it was."""
         with torch.no_grad(), self._taking() as taken:
-            random_draws.even_out(self.held.values())
             stands = stands or self._standing.holds()
             if not stands:
                 self._refuse_rearranged()
+            found = []
             for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:
                 current = self._current(held)
+                replaced = current is not held.live or held.swapped
+                if replaced or (not held.shared and held.version() != held.seen):
+                    found.append((held, current, replaced))
+            self.changes.look([held for held, _, replaced in found if replaced])
+            drawn = random_draws.pending()
+            self.changes.tell(sends=drawn or bool(found))
+            random_draws.even_out(self.held.values())
+            for held, current, _ in found:
                 if held.swapped:
                     self._reclaim(held)
                 if current is not held.live:
@@ -209,9 +219,14 @@ class Store:
                     if held.stale:
                         held.check_untouched()
                     self._read_back(held)
+            if found or drawn:
+                self.changes.record()
 
     def read_back(self, *kinds: Kind) -> None:
         """After a loader: takes what it replaced and what it wrote in place, seen or not."""
+        copies = [held for key, held in self.held.items() if is_a(key, *kinds) and not held.shared]
+        self.changes.look(copies)
+        self.changes.tell(sends=bool(copies))
         with torch.no_grad(), self._taking() as taken:
             for key, held in self.held.items():
                 if is_a(key, *kinds):
@@ -358,7 +373,7 @@ class Store:
                 holders_of_copies |= {module for _, module, _ in places}
         self.held = dict(reversed(self.held.items()))
         self._places = {(id(members), name) for held in self.held.values() for members, name in held.places}
-        self._stood = None
+        self._hold_others()
         ownership.own_model(model, holders_of_copies, self)
 
     def hold(
@@ -382,27 +397,17 @@ class Store:
             self._born_unfilled.add(key)
         held.seen = held.version()
         self.held[key] = held
-        self._stood = None
+        self._hold_others()
         return held
+
+    def _hold_others(self) -> None:
+        """What is looked at before programs run is not what it was."""
+        self._stood = None
+        self.changes.renew()
 
     def check_storage(self, ports: Iterable[Port]) -> None:
         """Raises StateError where a port asks for another storage than the one there is."""
-        faults = []
-        for port in ports:
-            held = self.find(port.key)
-            if held is None:
-                faults.append(f"    {port.name}: was not there when the model was first compiled")
-            elif port.kind in ("parameter", "state") and (port.host, port.disk) != (held.parked, held.on_disk):
-                there, wanted = _where(held.parked, held.on_disk), _where(port.host, port.disk)
-                faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
-            elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, self.mesh):
-                faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
-        if faults:
-            raise StateError(
-                "this model has a program already, and its programs share one storage, which does not suit the new one:\n"
-                + "\n".join(faults)
-                + "\n  what to do: give both programs plans that store alike; the first to be compiled decides"
-            )
+        adoption.check_storage(self.find, ports, self.mesh)
 
     def live(self, parameter: Tensor) -> Tensor:
         """What has taken the place of a parameter of this model; another is returned as it is."""
@@ -470,7 +475,7 @@ class Store:
         """Optimizers that are gone take their state with them."""
         gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
         self.held = {key: held for key, held in self.held.items() if key not in gone}
-        self._stood = None
+        self._hold_others()
 
     def _refresh(self, held: Held) -> None:
         if not held.shared and held.slots is not None:
@@ -487,10 +492,6 @@ class Store:
 
 def _nobody() -> None:
     """What a weak reference gives whose object is gone."""
-
-
-def _where(parked: bool, on_disk: bool) -> str:
-    return "disk" if on_disk else "host" if parked else "device"
 
 
 def _is_parameter(key: str) -> bool:

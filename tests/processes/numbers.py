@@ -151,7 +151,7 @@ def all_is_well(mesh: Any) -> None:
     board = world_board()
     board.settle(20)
     streams = board.numbers.to_say()
-    assert len(streams) == 8, streams  # two shapes, which of them calls have, the second program, the optimizer, draws of three models
+    assert len(streams) == 7, streams  # two shapes, which of them calls have, the second program, the optimizer; runs, and changes
     assert board.numbers.settled([1 - dist.get_rank()], streams), streams
 
 

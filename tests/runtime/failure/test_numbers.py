@@ -138,3 +138,30 @@ def test_streams_of_what_is_gone_are_compared_for_a_while_and_then_forgotten() -
         numbers.stream("program").note(("0.lr",), (0.1,))
     said = numbers.to_say()
     assert kept.name in said and len(said) == RECENT + 1
+
+
+def test_what_some_ranks_do_together() -> None:
+    """It is compared among them, and told in words of its own."""
+
+    def words(found: Difference, first: tuple[int, str], second: tuple[int, str]) -> str:
+        return f"{found.name} and {found.more} more: {first} and {second}"
+
+    pair, other = Rank(0), Rank(1)
+    for rank in (pair, other):
+        all_of_them = rank.numbers.joint("runs", (0, 1), words)
+        assert rank.numbers.joint("runs", (0, 1), words) is all_of_them
+        alone = rank.numbers.joint("runs", (rank.numbers.rank, 2 + rank.numbers.rank), words)
+        alone.note(("what",), (f"of {rank.numbers.rank}",))
+        assert rank.numbers.within("runs", (0, 1, 5)) == [((0, 1), all_of_them)] and rank.numbers.within("others", (0, 1)) == []
+        all_of_them.note((), ())
+    assert pair.hears(other) is None and other.hears(pair) is None
+    assert pair.numbers.settled([1], pair.numbers.to_say())  # ranks 0 and 2 are for rank 2 to compare
+    assert not pair.numbers.settled([2], pair.numbers.to_say())
+    pair.numbers.joint("runs", (0, 1), words).note(("a", "b"), ("changed", "changed"))
+    for rank in (pair, other):
+        rank.numbers.joint("runs", (0, 1), words).note((), ())
+    found = other.hears(pair)
+    assert found is None  # rank 0 has come further: it waits for rank 1
+    other.numbers.joint("runs", (0, 1), words).note((), ())
+    found = other.hears(pair)
+    assert found is not None and found.text(1) == "a and 1 more: (0, 'changed') and (1, 'not there')"

@@ -1,0 +1,354 @@
+"""What others than programs change of what a store holds, and whether ranks have changed it alike.
+
+    model.load_state_dict(file), weight.mul_(3), optimizer.state[weight]["exp_avg"].zero_()
+              │ torch counts writes
+    look      finds what has another count than after the last program, or step of an optimizer (`record`)
+    tell      notes it, before the next run, in a stream of those that hold it: the board compares streams beside the runs
+              (`failure/numbers.py`), so a rank never waits
+
+A write through a DTensor is one that every rank must make. One through `to_local()` is of this rank's part, and of its replicas alone.
+Where ranks have changed the same, the values of what they hold alike are compared (`replicas.py`): at the first such run, and ever more
+rarely where there is one at each call, as in loops that update parameters by hand. Some writes torch does not count (`parameter.data`,
+numpy, `torch._foreach_*` of DTensors); they are found by values, at runs 16, 32, ... 1024 and every 1024th, and where state is given away.
+
+Streams have besides which program runs, and how often optimizers have stepped: what is sent in another order meets what it is not for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshc.optimizer.spec import GRADIENT
+from meshc.runtime.agreement.compare import meet
+from meshc.runtime.comm.stage_transfers import StageTransfers
+from meshc.runtime.failure.failed_rank import FailureBoard, current_board
+from meshc.runtime.failure.numbers import NOT_THERE, Difference
+from meshc.runtime.state import random_draws, replicas
+from meshc.runtime.state.held import Held
+
+if TYPE_CHECKING:
+    from meshc.runtime.state.store import Store
+
+CHANGES: Final = "changes between calls"
+RUNS: Final = "runs"
+PROGRAM: Final = "the program that runs"
+STEPS: Final = "steps of optimizers since the run before"
+
+SEEN: Final = "brought up to date"
+
+NEAR: Final = 64
+"""Values that change again within so many runs are changed in a loop."""
+RARE: Final = 1024
+FIRST_LOOK: Final = 16
+"""The first run at which the values of all that ranks hold alike are compared."""
+
+_STORES: Final = itertools.count()
+"""All ranks make them in one order."""
+
+Version = tuple[int, ...]
+
+_version = attrgetter("_version")
+
+
+class Changes:
+    """Of one store. `ranks_of` says who holds what; `steps` counts those of optimizers that step its parameters themselves."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._number = next(_STORES)
+        self.steps = 0
+        self._held: list[Held] = []
+        self._lives: list[Tensor] = []
+        """The DTensors of those, which programs do not write through."""
+        self._parts: list[Tensor] = []
+        """What this rank has of each."""
+        self._lives_then: list[int] = []
+        self._parts_then: list[int] = []
+        self._anew = True
+        self._read: set[str] = set()
+        self._pending: dict[str, tuple[int, ...]] = {}
+        """By name the ranks that have changed it, if all is well."""
+        self._told: dict[str, tuple[int, ...]] = {}
+        """Likewise, since the last run."""
+        self._unseen: dict[str, Held] = {}
+        """What was changed, and its values not compared since, by key."""
+        self._noted_steps: dict[tuple[int, ...], int] = {}
+        self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._hurried, self._asked = Pace(), Pace()
+        self._given = 0
+        self._given_at = -1
+        self._by_live: dict[int, Held] = {}
+        """Parameters by the identity of what their user sees."""
+        self._states: dict[tuple[int, str], Version] = {}
+
+    # ---- what is changed
+
+    def renew(self) -> None:
+        """The store holds other tensors than before."""
+        self._anew = True
+
+    def follow(self, keys: Iterable[str]) -> None:
+        """Programs read these: buffers that none reads may be a rank's own."""
+        self._read.update(held.key for held in map(self._store.find, keys) if held is not None)
+        self._anew = True
+
+    def look(self, replaced: Iterable[Held] = ()) -> None:
+        """Finds what was changed since `record`. replaced: others stand in the places of these."""
+        self._list()
+        lives, parts = list(map(_version, self._lives)), list(map(_version, self._parts))
+        for held in filter(self._is_followed, replaced):
+            self._find(held, whole=True)
+        if lives == self._lives_then and parts == self._parts_then:
+            return
+        whole = {id(live) for live, one, other in zip(self._lives, lives, self._lives_then, strict=True) if one != other}
+        for held, one, other in zip(self._held, parts, self._parts_then, strict=True):
+            if one != other or id(held.live) in whole:
+                self._find(held, id(held.live) in whole)
+        self._lives_then, self._parts_then = lives, parts
+
+    def record(self) -> None:
+        """What has been written to parts since `look` was a program's, or comes of what `look` has found."""
+        self._list()
+        self._parts_then = list(map(_version, self._parts))
+
+    def _find(self, held: Held, whole: bool) -> None:
+        ranks = self.ranks_of(held, whole)
+        if len(ranks) > len(self._pending.get(held.name, ())):
+            self._pending[held.name] = ranks
+        self._unseen[held.key] = held
+
+    def _list(self) -> None:
+        """The tensors that are looked at, with the counts that are known of them; of new ones those of now."""
+        if not self._anew and not self._store.moves:  # of experts that have been moved there are others after each step
+            return
+        self._anew = False
+        lives = dict(zip(map(id, self._lives), self._lives_then, strict=True))
+        parts = dict(zip(map(id, self._parts), self._parts_then, strict=True))
+        self._held = [held for held in self._store.held.values() if self._is_followed(held)]
+        self._lives = [held.live for held in self._held if isinstance(held.live, DTensor)]
+        self._parts = [_part(held) for held in self._held]
+        self._by_live = {id(held.live): held for held in self._held if not held.of}
+        self._lives_then = [lives.get(id(live), live._version) for live in self._lives]
+        self._parts_then = [parts.get(id(part), part._version) for part in self._parts]
+
+    def _is_followed(self, held: Held) -> bool:
+        """Not gradients, which `zero_grad` may clear or leave; not what lives on another stage; nothing of which torch does not count."""
+        if held.slot == GRADIENT or not _is_here(held) or held.live.is_inference() or _part(held).is_inference():
+            return False
+        return isinstance(held.live, DTensor) or bool(held.of) or held.key in self._read
+
+    # ---- an optimizer that steps parameters itself
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its user's own changes end here."""
+        self.look()
+        for (live, slot), version in self._states_of(optimizer).items():
+            before = self._states.get((live, slot), version)
+            if before != version:
+                held = self._by_live[live]
+                self._pending[f"{held.name}/{slot}"] = self.ranks_of(held, whole=before[:2] != version[:2])
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """What it has written is its own."""
+        self.record()
+        self._lives_then = list(map(_version, self._lives))
+        self.steps += 1
+        self._states.update(self._states_of(optimizer))
+
+    def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Version]:
+        """Of each tensor that the optimizer keeps which one it is and how often it was written, by its parameter and name."""
+        self._list()
+        found: dict[tuple[int, str], Version] = {}
+        for parameter, slots in optimizer.state.items():
+            if id(parameter) in self._by_live:
+                for slot, value in slots.items():
+                    if isinstance(value, Tensor) and not value.is_inference():
+                        part = value._local_tensor._version if isinstance(value, DTensor) else 0
+                        found[id(parameter), slot] = id(value), value._version, part
+        return found
+
+    # ---- who holds what
+
+    def ranks_of(self, held: Held, whole: bool) -> tuple[int, ...]:
+        """The ranks that hold what this rank holds of it; whole: those that hold any of it."""
+        axes = tuple(axis.name for axis in held.home.mesh.axes if axis.size > 1)
+        return self.group(axes if whole or not held.placements else random_draws.replicating(held))
+
+    def group(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one along these axes only."""
+        found = self._groups.get(tuple(axes))
+        if found is None:
+            rank = dist.get_rank()
+            found = next(tuple(sorted(row)) for row in self._store.transfers.groups.members(axes) if rank in row)
+            self._groups[tuple(axes)] = found
+        return found
+
+    # ---- what ranks tell each other
+
+    def open(self, board: FailureBoard, keys: Iterable[str], reached: Iterable[Sequence[str]]) -> None:
+        """Before the first run of a program that keeps these, and sends along these axes: the streams that its runs are noted in."""
+        self.follow(keys)
+        self._list()
+        everybody = tuple(range(board.world_size))
+        board.numbers.joint(RUNS, everybody, other_run)
+        board.numbers.joint(CHANGES, everybody, other_change)
+        for axes in reached:
+            if len(ranks := self.group(axes)) > 1:
+                board.numbers.joint(RUNS, ranks, other_run)
+        for held in self._held:
+            for whole in (True, False):
+                if len(ranks := self.ranks_of(held, whole)) > 1:
+                    board.numbers.joint(CHANGES, ranks, other_change)
+
+    def tell(self, sends: bool) -> None:
+        """What was changed since this was called last. sends: ranks exchange parts because of it, to which those do not come that have not
+        changed it; so all meet before, and one that waits is told of the difference."""
+        self._note(self._pending, "changed", sends)
+        self._told |= self._pending
+        self._pending = {}
+
+    def tell_stale(self) -> None:
+        """That this rank is about to bring what its user sees up to date, which ranks do together. They meet."""
+        stale = [held for held in self._store.held.values() if held.stale and (held.lags or _is_here(held))]
+        everybody = tuple(range(dist.get_world_size()))
+        self._note({held.name: everybody if held.lags else self.ranks_of(held, whole=True) for held in stale}, SEEN, sends=True)
+
+    def _note(self, what: Mapping[str, tuple[int, ...]], done: str, sends: bool) -> None:
+        board = current_board()
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in what.items():
+            by_ranks.setdefault(ranks, []).append(name)
+        for ranks, names in by_ranks.items():
+            if board is not None and len(ranks) > 1:
+                stream = board.numbers.joint(CHANGES, ranks, other_change)
+                stream.note(tuple(sorted(names)), (done,) * len(names))
+                if sends:
+                    meet(board, ranks, "exchange parts of what was changed", stream.count)
+
+    def note_run(self, board: FailureBoard, axes: Sequence[str], what: str) -> None:
+        """A run that sends along these axes begins. Raises StateError where values differ of what ranks hold alike."""
+        reached = self.group(axes)
+        if len(reached) < 2:
+            return
+        for ranks, stream in board.numbers.within(RUNS, reached):
+            since = self.steps - self._noted_steps.get(ranks, 0)
+            self._noted_steps[ranks] = self.steps
+            stream.note((PROGRAM, STEPS), (what, since))
+        for _, stream in board.numbers.within(CHANGES, reached):
+            stream.note((), ())
+        if len(reached) == board.world_size:
+            self._told = {}
+            self._compare_now_and_then(board, board.numbers.joint(RUNS, reached, other_run).count)
+
+    def _compare_now_and_then(self, board: FailureBoard, run: int) -> None:
+        stored: Collection[Held] = ()
+        if self._unseen and self._hurried.due(run):
+            stored = self._unseen.values()
+        elif run >= FIRST_LOOK and _rarely(run):
+            stored = [held for held in self._held if not held.on_disk]
+        if stored:
+            self._compare(board, f"run {run}", stored, {}, 0.0)
+            self._unseen = {}
+
+    def compare(self, wait_s: float) -> None:
+        """Where all ranks give state away: whether they have changed the same since the last run, and what they hold alike is alike. Those
+        that come within so many seconds are compared, and the last one that comes in any case. Raises StateError."""
+        board = current_board()
+        if board is None or board.world_size < 2:
+            return
+        run = self._last_run(board)
+        self._given = self._given + 1 if run == self._given_at else 1
+        self._given_at = run
+        self._compare(board, f"state {self._given} behind run {run}", self._held, self._told | self._pending, wait_s)
+
+    def compare_if_asked(self) -> None:
+        """Where one rank may give its state away, and others need not: compares with those that do, between the same runs and after the
+        same changes; where it happens again and again, ever more rarely. Raises StateError."""
+        board = current_board()
+        if board is None or board.world_size < 2:
+            return
+        run = self._last_run(board)
+        if self._asked.due(run):
+            changed = "; ".join(sorted(self._told | self._pending))
+            when = f"asked behind run {run}, {hashlib.blake2b(changed.encode(), digest_size=8).hexdigest()}"
+            self._compare(board, when, [held for held in self._held if not held.on_disk], {}, 0.0)
+
+    def _last_run(self, board: FailureBoard) -> int:
+        self.look()
+        return board.numbers.joint(RUNS, tuple(range(board.world_size)), other_run).count
+
+    def _compare(
+        self, board: FailureBoard, when: str, stored: Iterable[Held], changed: Mapping[str, Sequence[int]], wait_s: float
+    ) -> None:
+        with torch.no_grad():
+            values = replicas.sketches([held for held in stored if len(self.ranks_of(held, whole=False)) > 1])
+        holders = {held.name: self.ranks_of(held, whole=False) for held in self._held}
+        here = replicas.Account(values, {name: list(ranks) for name, ranks in changed.items()})
+        replicas.compare(board, f"{self._number}/{when}", here, holders, wait_s)
+
+
+class Pace:
+    """Whether to look at what happens again and again: at times 1, 2, 4, ... 1024, and every 1024th; anew where it has not for a while."""
+
+    def __init__(self) -> None:
+        self._last, self._times = -NEAR, 0
+
+    def due(self, run: int) -> bool:
+        self._times = self._times + 1 if run - self._last <= NEAR else 1
+        self._last = run
+        return _rarely(self._times)
+
+
+def _rarely(count: int) -> bool:
+    return count % RARE == 0 if count > RARE else count & (count - 1) == 0
+
+
+def _part(held: Held) -> Tensor:
+    return held.local if held.memory is None else held.memory
+
+
+def _is_here(held: Held) -> bool:
+    """Whether this rank is of the stage that it lives on."""
+    return not isinstance(held.home, StageTransfers) or held.home.member
+
+
+def other_change(found: Difference, first: tuple[int, str], second: tuple[int, str]) -> str:
+    """What ranks are told of which one has changed what another has not."""
+    if not found.name:
+        return f"ranks {first[0]} and {second[0]} have not changed the same parameters or state between calls{replicas.CHANGED_ALONE}"
+    (where, done), (other, _) = (second, first) if first[1] == NOT_THERE else (first, second)
+    if done == SEEN:
+        return (
+            f"rank {where} brings what it sees of {found.name} up to date, and rank {other} does not\n"
+            "  why: it is stored in no layout of torch's, so what you see is a copy, which ranks make together\n"
+            "  what to do: call state_dict, load_state_dict and program.sync on every rank, without `if rank == 0`"
+        )
+    return f"{replicas.changed([found.name], found.more, where, other)}{replicas.CHANGED_ALONE}"
+
+
+def other_run(found: Difference, first: tuple[int, str], second: tuple[int, str]) -> str:
+    """What ranks are told that run other programs, or have stepped optimizers another number of times."""
+    ranks = f"ranks {first[0]} and {second[0]}"
+    if found.name == STEPS:
+        return (
+            f"{ranks} have not stepped their optimizers alike: steps between two calls are {first[1]} on rank {first[0]} and {second[1]} "
+            f"on rank {second[0]}\n"
+            "  why: each rank steps its own part or replica of the parameters, which from then on are no model's\n"
+            "  what to do: call optimizer.step() on every rank, or on none (a loss that is not finite, a norm that is too large: decide by "
+            "what\n  is the same on all ranks). Go on from a state that was saved before that step"
+        )
+    calls = f": rank {first[0]} runs {first[1]} where rank {second[0]} runs {second[1]}" if found.name == PROGRAM else ""
+    return (
+        f"{ranks} call programs in another order{calls}\n"
+        "  why: what ranks of one program send each other meets what is of another one, and is taken for it\n"
+        "  what to do: compile models, and call them, in one order on every rank: out of a list, not a set, and without `if rank == 0`"
+    )
