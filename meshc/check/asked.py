@@ -48,8 +48,9 @@ class Asked:
 
     def rule(
         self, node: Node, tensors: Sequence[Node], given: Sequence[Spread], declared: Sequence[Spread]
-    ) -> tuple[Rule | None, Sequence[Deferral]]:
-        """The rule of a line and what may come in pending; None for an operator that has none, or none for these shapes."""
+    ) -> tuple[Rule | None, Sequence[Deferral] | None]:
+        """The rule of a line and what may come in pending; None for an operator that has none, and None, None where it has one that cannot
+        be asked about these shapes."""
         used = self._used(node)
         rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]
         told = [record if place in used else Record() for place, record in enumerate(ir.records(node))]
@@ -70,13 +71,13 @@ class Asked:
             found = self._ask(self.nodes[node], [self.nodes[one] for one in tensors])
             if found is not None:
                 return found
-        return None, ()
+        return None, None
 
-    def _ask(self, node: Node, tensors: list[Node]) -> tuple[Rule, Sequence[Deferral]] | None:
+    def _ask(self, node: Node, tensors: list[Node]) -> tuple[Rule | None, Sequence[Deferral]] | None:
         """None where the rule does not fit: it is stated for whole values, and a tile's operator may have others."""
         try:
             rule = self.rules.rule_of(node, tensors)
-            return None if rule is None else (rule, self.rules.deferrals(node, rule))
+            return rule, () if rule is None else self.rules.deferrals(node, rule)
         except (ValueError, AssertionError, LookupError, StopIteration, TypeError, ArithmeticError, MeshcError):
             return None
 
@@ -96,7 +97,7 @@ class Asked:
     def _summed(self, node: Node, declared: Spread) -> Spread:
         """What is declared of a result; where that is nothing, what is of the sum of its windows, which lies alike but for its space."""
         while not declared.known and len(node.users) == 1 and (user := next(iter(node.users))).target is spmd.halo_sum:
-            node, declared = user, Spread.of(ir.record(user))
+            node, declared = user, Spread.of(ir.record(user), self.sizes)
         return declared
 
 

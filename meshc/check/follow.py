@@ -19,13 +19,15 @@ from meshc import ir
 from meshc.check import orders
 from meshc.check.asked import Asked
 from meshc.check.handed import Handed
-from meshc.check.moved import moved
+from meshc.check.moved import Place, moved, place_of
+from meshc.check.padding import check_claims, check_sums
 from meshc.check.ruled import Rules, ruled
-from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending
+from meshc.check.spread import Parts, Spread, alike, fit_together, flat, run_of, shown, shown_pending
 from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.ir import spmd
 from meshc.ir.sharding import local_size
+from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import MANY
 from meshc.program.program import Stage
@@ -33,6 +35,8 @@ from meshc.text.allowed import spelling
 
 aten = torch.ops.aten
 VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+SAME = (torch.ops.meshc.check_index.default,)
+"""Operators without a rule, whose result is their operand."""
 
 
 def faults(
@@ -56,8 +60,10 @@ class _Walk:
         self.handed = handed
         self.keys = stage.keys()
         self.spreads: dict[Node, tuple[Spread, ...]] = {}
-        self.places: dict[object, tuple[str, ...] | None] = {0: ()}
+        self.places: dict[object, Place | None] = {}
         self.asked = Asked(rules, sizes) if rules is not None else None
+        self.calls: dict[object, tuple[Spread, ...]] = {}
+        """What is known of a call's results where it stood before."""
 
     def visit(self, node: Node) -> None:
         records = ir.records(node)
@@ -66,7 +72,7 @@ class _Walk:
         if self.asked is not None:
             self.asked.add(node)
         if node.target in spmd.INTEGERS.values():
-            self.places[node] = self._place(node)
+            self.places[node] = place_of(node, self.places)
         if node.target in WRITERS:
             self._check_updates(node)
         if ir.is_integer(node):
@@ -76,9 +82,12 @@ class _Walk:
         found = self._made(node, declared)
         several = isinstance(node.meta[ir.KEY], tuple)
         self.spreads[node] = tuple((_filled if several else _settled)(one, told) for one, told in zip(found, declared, strict=True))
-        for one, told, record in zip(found, declared, records, strict=True):
+        before = self.calls.setdefault(_call(node), self.spreads[node])
+        for one, other, told, record in zip(found, before, declared, records, strict=True):
             if record.sharding is not None:
+                _compare(other, told, record.shape, self.sizes)
                 _compare(one, told, record.shape, self.sizes)
+                check_claims(one.padding, record.sharding, self.sizes)
 
     def hand_on(self, stage: Stage) -> None:
         if self.handed is None:
@@ -91,26 +100,12 @@ class _Walk:
         """What the line says, of several results what those say that take them apart; of a plain type that comes in, what is known."""
         if node.op == "placeholder" and self.handed is not None and ir.record(node).sharding is None:
             known = self.handed.of(self.keys[node], ir.record(node))
-            return (known or Spread.of(ir.record(node)),)
-        found = [Spread.of(record) for record in ir.records(node)]
+            return (known or Spread.of(ir.record(node), self.sizes),)
+        found = [Spread.of(record, self.sizes) for record in ir.records(node)]
         if isinstance(node.meta[ir.KEY], tuple):
             for user in node.users:
                 if ir.is_getitem(user) and isinstance(user.args[1], int) and 0 <= user.args[1] < len(found):
-                    found[user.args[1]] = Spread.of(ir.record(user))
-        return tuple(found)
-
-    def _place(self, node: Node) -> tuple[str, ...] | None:
-        if node.target is spmd.coordinate:
-            return (str(node.args[0]),)
-        if node.target is spmd.ring_place:  # another rank's
-            return None
-        coordinates = cast(Sequence[object], node.args[2]) if len(node.args) > 2 else ()
-        found: list[str] = []
-        for one in coordinates:
-            place = self.places.get(one)
-            if place is None:
-                return None
-            found += place
+                    found[user.args[1]] = Spread.of(ir.record(user), self.sizes)
         return tuple(found)
 
     def _of(self, node: Node) -> Spread:
@@ -128,14 +123,16 @@ class _Walk:
             if ir.record(node).sharding is None:
                 return [viewed(given, ir.record(node).shape, self.sizes)]
             check_view(given, declared[0])
-            return [replace(given, dims=(None,) * len(declared[0].dims), axes=given.split())]
+            return [replace(given, dims=(None,) * len(declared[0].dims), runs=given.splits())]
+        if target in SAME:
+            return [self._of(node.args[0])]  # type: ignore[arg-type]
         if target is aten.slice.Tensor:
             return [self._cut(node)]
         if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
             given = self._of(node.args[0])  # type: ignore[arg-type]
             shapes = zip(ir.records(node.args[0])[0].shape, ir.record(node).shape, strict=True)  # type: ignore[arg-type]
             dims = tuple(parts if one == other else None for (one, other), parts in zip(shapes, given.dims, strict=True))
-            return [replace(given, dims=dims, axes=given.split())]
+            return [replace(given, dims=dims, runs=given.splits(), filled=given.filled and node.args[2:3] in ((), (0,)))]
         if target is aten.cat.default and ir.record(node).sharding is None:
             return [self._joined(node)]
         if self.asked is None:
@@ -149,25 +146,29 @@ class _Walk:
         dim, start, length, step = _bounds(node, shape)
         parts = given.dims[dim]
         found: Parts | None = None
+        of = given
         if parts is not None:
             found = cut(parts, start, length, step, self.sizes, ir.record(node).sharding is None)
         elif given.pieces is not None and step == 1 and shape[dim] == sum(size for size, _ in given.pieces):
-            found = taken(given.pieces, start, length)
+            of = taken(given.pieces, start, length) or replace(given, runs=None, padding={}, filled=False)
+            found = of.dims[0] if len(of.dims) == 1 else None
         dims = tuple(found if d == dim else other for d, other in enumerate(given.dims))
         if given.pieces is not None and found is not None:
             dims = tuple(found if d == dim else () if extent == 1 else None for d, extent in enumerate(shape))
-        return replace(given, dims=dims, axes=given.split(), pieces=None)
+        return replace(given, dims=dims, runs=of.splits(), pieces=None, padding=of.padding, filled=of.filled)
 
     def _joined(self, node: Node) -> Spread:
         """What travels together: of each value its own, one after the other. What they wait for besides may differ."""
         given = [self._of(one) for one in ir.operands(node)]
         waiting = [one.pending for one in given]
         same = None not in waiting and all(dict(one or {}) == dict(waiting[0] or {}) for one in waiting)
-        split = {one.split() for one in given}
+        split = {one.splits() for one in given}
         dims = (None,) * len(ir.record(node).shape)
-        pieces = joined(given, [ir.record(one).shape for one in ir.operands(node)])
-        pending, axes = waiting[0] if same else None, split.pop() if len(split) == 1 else None
-        return Spread(dims, pending, axes, pieces, any(one.varies for one in given))
+        dim = node.args[1] if len(node.args) > 1 else 0
+        pieces = joined(given, [ir.record(one).shape for one in ir.operands(node)], cast(int, dim))
+        pending, runs = waiting[0] if same else None, split.pop() if len(split) == 1 else None
+        filled = all(one.filled for one in given)
+        return Spread(dims, pending, runs, pieces, any(one.varies for one in given), filled=filled)
 
     def _check_updates(self, node: Node) -> None:
         many = node.target in MANY.values()
@@ -193,24 +194,45 @@ class _Walk:
         if numbers:
             given = [replace(one, pending=None) for one in given]
         rule, deferrals = self.asked.rule(node, tensors, given, declared)
-        if rule is None:
+        names, piece = [str(one) for one in tensors], all(spread.runs is None for spread in declared)
+        if rule is None and deferrals is not None and not piece:
+            _check_whole(node, names, given)
+        if rule is None or deferrals is None:
             return unknown
-        names, piece = [str(one) for one in tensors], all(spread.axes is None for spread in declared)
         orders.check(node, names, rule, self.asked.rules, given, piece, self.sizes)
+        if not piece:
+            check_sums(node, names, rule, given, self.sizes)
         found = ruled(node, names, rule, deferrals, given, declared, self.sizes)
         read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
         return [_doubtful(one) for one in read] if varies else read
 
 
+def _check_whole(node: Node, names: Sequence[str], given: Sequence[Spread]) -> None:
+    """Raises Wrong for a tile, or a part of a sum, that goes into one of torch's operators that has no rule."""
+    for name, spread in zip(names, given, strict=True):
+        if spelling(node.target).startswith("aten.") and (spread.split() or spread.pending):
+            lies = ", ".join(sorted(spread.split() or spread.pending or ()))
+            told = f"{name} is split or pending over {lies}, and {spelling(node.target)} takes whole values"
+            raise Wrong(f"{told}: no rule says what it makes of tiles")
+
+
+def _call(node: Node) -> object:
+    """The same for lines that call one operator of the same values."""
+    return (node.target, repr(node.args), repr(node.kwargs)) if node.all_input_nodes else node
+
+
 def _doubtful(found: Spread) -> Spread:
     """What stays of a result when a rank's place has gone into its numbers."""
     dims = tuple(parts if parts is not None and any(part.axes for part in parts) else None for parts in found.dims)
-    return Spread(dims, found.pending or None, varies=True)
+    return Spread(dims, found.pending or None, varies=True, padding=found.padding, filled=found.filled)
 
 
 def _settled(found: Spread, declared: Spread) -> Spread:
     """What is known of a value behind its line: what the line says, and where it says nothing, what has been found."""
-    return declared if declared.pending is not None else found
+    if declared.pending is None:
+        return found
+    held = {axis: value for axis, value in found.padding.items() if axis in declared.padding and value is not None}
+    return replace(declared, padding={**declared.padding, **held})
 
 
 def _filled(found: Spread, declared: Spread) -> Spread:
@@ -243,6 +265,10 @@ def _compare(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mappi
     if split is not None and told_split is not None and split != told_split and not moved:
         made, told_ = (", ".join(sorted(axes)) or "nothing" for axes in (split, told_split))
         raise Wrong(f"its operator makes it split over {made}, declared is a value split over {told_}")
+    runs, told_runs = found.splits(), declared.splits()
+    if runs is not None and told_runs is not None and not fit_together(runs, told_runs):
+        made, told_ = (", ".join(sorted("/".join(run) for run in some)) for some in (runs, told_runs))
+        raise Wrong(f"its operator makes it split over {made}, in this order, declared is a value split over {told_}")
 
 
 def _lie_alike(one: Spread, other: Spread) -> bool:

@@ -3,15 +3,18 @@
     all_reduce(y: "f32[a 4, b 6/tp] pending(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
     all_gather(y: "f32[a 4/dp, b 6/tp]", ["dp"], 0)                       gives f32[a 4, b 6/tp]
     shard(y: "f32[a 4, b 6]", 0, 2, coordinate_of_dp)                     gives f32[a 4/dp, b 6]
+    all_gather(y: "f32[a 8/dp/tp]", ["tp", "dp"], 0)                      does not go: tiles lie over dp, then tp
+    all_gather(y: "f32[a 4 * b 6/tp]", ["tp"], 0)                         does not go: a rank has its tile of b four times over
+    broadcast(y: "f32[a 4/dp]", ["dp"], 0)                                does not go: all ranks would have the first one's tile
+    shard(y: "f32[a 4, b 6]", 0, 2, 1)                                    gives every rank the same rows: split over nothing
 
 Of axes between pipeline stages nothing is said: each stage has a graph and values of its own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Final, cast
@@ -19,14 +22,46 @@ from typing import Final, cast
 from torch.fx import Node
 
 from meshc.check.orders import check_natural, reordered
-from meshc.check.spread import Parts, Spread, shown, shown_pending
+from meshc.check.spread import Parts, Spread, shown, shown_pending, tile
 from meshc.check.types import Wrong
-from meshc.ir import spmd
-from meshc.ir.sharding import ZIGZAG, Part
+from meshc.check.viewed import cut
+from meshc.ir import record, spmd
+from meshc.ir.sharding import ZIGZAG, Part, local_size
 
 Axes = Sequence[str]
-Places = Mapping[object, tuple[str, ...] | None]
-"""The axes on which an integer says where a rank is; None: not known."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """An integer by which a rank knows its own place: its coordinate on an axis, or the first position (`starts`) or the number of real
+    positions of its tile of something of `size` positions that so many ranks (`counts`) of these axes split."""
+
+    axes: tuple[str, ...]
+    starts: bool = True
+    size: int | None = None
+    counts: tuple[int, ...] = ()
+
+    def counts_tiles(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it is the rank's number among those along the axes, major to minor."""
+        counts = tuple(sizes[axis] for axis in self.axes)
+        return self.starts and (self.size is None or self.counts == counts and self.size == prod(counts))
+
+
+Places = Mapping[object, Place | None]
+"""What an integer says of a rank's place; None: not known."""
+
+
+def place_of(node: Node, places: Places) -> Place | None:
+    """What an integer says of a rank's place, by those that it is computed of; None where it is another rank's, or of a tile of a tile."""
+    if node.target is spmd.coordinate:
+        return Place((str(node.args[0]),))
+    if node.target not in (spmd.tile_start, spmd.tile_count):
+        return None
+    size, counts, coordinates = cast(tuple[int, Sequence[int], Sequence[object]], node.args)
+    found = [places.get(one) for one in coordinates]
+    known = [one for one in found if one is not None and one.size is None]
+    axes = tuple(axis for one in known for axis in one.axes)
+    return Place(axes, node.target is spmd.tile_start, size, tuple(counts)) if len(known) == len(found) else None
 
 
 def moved(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
@@ -42,65 +77,159 @@ def _all_reduce(node: Node, given: Spread, *_: object) -> Spread:
 
 
 def _reduced(given: Spread, axes: Axes, how: str) -> Spread:
+    found = _each(given, lambda one: replace(one, padding={axis: _summed(held, how) for axis, held in one.padding.items()}))
     if given.pending is None:
-        return given
+        return found
     for axis in axes:
         if axis != spmd.MICROBATCH and given.pending.get(axis) != how:
             raise Wrong(f"its operand is not pending over {axis} for a {how}: it is {shown_pending(given.pending)}")
-    return replace(given, pending={axis: left for axis, left in given.pending.items() if axis not in axes})
+    return replace(found, pending={axis: left for axis, left in given.pending.items() if axis not in axes})
+
+
+def _summed(held: float | None, how: str) -> float | None:
+    """What all ranks' padding comes to that holds this."""
+    return held if held == 0 or how != "sum" else None
 
 
 def _all_gather(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
     axes, dim = cast(tuple[Axes, int], node.args[1:])
-    left = _without(given, axes, "gathers")
-    return _with_dim(given, dim, _less(given, dim, axes, "gathers"), declared, left)
+    _check_split(given, axes, "gathers")
+    after = _less(given, dim, axes, "gathers", sizes)
+    return _with_dim(_each(given, partial(_off, axes, "gathers")), given, dim, after, declared)
 
 
 def _reduce_scatter(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
     axes, dim, how = cast(tuple[Axes, int, str], node.args[1:])
-    split = given.split()
-    more = None if split is None else split | frozenset(axes)
-    return _with_dim(_reduced(given, axes, how), dim, _more(given, dim, axes), declared, axes=more)
+    after = _more(given, dim, axes, sizes)
+    return _with_dim(_each(_reduced(given, axes, how), partial(_on, axes)), given, dim, after, declared)
 
 
 def _all_to_all(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
     axes, split, concat = cast(tuple[Axes, int, int], node.args[1:])
     if split == concat:
-        return replace(given, dims=tuple(None if d == split else dim for d, dim in enumerate(given.dims)), axes=given.split())
-    less, more = _less(given, concat, axes, "takes together"), _more(given, split, axes)
-    found = _with_dim(given, concat, less, declared, axes=given.split())
-    return _with_dim(found, split, more, declared, axes=given.split())
+        if declared is not None:
+            raise Wrong(f"it exchanges tiles along dim {split} alone: what a rank has then no type says")
+        return replace(given, dims=tuple(None if d == split else dim for d, dim in enumerate(given.dims)), runs=given.splits())
+    does = "takes together"
+    less, more = _less(given, concat, axes, does, sizes), _more(given, split, axes, sizes)
+    moved = _each(_each(given, partial(_off, axes, does)), partial(_on, axes))
+    found = _with_dim(moved, given, concat, less, declared)
+    return _with_dim(found, found, split, more, declared)
+
+
+def _each(found: Spread, change: Callable[[Spread], Spread]) -> Spread:
+    """A change of a value, or of all those that travel together in it."""
+    pieces = found.pieces and tuple((size, change(one)) for size, one in found.pieces)
+    return replace(change(found), pieces=pieces)
+
+
+def _off(axes: Axes, does: str, one: Spread) -> Spread:
+    """What these axes split no more: the last of those that split one part of it, in their order."""
+    runs, gone = one.splits(), tuple(axes)
+    if runs is not None:
+        run = next((run for run in runs if run[-len(gone) :] == gone), None)
+        if run is None:
+            lies = ", ".join(sorted("/".join(run) for run in runs)) or "nothing"
+            raise Wrong(f"it {does} over {', '.join(axes)}, in this order, and its operand is split over {lies}")
+        runs = frozenset({*runs - {run}, run[: -len(gone)]} - {()})
+    return replace(_without_dims(one), runs=runs, padding={axis: held for axis, held in one.padding.items() if axis not in axes})
+
+
+def _on(axes: Axes, one: Spread) -> Spread:
+    """What these axes split, too. What was put in so that they could is zero where it is known to be."""
+    runs = one.splits()
+    padding = {**one.padding, **dict.fromkeys(axes, 0.0)} if one.filled else one.padding
+    return replace(_without_dims(one), runs=None if runs is None else runs | {tuple(axes)}, padding=padding)
+
+
+def _without_dims(one: Spread) -> Spread:
+    return replace(one, dims=(None,) * len(one.dims))
 
 
 def _shard(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
     dim, tiles, index = cast(tuple[int, int, object], node.args[1:])
-    axes = places.get(index)
-    if axes is None or spmd.MICROBATCH in axes:  # of a step that is the mean of its microbatches the sizes are one microbatch's
-        return _with_dim(given, dim, None, declared, axes=None)
+    if isinstance(index, int):
+        return _same_rows(node, given, dim, tiles, index, declared is None, sizes)
+    place = places.get(index)
+    if place is None and declared is None:
+        return replace(_with_dim(replace(given, runs=None), given, dim, None, declared), varies=True)
+    if place is None or not place.counts_tiles(sizes):
+        raise Wrong(f"{index} is not a rank's number among {tiles}, by which it takes its tile")
+    axes = place.axes
     if prod(sizes[axis] for axis in axes) != tiles:
         raise Wrong(f"it takes one of {tiles} tiles by a rank's place on {'/'.join(axes)}, which has {prod(sizes[a] for a in axes)} ranks")
-    split = given.split()
-    return _with_dim(given, dim, _more(given, dim, axes), declared, axes=None if split is None else split | frozenset(axes))
+    after = _more(given, dim, axes, sizes)
+    if declared is not None and spmd.MICROBATCH in axes and spmd.MICROBATCH not in (declared.split() or ()):
+        axes, after = tuple(axis for axis in axes if axis != spmd.MICROBATCH), _fewer(given, dim, axes, tiles, sizes)
+    return _with_dim(_on(axes, replace(given, filled=True)) if axes else given, given, dim, after, declared)
+
+
+def _same_rows(
+    node: Node, given: Spread, dim: int, tiles: int, index: int, piece: bool, sizes: Mapping[str, int]
+) -> Spread:
+    """The tile of this number, the same on all ranks: a cut."""
+    size = record(cast(Node, node.args[0])).shape[dim]
+    length, parts = -(-size // tiles), given.dims[dim]
+    whole = parts is not None and size % tiles == 0
+    found = cut(cast(Parts, parts), index * length, length, 1, sizes, piece) if whole else None
+    return replace(given, dims=tuple(found if d == dim else other for d, other in enumerate(given.dims)), runs=given.splits())
 
 
 def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
-    axes = places.get(node.args[1])
-    if axes is None or given.pending is None:
-        return replace(given, pending=None)
-    return replace(given, pending={**given.pending, **{axis: "sum" for axis in axes if axis != spmd.MICROBATCH}})
+    padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
+    place = places.get(node.args[1])
+    if place is None or not place.counts_tiles(sizes):
+        if declared is not None:
+            raise Wrong(f"it keeps what the first rank has, and {node.args[1]} is no rank's number")
+        return replace(given, pending=None, padding=padding, varies=True)
+    differs = sorted(({*(given.pending or ())} | (given.split() or frozenset())) & set(place.axes))
+    if differs:
+        told = f"it keeps what the first rank of {', '.join(differs)} has"
+        raise Wrong(f"{told}, and its operand is another on each of these: the rest is lost")
+    if given.pending is None:
+        return replace(given, padding=padding)
+    return replace(
+        given, pending={**given.pending, **{axis: "sum" for axis in place.axes if axis != spmd.MICROBATCH}}, padding=padding
+    )
 
 
 def _same(node: Node, given: Spread, *_: object) -> Spread:
     return given
 
 
-def _mask(node: Node, given: Spread, *_: object) -> Spread:
-    check_natural(given, cast(int, node.args[1]), "counts positions")
+def _broadcast(node: Node, given: Spread, *_: object) -> Spread:
+    """What one rank has, on all of its group: of a value that ranks have tiles or parts of the rest would be lost."""
+    axes = cast(Axes, node.args[1])
+    split, pending = (given.split() or frozenset()) & set(axes), sorted(set(given.pending or ()) & set(axes))
+    if split:
+        raise Wrong(f"it sends one rank's tile to all of {', '.join(axes)}, and {', '.join(sorted(split))} splits its operand")
+    if pending:
+        raise Wrong(f"it sends one rank's part to all of {', '.join(axes)}, and its operand is {shown_pending(given.pending or {})}")
     return given
 
 
-def _ring_shift(node: Node, given: Spread, *_: object) -> Spread:
+def _mask(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
+    """What lies behind the real positions of a dim is put in the place of what it was."""
+    dim, count, value = cast(tuple[int, object, float], node.args[1:])
+    check_natural(given, dim, "counts positions")
+    place = places.get(count)
+    if place is None or place.starts:
+        return replace(given, padding={}, varies=True)
+    parts = given.dims[dim]
+    exposed = [part for part in parts or () if local_size(part, sizes) != 1] or list(parts or ())
+    counted = place.counts == tuple(sizes[axis] for axis in place.axes)
+    fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed[:1]))
+    if not fits:
+        told = "" if parts is None else f", which is [{shown(parts)}]"
+        tiles = f"a tile of {place.size} over {'/'.join(place.axes)}"
+        raise Wrong(f"it counts the real positions of {tiles} along dim {dim} of its operand{told}")
+    return replace(given, padding={**given.padding, **dict.fromkeys(place.axes, float(value))})
+
+
+def _ring_shift(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
     """Another rank's tile: no sharding says which."""
+    if declared is not None:
+        raise Wrong("it is another rank's tile, which no type says")
     return replace(given, varies=True)
 
 
@@ -111,7 +240,7 @@ def _order(before: str, after: str, node: Node, given: Spread, declared: Spread 
 
 def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
     check_natural(given, cast(int, node.args[2]), "reads neighbours")
-    return _with_dim(given, cast(int, node.args[2]), None, declared, axes=None)
+    return _with_dim(replace(given, runs=None, padding={}), given, cast(int, node.args[2]), None, declared)
 
 
 def _gather_rows(node: Node, given: Spread, *_: object) -> Spread:
@@ -128,7 +257,7 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
     spmd.all_gather: _all_gather,
     spmd.reduce_scatter: _reduce_scatter,
     spmd.all_to_all: _all_to_all,
-    spmd.broadcast: _same,
+    spmd.broadcast: _broadcast,
     spmd.ring_shift: _ring_shift,
     spmd.to_zigzag: partial(_order, "", ZIGZAG),
     spmd.from_zigzag: partial(_order, ZIGZAG, ""),
@@ -144,64 +273,88 @@ _MOVES: Final[Mapping[object, Callable[..., Spread]]] = {
 }
 
 
-def _with_dim(
-    given: Spread, dim: int, expected: Callable[[Parts], None] | None, declared: Spread | None, axes: frozenset[str] | None
-) -> Spread:
-    """`given` with another dim: what is declared, if that is what is expected."""
+Checked = Callable[[Parts | None], Parts | None]
+"""What a dim is behind a line, of what is declared; None where nothing says it. Raises Wrong."""
+
+
+def _with_dim(made: Spread, given: Spread, dim: int, after: Checked | None, declared: Spread | None) -> Spread:
+    """`made` with the dims of `given`, but for one: what is declared, if that is what is expected."""
     found = declared.dims[dim] if declared is not None else None
-    if found is not None and expected is not None:
-        expected(found)
-    return replace(given, dims=tuple(found if d == dim else parts for d, parts in enumerate(given.dims)), axes=axes)
+    if after is not None:
+        found = after(found)
+    return replace(made, dims=tuple(found if d == dim else parts for d, parts in enumerate(given.dims)))
 
 
-def _without(given: Spread, axes: Axes, does: str) -> frozenset[str] | None:
+def _check_split(given: Spread, axes: Axes, does: str) -> None:
     split = given.split()
-    if split is None:
-        return None
-    if not set(axes) <= split:
+    if split is not None and not set(axes) <= split:
         raise Wrong(f"it {does} over {', '.join(sorted(set(axes) - split))}, which does not split its operand: that is split over "
                     f"{', '.join(sorted(split)) or 'nothing'}")  # fmt: skip
-    return split - frozenset(axes)
 
 
-def _less(given: Spread, dim: int, axes: Axes, does: str) -> Callable[[Parts], None] | None:
-    """That the dim lies as the operand's without these axes."""
+def _less(given: Spread, dim: int, axes: Axes, does: str, sizes: Mapping[str, int]) -> Checked | None:
+    """That the dim lies as the operand's without these axes: tiles of its major part, over these axes last and in this order."""
     before = given.dims[dim]
     if before is None:
         return None
     missing = [axis for axis in axes if axis not in _axes(before)]
+    lies = f"along dim {dim}, which is [{shown(before)}]"
     if missing:
-        raise Wrong(f"it {does} over {', '.join(axes)} along dim {dim}, which is [{shown(before)}] and not split over {', '.join(missing)}")
+        raise Wrong(f"it {does} over {', '.join(axes)} {lies} and not split over {', '.join(missing)}")
+    place = next((at for at, part in enumerate(before) if list(part.cuts[-len(axes) :]) == list(axes)), None)
+    if place is None:
+        raise Wrong(f"it {does} over {', '.join(axes)}, in this order, {lies}: its tiles lie otherwise")
+    if any(local_size(part, sizes) != 1 for part in before[:place]):
+        raise Wrong(f"it {does} over {', '.join(axes)} {lies}: a rank has its tile of {before[place].factor} more than once there")
+    part = before[place]
+    whole = replace(part, axes=part.axes[: -len(axes)], order=part.order if len(part.axes) > len(axes) else "")
+    after = (*before[:place], whole, *before[place + 1 :])
+    padded = local_size(whole, sizes) != local_size(part, sizes) * prod(sizes[axis] for axis in axes)
+    told = f"its operand's dim {dim} is [{shown(before)}], which without {', '.join(axes)} is not"
+    return partial(_one_of, [after], told, padded)
 
-    def check(after: Parts) -> None:
-        told = f"its operand's dim {dim} is [{shown(before)}]"
-        _differ_by(after, before, axes, f"{told}, which without {', '.join(axes)} is not [{shown(after)}]")
 
-    return check
-
-
-def _more(given: Spread, dim: int, axes: Axes) -> Callable[[Parts], None] | None:
-    """That the dim lies as the operand's with these axes too."""
+def _more(given: Spread, dim: int, axes: Axes, sizes: Mapping[str, int]) -> Checked | None:
+    """That the dim lies as the operand's with these axes too, behind those that split its major part already."""
     before = given.dims[dim]
     if before is None:
         return None
-
-    def check(after: Parts) -> None:
-        told = f"its operand's dim {dim} is [{shown(before)}]"
-        _differ_by(before, after, axes, f"{told}, which split over {', '.join(axes)} is not [{shown(after)}]")
-
-    return check
-
-
-def _differ_by(whole: Parts, split: Parts, axes: Axes, why: str) -> None:
-    fits = [(part.factor, part.size) for part in _counted(whole)] == [(part.factor, part.size) for part in _counted(split)]
-    if not fits or Counter(_axes(split)) != Counter([*_axes(whole), *axes]):
-        raise Wrong(why)
-
-
-def _counted(parts: Parts) -> list[Part]:
-    return [part for part in parts if part.size != 1]
+    count, found = prod(sizes[axis] for axis in axes), []
+    wanted = -(-tile(before, sizes) // count)
+    for place, part in enumerate(before):
+        after = (*before[:place], replace(part, axes=(*part.axes, *axes)), *before[place + 1 :])
+        rest = tile(before[place + 1 :], sizes)
+        even = local_size(part, sizes) % count == 0
+        if tile(after, sizes) == wanted and (even or rest == 1):
+            found.append(after)
+        if local_size(part, sizes) != 1:
+            break
+    told = f"its operand's dim {dim} is [{shown(before)}], which split over {', '.join(axes)} is not"
+    return partial(_one_of, found, told, not found)
 
 
-def _axes(parts: Parts) -> list[str]:
+def _fewer(given: Spread, dim: int, axes: Axes, tiles: int, sizes: Mapping[str, int]) -> Checked | None:
+    """Likewise rows of a microbatch, in a step that is the mean of its microbatches: its sizes are one microbatch's."""
+    before = given.dims[dim]
+    if before is None:
+        return None
+    place = next((at for at, part in enumerate(before) if local_size(part, sizes) != 1), 0)
+    rows = (*before[:place], *(replace(part, size=part.size // tiles) for part in before[place : place + 1]), *before[place + 1 :])
+    return partial(_one_of, [rows], f"its operand's dim {dim} is [{shown(before)}], of which a microbatch is not", False)
+
+
+def _one_of(ways: Sequence[Parts], told: str, unlike: bool, declared: Parts | None) -> Parts | None:
+    """The dim that is declared, if it is one of these; where none is, the only one. `unlike`: what the line makes is none of them yet."""
+    if declared is None:
+        return ways[0] if len(ways) == 1 and not unlike else None
+    if not any(_counted(way) == _counted(declared) for way in ways):
+        raise Wrong(f"{told} [{shown(declared)}]")
+    return declared
+
+
+def _counted(parts: Parts) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [(part.factor, part.size, part.cuts) for part in parts if part.size != 1 or part.axes]
+
+
+def _axes(parts: Iterable[Part]) -> list[str]:
     return [cut for part in parts for cut in part.cuts]

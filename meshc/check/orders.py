@@ -65,7 +65,7 @@ def reordered(given: Spread, dim: int, axes: Sequence[str], before: str, after: 
     if parts is not None and ours and split[0].order != before:
         raise Wrong(f"it takes dim {dim} of its operand, which is [{shown(parts)}], in another order than {before or 'the natural one'}")
     if parts is None or not ours or not _halved(parts, sizes):
-        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), axes=given.split())
+        return replace(given, dims=tuple(None if d == dim else other for d, other in enumerate(given.dims)), runs=given.splits())
     row = tuple(replace(part, order=after) if part is split[0] else part for part in parts)
     return replace(given, dims=tuple(row if d == dim else each for d, each in enumerate(given.dims)))
 

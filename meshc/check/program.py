@@ -11,14 +11,15 @@ checks it there (`check_program` on what `instance.at` gives).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import follow, hosted, memory, phases, shared, used_rows
+from meshc.check import follow, hosted, indices, memory, phases, shared, used_rows
 from meshc.check.handed import Handed
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
@@ -29,12 +30,13 @@ from meshc.check.stage import may_view
 from meshc.check.starts import faults_of_lists
 from meshc.check.starts import faults_of_stages as faults_of_started
 from meshc.check.types import Wrong, check_type
-from meshc.errors import ArtifactError, InputError
+from meshc.errors import ArtifactError, InputError, ScheduleError
 from meshc.ir import Record
-from meshc.ir.sharding import Sharding, local_shape
+from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.pipelining.cut import slot
 from meshc.program import instance
 from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
+from meshc.program.complete import refuse_incomplete
 from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
 from meshc.text.show import print_type
 
@@ -61,6 +63,11 @@ def _all_faults(program: PlainProgram, where: str, rules: Rules | None) -> Itera
         yield f"{where}: the backend is {program.backend[:80]!r}; a program is for {' or '.join(BACKENDS)}"
     yield from (f"{where}, {fault}" for fault in faults_of_info(program.info, [axis.name for axis in program.mesh.axes if axis.size > 1]))
     sent = {key for keys in program.pipeline.messages.values() for key in keys} if program.pipeline is not None else frozenset()
+    try:
+        refuse_incomplete(program)
+    except ScheduleError as error:
+        yield f"{where}, pipeline: {error}"
+        return
     for world in _worlds(program):
         found = False
         for fault in _faults(world, where, rules):
@@ -97,7 +104,7 @@ def _faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[
         yield from (_at(stage, name, why) for name, why in wrong.items())
     for name, value, why in faults_of_regions(program):
         yield _at(program.stages[name], value, f"{value}: {why}")
-    for name, value, why in faults_of_started(program) if sound else ():
+    for name, value, why in (*faults_of_started(program), *(indices.faults(program, rules) if rules else ())) if sound else ():
         yield _at(program.stages[name], value, why)
     for port in (*program.inputs, *program.outputs):
         try:
@@ -153,6 +160,8 @@ def _check_order(port: Port) -> None:
 def _keys(program: PlainProgram, where: str) -> Iterator[str]:
     """One type under each key: that of the port, or that of what makes it."""
     known: dict[str, tuple[Record, str]] = {}
+    made: dict[str, list[Record]] = defaultdict(list)
+    ports = {port.key for port in program.inputs}
     said = partial(print_type, axis_sizes=program.axis_sizes)
     for port in (*program.inputs, *program.outputs):
         record = _local(port, program.axis_sizes)
@@ -162,22 +171,38 @@ def _keys(program: PlainProgram, where: str) -> Iterator[str]:
     for stage in program.stages.values():
         for key, node in _given(stage):
             record = ir.record(node)
+            made[key].append(record)
             whole = whole_of(key)
             told, who = known.setdefault(key, (record, f"{stage.name} gives"))
             if not _alike(told, record):
                 yield _at(stage, f"return {key}", f"it gives {key} as {said(record)}, but {who} {said(told)}")
             if whole is not None and whole[0] != WAYS["rows"][0]:
+                made[whole[1]].append(record)
                 told, who = known.setdefault(whole[1], (record, f"{stage.name} gives"))
                 if not _alike(told, record):
                     yield _at(stage, f"return {key}", f"a part of {whole[1]} is {said(record)}, but {who} {said(told)}")
     for stage in program.stages.values():
         for node, key in stage.keys().items():
             record = ir.record(node)
+            if why := _unfounded(program, record, key, made[key] if key not in ports else []):
+                yield _at(stage, node.name, f"the parameter {node.name}: {why}")
             if key not in known:
                 continue  # of what nothing makes the schedule says whether it is needed
             told, who = known[key]
             if not _alike(told, record):
                 yield _at(stage, node.name, f"it takes {key} as {said(record)}, but {who} {said(told)}")
+
+
+def _unfounded(program: PlainProgram, record: Record, key: str, made: Sequence[Record]) -> str:
+    """Why padding is not known to be zero of what comes in under a key, if its type says so; `made`: what is given under that key."""
+    if record.sharding is None:
+        return ""
+    known = frozenset.intersection(*(one.sharding.zero if one.sharding is not None else frozenset() for one in made or [Record()]))
+    for dim, place in sorted(record.sharding.zero - known):
+        part = record.sharding.dims[dim][place]
+        if program.axis_sizes.keys() >= {*part.axes} and is_padded(part, program.axis_sizes):
+            return f"its type says that the padding of [{part}] is zero, which nothing says that gives {key}"
+    return ""
 
 
 def _alike(one: Record, other: Record) -> bool:
@@ -211,7 +236,7 @@ def _constants(program: PlainProgram, where: str) -> Iterator[str]:
 
 
 def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
-    """Without pipeline stages: whether what each run reads is there. A pipeline's lists are checked by `refuse_incomplete`."""
+    """Without pipeline stages: whether what each run reads is there. Of a pipeline's lists `refuse_incomplete` says it."""
     if program.pipeline is not None:
         return
     there = {port.key for port in program.inputs}

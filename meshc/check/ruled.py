@@ -11,6 +11,7 @@ not, because a rank's place has gone into the numbers, the value `varies`, and o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch.fx import Node
@@ -55,6 +56,12 @@ class Rule(Protocol):
     def zigzag(self) -> frozenset[str]: ...
     @property
     def windows(self) -> Mapping[str, tuple[str, object]]: ...
+    @property
+    def neutral(self) -> float: ...
+    @property
+    def clean(self) -> Sequence[int]: ...
+    @property
+    def self_masked(self) -> bool: ...
 
 
 class Deferral(Protocol):
@@ -77,6 +84,10 @@ class Rules(Protocol):
 
     def in_any_order(self, node: Node, rule: Any, letter: str) -> bool: ...
 
+    def only_moves(self, node: Node) -> bool: ...
+
+    def ranges(self, node: Node, tensors: list[Node]) -> Sequence[tuple[int, int, int, int | None]]: ...
+
 
 def ruled(
     node: Node,
@@ -92,7 +103,7 @@ def ruled(
     Where one that is read says nothing an operator is a piece of what a rule makes of one, and may do with tiles what whole values do not
     allow.
     """
-    piece = any(told[index].axes is None for index in _read(node))
+    piece = any(told[index].runs is None for index in _read(node))
     letters = _letters(node, names, rule, given, piece, sizes)
     lost = [] if any(not deferral.left for deferral in deferrals) else _lost(rule, letters)  # of operands that only say a shape
     if lost and not piece:
@@ -105,7 +116,9 @@ def ruled(
     for owed, dims in zip(owing, rule.results, strict=True):
         found = tuple(letters.get(letter) for letter in dims)
         unknown = lost or pending is None or owed is None or cut - set(dims)
-        results.append(Spread(found, None if unknown else {**(pending or {}), **(owed or {})}, varies=varies))
+        result = Spread(found, None if unknown else {**(pending or {}), **(owed or {})}, varies=varies)
+        moves = rule.kind == "layout" and bool(given)
+        results.append(replace(result, padding=given[0].padding, filled=given[0].filled) if moves else result)
     if not piece:
         _related(rule, given, told)
     return results

@@ -9,14 +9,15 @@ Nothing is said of microbatches that a value is pending over: what is one microb
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from meshc.ir import Record
-from meshc.ir.sharding import Part, Sharding, local_size
+from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
 from meshc.ir.spmd import MICROBATCH
 
 Parts = tuple[Part, ...]
+Runs = frozenset[tuple[str, ...]]
 UNNAMED = ""
 """The factor of a part that only its size is known of."""
 
@@ -25,40 +26,58 @@ UNNAMED = ""
 class Spread:
     """dims     for each dim its parts; None for one that is not known
     pending  axis -> reduction; None: not known
-    axes     the axes that split the value, in whatever dims; None: not known
-    pieces   of a dim in which several values travel together: how many positions each has, and its parts
+    runs     axes that split one part of it, one after the other, in whatever dim; None: not known
+    pieces   of a dim in which several values travel together: how many positions each has, and how it lies
     varies   it is another on each rank in a way that no sharding says: a rank's place in the mesh has gone into it
+    padding  axis -> what the positions hold that were put in so that it could split something; None for anything; not there: not known
+    filled   whether nothing but zeros has been put between its positions since a type said how they lie
     """
 
     dims: tuple[Parts | None, ...] = ()
     pending: Mapping[str, str] | None = None
-    axes: frozenset[str] | None = None
-    pieces: tuple[tuple[int, Parts], ...] | None = None
+    runs: Runs | None = None
+    pieces: tuple[tuple[int, Spread], ...] | None = None
     varies: bool = False
+    padding: Mapping[str, float | None] = field(default_factory=dict)
+    filled: bool = False
 
     @staticmethod
-    def of(record: Record) -> Spread:
-        """What a type says."""
+    def of(record: Record, sizes: Mapping[str, int]) -> Spread:
+        """What a type says; `sizes` are those of all axes."""
         if record.sharding is None:
             return Spread((None,) * len(record.shape))
-        return Spread(record.sharding.dims, without_microbatches(record.sharding), frozenset(record.sharding.split_axes()))
+        zero = record.sharding.zero
+        uneven = [((d, at) in zero, axis) for d, at, part in record.sharding.parts() for axis in padded_axes(part, sizes)]
+        padding = {axis: 0.0 if is_zero else None for is_zero, axis in uneven}
+        pending, runs = without_microbatches(record.sharding), runs_of(record.sharding.dims)
+        return Spread(record.sharding.dims, pending, runs, padding=padding, filled=True)
 
     @property
     def known(self) -> bool:
         """Whether all dims are."""
         return None not in self.dims
 
+    def splits(self) -> Runs | None:
+        """The axes that split it, those of one part after one another; None if that is not known."""
+        return runs_of(dim for dim in self.dims if dim is not None) if self.known else self.runs
+
     def split(self) -> frozenset[str] | None:
         """The axes that split it; None if that is not known."""
-        return axes_of(dim for dim in self.dims if dim is not None) if self.known else self.axes
+        found = self.splits()
+        return None if found is None else frozenset(axis for run in found for axis in run)
 
 
 def without_microbatches(sharding: Sharding) -> dict[str, str]:
     return {axis: how for axis, how in sharding.pending if axis != MICROBATCH}
 
 
-def axes_of(dims: Iterable[Parts]) -> frozenset[str]:
-    return frozenset(axis for dim in dims for part in dim for axis in part.axes)
+def runs_of(dims: Iterable[Parts]) -> Runs:
+    return frozenset(part.axes for dim in dims for part in dim if part.axes)
+
+
+def fit_together(one: Runs, other: Runs) -> bool:
+    """Whether axes that follow each other in a part of one do so in the other."""
+    return all(any(run == longer[at : at + len(run)] for longer in other for at in range(len(longer))) for run in one)
 
 
 def shown(dim: Parts) -> str:
@@ -97,6 +116,12 @@ def alike(one: Parts, other: Parts) -> bool:
     return len(a) == len(b) and all(
         x[1:] == y[1:] and (x[0] == y[0] or UNNAMED in (x[0], y[0])) for x, y in zip(a, b, strict=True)
     )
+
+
+def padded_axes(part: Part, sizes: Mapping[str, int]) -> list[str]:
+    """The axes that do not split what they find evenly: so that they could, positions were put in."""
+    tiles = tile_sizes(part.size, [sizes[axis] for axis in part.axes])
+    return [axis for axis, whole, each in zip(part.axes, tiles, tiles[1:], strict=False) if each * sizes[axis] != whole]
 
 
 def tile(parts: Parts, sizes: Mapping[str, int]) -> int:

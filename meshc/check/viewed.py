@@ -22,7 +22,7 @@ from meshc.ir.sharding import Part, local_size
 def viewed(given: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> Spread:
     """A view of what is known, in another local shape."""
     joined = given.pieces is not None and max(shape, default=0) == sum(size for size, _ in given.pieces)
-    unknown = replace(given, dims=(None,) * len(shape), axes=given.split(), pieces=given.pieces if joined else None)
+    unknown = replace(given, dims=(None,) * len(shape), runs=given.splits(), pieces=given.pieces if joined else None)
     if not given.known or any(part.size == 0 for part in flat(given)):
         return unknown
     parts = [part for part in flat(given) if part.size != 1 or part.axes]
@@ -89,20 +89,20 @@ def _named(parts: Sequence[Part]) -> list[tuple[int, int, str, tuple[str, ...]]]
     return found
 
 
-def joined(given: Sequence[Spread], shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, Parts], ...] | None:
-    """The pieces of a vector that several are joined to; None if it is not known of each how it lies."""
-    found = [(shape[0], one.dims[0]) for one, shape in zip(given, shapes, strict=True) if len(shape) == 1]
-    known = [(size, parts) for size, parts in found if parts is not None]
-    return tuple(known) if len(known) == len(given) else None
+def joined(given: Sequence[Spread], shapes: Sequence[Sequence[int]], dim: int) -> tuple[tuple[int, Spread], ...]:
+    """The pieces of what several are joined to along a dim."""
+    return tuple((shape[dim], one) for one, shape in zip(given, shapes, strict=True))
 
 
-def taken(pieces: Sequence[tuple[int, Parts]], start: int, length: int) -> Parts:
-    """One of several values that travel together, or Wrong."""
+def taken(pieces: Sequence[tuple[int, Spread]], start: int, length: int) -> Spread | None:
+    """One of several values that travel together; Wrong where these are vectors of which all is known, and none lies there."""
     at = 0
-    for size, parts in pieces:
+    for size, one in pieces:
         if (at, size) == (start, length):
-            return parts
+            return one
         at += size
+    if any(len(one.dims) != 1 or not one.known for _, one in pieces):
+        return None
     raise Wrong(f"it cuts positions {start} to {start + length} out of {len(pieces)} values that travel together, none of which lies there")
 
 

@@ -16,3 +16,13 @@ REDUCTIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"sum": torch.add
 """By name, as types say it: what makes one tensor of two, and takes `out=`.
 
 torch.distributed's `ReduceOp` has the same names in capitals."""
+
+
+def as_integer(value: float, dtype: torch.dtype) -> int:
+    """The integer (or truth) that stands for a value that adds nothing: the lowest for minus infinity, the highest for infinity."""
+    if value not in (float("-inf"), float("inf")):
+        return int(value)
+    if dtype == torch.bool:
+        return int(value > 0)
+    limits = torch.iinfo(dtype)
+    return limits.min if value < 0 else limits.max

@@ -81,7 +81,7 @@ class _Rank:
         for step in steps_of(self.program, self.coordinates):
             for key in step.reads(self.program.stages):
                 if slot(key, step.microbatch) not in self.there:
-                    yield f"rank {self.rank}: {_said(step)} needs {key}, which is not there"
+                    yield f"rank {self.rank}: {_said(step)} needs {key}, which is not there{self._where(step, key)}"
             if step.op in ("join", *ACCUMULATES):
                 if step.value not in self.there:
                     yield f"rank {self.rank}: {step.op} takes {step.value} into {step.into}, which is not there"
@@ -95,6 +95,14 @@ class _Rank:
 
     def _stage(self, step: Instruction) -> Stage:
         return self.program.stages[step.stage]
+
+    def _where(self, step: Instruction, key: str) -> str:
+        """The line of the stage's text that takes a value, where it was read from one."""
+        stage = self._stage(step) if step.op in RUNS else None
+        if stage is None or stage.origin is None:
+            return ""
+        name = next(node.name for node, own in stage.keys().items() if own == key)
+        return f": {stage.origin.file}, line {stage.origin.at.get(name, 0)} reads it"
 
     def _makes(self, step: Instruction) -> tuple[str, ...]:
         return self._stage(step).outputs if step.op in RUNS else (step.into,) if step.op in ("join", *ACCUMULATES) else step.keys

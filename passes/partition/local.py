@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from meshc.ir import records, spmd
 from meshc.ir.functions import Function, Target
+from meshc.ir.reductions import as_integer
 from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
@@ -295,16 +296,6 @@ def mask_part(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int]
         view = build.emit(aten.reshape.default, x, [*shape[:d], before, local[p], after, *shape[d + 1 :]])
         dim = d + 1
     if not build.dtype(view).is_floating_point:
-        value = _integer(value, build.dtype(view))
+        value = as_integer(value, build.dtype(view))
     view = build.emit(spmd.mask, view, dim, build.tile_count(item), value)
     return view if view is x or list(build.shape(view)) == shape else build.emit(aten.reshape.default, view, shape)
-
-
-def _integer(value: float, dtype: torch.dtype) -> int:
-    """The integer (or truth) that stands for a neutral value: the lowest for minus infinity, the highest for infinity."""
-    if value not in (float("-inf"), float("inf")):
-        return int(value)
-    if dtype == torch.bool:
-        return int(value > 0)
-    limits = torch.iinfo(dtype)
-    return limits.min if value < 0 else limits.max

@@ -44,6 +44,7 @@ from meshc.passes.rules import (
     statistics,
     turns,
 )
+from meshc.passes.rules.bounds import only_moves, ranges
 from meshc.passes.rules.linear import linear_in
 from meshc.passes.rules.orders import in_any_order
 from meshc.passes.rules.pending import deferrals
@@ -97,4 +98,4 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
     return registered(node, tensors) or elementwise.tagged(node, tensors)
 
 
-__all__ = ["FAMILIES", "Rule", "deferrals", "in_any_order", "rule_of"]
+__all__ = ["FAMILIES", "Rule", "deferrals", "in_any_order", "only_moves", "ranges", "rule_of"]

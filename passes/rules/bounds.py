@@ -107,6 +107,19 @@ MOVES: set[object] = {
 """Operators whose results hold no other integers than their first operand does (`cat`: than its operands do)."""
 
 
+def only_moves(node: Node) -> bool:
+    """Whether a node's results hold no other integers than its operands do."""
+    return node.target in MOVES
+
+
+def ranges(node: Node, tensors: list[Node]) -> list[tuple[int, int, int, int | None]]:
+    """(operand, low, high, ignore) of each index that a node reads or writes by; of shapes that it does not take, none."""
+    try:
+        return [(one.operand, one.low, one.high, one.ignore) for one in BOUNDS[node.target](node, tensors)] if node.target in BOUNDS else []
+    except (IndexError, AssertionError):
+        return []
+
+
 def origin(node: Node) -> Node:
     """Where the integers of a value come from: the node behind all that only moves them."""
     while node.op == "call_function":

@@ -1,0 +1,48 @@
+"""Padding: what the positions hold that are there only so that axes split evenly, and who may read them.
+
+    x: "f32[batch 5/dp, in 4] pad(zero: 0.0)" = shard(y, 0, 2, coordinate)       a tile is filled up with zeros
+    h: "f32[batch 5/dp, out 8]" = aten.addmm(b, x, w)                            and now holds anything
+    s: "f32[out 8] pending(sum: dp)" = aten.sum.dim_IntList(h, [0])              does not go: the sum takes padding in
+    g: "f32[batch 5/dp, out 8] pad(zero: 0.0)" = aten.add.Tensor(h, 1)           does not go: what is said to be zero is not
+
+Zero stays what layout operators move, what is reduced, gathered and cut into tiles; `mask` makes it so. All other operators are taken to
+give it up. Of lines whose types say nothing it is followed as far as it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check.ruled import Rule
+from meshc.check.spread import Spread, padded_axes, shown
+from meshc.check.types import Wrong
+from meshc.ir.reductions import as_integer
+from meshc.ir.sharding import Sharding
+
+
+def check_claims(padding: Mapping[str, float | None], declared: Sharding, sizes: Mapping[str, int]) -> None:
+    """Raises Wrong for a type that says of padding that it is zero where its line does not make it so."""
+    for dim, place in sorted(declared.zero):
+        part = declared.dims[dim][place]
+        if any(padding.get(axis) != 0 for axis in padded_axes(part, sizes)):
+            raise Wrong(f"its type says that the padding of [{part}] is zero; as its line makes it, it holds anything")
+
+
+def check_sums(node: Node, names: Sequence[str], rule: Rule, given: Sequence[Spread], sizes: Mapping[str, int]) -> None:
+    """Raises Wrong for an operand that is summed over with its padding, which is not what adds nothing. `names` are the operands'."""
+    if rule.kind == "layout":
+        return
+    summed = {letter for sums in rule.sums for letter in sums} if not rule.self_masked else set()
+    tensors = [one for one in ir.operands(node) if not ir.is_integer(one)]
+    for place, (name, dims, spread) in enumerate(zip(names, rule.operands, given, strict=True)):
+        clean = place in rule.clean
+        dtype = ir.records(tensors[place])[0].dtype
+        neutral = 0.0 if clean or dtype is None else rule.neutral if dtype.is_floating_point else as_integer(rule.neutral, dtype)
+        for letter, parts in zip(dims, spread.dims, strict=True):
+            for part in parts or () if clean or letter in summed else ():
+                if any(spread.padding.get(axis, neutral) != neutral for axis in padded_axes(part, sizes)):
+                    told = f"it takes the padding of {name} in, which is [{shown(parts or ())}] and holds anything there"
+                    raise Wrong(f"{told}: mask it with {neutral}")
