@@ -172,7 +172,10 @@ def test_experts_that_move(mesh: str, ranks: int, names: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize(
     "names",
-    [("unequal_labels", "dynamic_sizes", "local_mean", "local_loss_unsaid"), broad(("batch_norm", "microbatches"))],
+    [
+        ("unequal_labels", "dynamic_sizes", "local_mean", "local_loss_unsaid", "sequence_first", "mask_without_rows", "uneven_columns"),
+        broad(("batch_norm", "microbatches")),
+    ],
     ids=lambda names: names[-1],
 )
 def test_local_inputs(names: tuple[str, ...]) -> None:
