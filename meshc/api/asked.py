@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -31,10 +31,10 @@ from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.request import Request
+from meshc.passes.phases.request import Joined, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
-from meshc.program.program import BACKENDS
+from meshc.program.program import BACKENDS, PlainProgram
 from meshc.runtime.state.ownership import refuse_anothers
 from meshc.runtime.state.store import Store
 
@@ -109,6 +109,8 @@ class Asked:
         admission.refuse_kind(what)
         self.traced = self._traced()
         self._watch, self._forms = Watch(self.module), Forms()
+        self.found_batch: dict[str, int | None] = {}
+        """Of inputs of which each rank has a part, along which dim these are joined, by the programs so far."""
         self.adds = False
         self.called: object = what
         """What runs the program when it is called: the model, or a module of it."""
@@ -191,7 +193,7 @@ class Asked:
         found, inner = copy.copy(self), self.module.get_submodule(path)
         found.path, found.by_hand = path, by_hand
         found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
-        found._forms = Forms()
+        found._forms, found.found_batch = Forms(), {}
         return found._of_others() if by_hand else found
 
     def everywhere(self) -> Asked:
@@ -302,17 +304,52 @@ class Asked:
 
     def whole(self, inputs: Arguments) -> Arguments:
         """With inputs="local", examples are a rank's part; tracing sees the whole batch."""
-        if self.inputs == "global":
-            return inputs
-        count = self.data_ranks
+        return inputs if self.inputs == "global" else self.with_rows(inputs, lambda rows: rows * self.data_ranks)
 
-        def whole(leaf: object) -> object:
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
-                return leaf
-            return torch.empty((leaf.shape[0] * count, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+    def with_rows(self, inputs: Arguments, count: Callable[[int], int]) -> Arguments:
+        """Shapes of inputs that carry the batch, of which one that has some rows gets as many as `count` says."""
+        leaves, spec = trees.flatten(inputs)
+        found = []
+        for leaf, dim in zip(leaves, self.batch_dims(inputs), strict=True):
+            if dim is not None and isinstance(leaf, torch.Tensor):
+                shape = [count(size) if d == dim else size for d, size in enumerate(leaf.shape)]
+                leaf = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+            found.append(leaf)
+        made: Arguments = trees.unflatten(found, spec)
+        return made
 
-        found: Arguments = trees.mapped(whole, inputs)
-        return found
+    def batch_dims(self, inputs: Arguments) -> list[int | None]:
+        """Of each leaf the dim along which ranks' parts are joined; None for what has no batch, as numbers have none. What `names=` says;
+        what a compilation has found; before that the first."""
+        names = input_names(self.traced.signature, *inputs)
+        return [self._batch_dim(name, leaf) for name, leaf in zip(names, trees.leaves(inputs), strict=True)]
+
+    def _batch_dim(self, name: str, leaf: object) -> int | None:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+            return None
+        labels = list((self.names or {}).get(name, ()))
+        if "batch" in labels or (labels and all(labels)):
+            return labels.index("batch") if "batch" in labels[: leaf.dim()] else None
+        found = self.found_batch.get(name, 0)
+        return found if found is None or found < leaf.dim() else 0
+
+    def joined(self, inputs: Arguments) -> Joined | None:
+        """How the whole batch was put together, for who traces it."""
+        if self.inputs == "global" or self.data_ranks == 1:
+            return None
+        names = input_names(self.traced.signature, *inputs)
+        tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in trees.leaves(inputs)]
+        rows = zip(names, self.batch_dims(inputs), tensors, strict=True)
+        return Joined({name: dim for name, dim, there in rows if there}, 0 if self.options.uneven_rows else self.data_ranks)
+
+    def note_batch(self, program: PlainProgram) -> None:
+        """Where a program takes the batch, for calls to come."""
+        if self.inputs == "local":
+            axes = {axis.name for axis in self.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
+            for port in program.inputs if axes else ():
+                if port.kind == "input":
+                    rows = () if port.sharding is None else port.sharding.parts()
+                    self.found_batch[port.name] = next((dim for dim, _, part in rows if axes & {*part.axes}), None)
 
     # ---------------------------------------------------------------------------------------------------------------- a request
 
@@ -329,8 +366,9 @@ class Asked:
             module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
-            batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, outputs=self.outputs, names=self.names,
-            autocast=calling.autocast_state(), fixed=fixed, parked=parked, dynamic=self.dynamic, schedule=self.options.schedule,
+            batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined((args, kwargs)),
+            outputs=self.outputs, names=self.names, autocast=calling.autocast_state(), fixed=fixed, parked=parked,
+            dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
             owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,

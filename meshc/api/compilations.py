@@ -291,6 +291,8 @@ class Compilations:
             told = agreed.before_compiling(asked, args, kwargs, key)
             self.general[general_key] = self._compile_general(*examples, told)
         made = self.general[general_key]
+        asked.note_batch(made.program)
+        examples = self._examples((args, kwargs))  # passes may have found it along another dim
         with self.world.refusable():
             own = instance.fitting(made.program, dict(asked.shapes(*examples)))
         if not self.world.has_ranks:

@@ -44,10 +44,12 @@ def compile(
               an ExportedProgram brings its own, unless each rank passes a part
     plan      None: what each axis's name stands for, and a search for an axis whose name stands for nothing. A recipe ("fsdp+megatron_sp"),
               or lines of the plan grammar (docs/plans.md). "auto": what all axes do is searched for (docs/planner.md)
-    inputs    "global": the same whole tensors on every rank. "local": each rank's part of the batch
+    inputs    "global": the same whole tensors on every rank. "local": each rank's part of the batch, along the dim where the model has it
+              (docs/data.md)
     outputs   "plain": whole tensors come back. "dtensor": they stay as they lie
     backend   "eager", or "inductor" for compiled regions between collectives
-    names     names for dims of inputs: {"input_ids": ("batch", "seq")}
+    names     names for dims of inputs: {"input_ids": ("batch", "seq")}; of torch's recurrent layers {"src": ("seq", "batch")}. None for a
+              dim of which nothing is said
 
     Raises PlanError, CaptureError, CompileError or StateError, each saying what to change.
     """

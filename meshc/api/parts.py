@@ -14,7 +14,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshc.api.asked import Arguments, Asked
 from meshc.api.world import World
@@ -31,10 +30,9 @@ LONG: Final = 2048
 def counted(asked: Asked, world: World, inputs: Arguments) -> list[int]:
     """Rows of each data rank's part, in the order of the batch. All ranks call it. Raises InputError where a rank's tensors differ in rows,
     ranks differ in anything else, or ranks with one place along the data axes differ in rows."""
-    leaves = [leaf for leaf in trees.leaves(inputs) if _has_rows(leaf)]
     with world.refusable():
-        rows = _rows(asked, inputs, leaves)
-    text = _without_rows(inputs)
+        rows = _rows(asked, inputs)
+    text = _without_rows(asked, inputs)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     told = torch.tensor([[rows, digest]], dtype=torch.int64, device=world.device)
     with world.guarded("compare parts"):
@@ -61,14 +59,7 @@ def whole(asked: Asked, inputs: Arguments, counts: Sequence[int]) -> Arguments:
             "no rank has a row: there is nothing to compute\n  what to do: end the epoch when the data are used up on all ranks"
         )
 
-    def one(leaf: object) -> object:
-        if not _has_rows(leaf):
-            return leaf
-        assert isinstance(leaf, Tensor)
-        return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
-    found: Arguments = trees.mapped(one, inputs)
-    return found
+    return asked.with_rows(inputs, lambda own: rows)
 
 
 def data_axes(asked: Asked) -> tuple[str, ...]:
@@ -76,12 +67,9 @@ def data_axes(asked: Asked) -> tuple[str, ...]:
     return tuple(axis.name for axis in asked.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
 
 
-def _has_rows(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
-
-
-def _rows(asked: Asked, inputs: Arguments, leaves: Sequence[object]) -> int:
-    lengths = {int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor)}
+def _rows(asked: Asked, inputs: Arguments) -> int:
+    pairs = zip(trees.leaves(inputs), asked.batch_dims(inputs), strict=True)
+    lengths = {int(leaf.shape[dim]) for leaf, dim in pairs if isinstance(leaf, Tensor) and dim is not None}
     if len(lengths) > 1:
         raise InputError(
             f"a part of the batch has as many rows in each of its tensors: {calling.describe_inputs(*inputs)}\n"
@@ -90,13 +78,9 @@ def _rows(asked: Asked, inputs: Arguments, leaves: Sequence[object]) -> int:
     return lengths.pop() if lengths else 0
 
 
-def _without_rows(inputs: Arguments) -> str:
+def _without_rows(asked: Asked, inputs: Arguments) -> str:
     """What must be alike on all ranks."""
-
-    def one(leaf: object) -> object:
-        return leaf[:0] if isinstance(leaf, Tensor) and _has_rows(leaf) else leaf
-
-    emptied: Arguments = trees.mapped(one, inputs)
+    emptied = asked.with_rows(inputs, lambda own: 0)
     gradients = [str(leaf.requires_grad) for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)]
     return f"{calling.describe_inputs(*emptied)}, without its rows; takes gradients: {', '.join(gradients) or 'nothing'}"
 

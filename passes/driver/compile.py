@@ -24,6 +24,7 @@ from meshc.passes.driver.depth import at_depth, still
 from meshc.passes.driver.finish import finish
 from meshc.passes.driver.follow import Following, may_follow
 from meshc.passes.driver.heads_apart import with_heads_apart
+from meshc.passes.driver.joined import joined
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
@@ -36,6 +37,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.trace import parts
@@ -52,12 +54,16 @@ def compile_program(request: Request, hook: Hook | None = None, traced: Traced |
     MeshcError and nothing else, but for what a hook raises."""
     with given_up(), fewer_collections():
         if traced is None:
-            return at_depth(lambda outset, told: _compiled(_traced(outset, told), told), request, hook)
+            return joined(request, partial(_compiled_whole, hook), _whole_forward)
         assert replace(request, optimizer=None) == replace(traced.request, optimizer=None)
         if still(traced, request):
             with contextlib.suppress(Unequal):
                 return _compiled(traced.beside(request), hook)
         return compile_program(replace(request, depth="whole"), hook)
+
+
+def _compiled_whole(hook: Hook | None, request: Request) -> tuple[PlainProgram, Lowered]:
+    return at_depth(lambda outset, told: _compiled(_traced(outset, told), told), request, hook)
 
 
 def _compiled(traced: Traced, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
@@ -123,7 +129,11 @@ def partition_traced(traced: Traced) -> Lowered:
 def place(request: Request) -> Placed:
     """What passes leave that know of no mesh and no plan, for `compile_beside`."""
     with given_up(), fewer_collections():
-        return at_depth(lambda outset, hook: factored(_traced(outset, hook), hook), request, None)
+        return joined(request, _placed, _whole_forward)
+
+
+def _placed(request: Request) -> Placed:
+    return at_depth(lambda outset, hook: factored(_traced(outset, hook), hook), request, None)
 
 
 def compile_beside(placed: Placed, request: Request) -> tuple[PlainProgram, Lowered]:
@@ -202,7 +212,9 @@ def _followed(placed: Placed, hook: Hook | None, following: Following) -> Lowere
 def _traced(outset: Outset, hook: Hook | None) -> Traced:
     if parts.means(outset.request):
         with part("finding the batch"):
-            outset = replace(outset, parts=parts.find_parts(_whole_forward(outset.request), outset.request))
+            forward = _whole_forward(outset.request)
+            refuse_other_joint(outset.request, forward.names.batch)
+            outset = replace(outset, parts=parts.find_parts(forward, outset.request))
     return run_all(pipeline.TRACE, run(pipeline.CAPTURE, outset, hook), hook)
 
 

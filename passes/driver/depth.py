@@ -22,6 +22,7 @@ from meshc.passes.phases.outset import Outset, begin
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.phases.traced import Traced
+from meshc.passes.place.batch import JoinedElsewhere
 
 Answer = TypeVar("Answer")
 
@@ -63,7 +64,7 @@ def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request
             return compiled(wider, told)
     except Unequal as difference:
         outset = outset.noting(whole_note(difference))
-    except NothingFits:
+    except (NothingFits, JoinedElsewhere):
         raise
     except MeshcError:
         if whole:

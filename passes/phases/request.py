@@ -23,6 +23,15 @@ from meshc.plan.plan import Plan
 
 
 @dataclass(frozen=True)
+class Joined:
+    """How inputs were put together of ranks' parts: by input along which dim, None if it has no batch; of how many parts, 0 if they have
+    different numbers of rows."""
+
+    dims: Mapping[str, int | None]
+    ranks: int
+
+
+@dataclass(frozen=True)
 class Request:
     """What the user asked for, in one value.
 
@@ -31,6 +40,7 @@ class Request:
     adds          of a training step: gradients are added to those of the calls before, and nothing is updated
     hooks         by parameter, what its gradient is given to before it is clipped and updated with
     microbatches  None: as many as are predicted to be fastest
+    joined        of inputs of which each rank has a part: how they were put together
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
     parked        names of those of them that lie on the host by it
@@ -74,6 +84,7 @@ class Request:
     clip_grad_norm: Clip = None
     microbatches: int | None = 1
     inputs: str = "global"
+    joined: Joined | None = None
     outputs: str = "plain"
     names: Mapping[str, Sequence[str | None]] | None = None
     autocast: tuple[tuple[str, torch.dtype], ...] = ()

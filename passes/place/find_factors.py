@@ -11,6 +11,7 @@ from meshc.passes.phases.outset import carried
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.traced import Traced
 from meshc.passes.place.alike import alike
+from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.names import name_factors
 
@@ -18,6 +19,8 @@ from meshc.passes.place.names import name_factors
 def find_factors(traced: Traced) -> Placed:
     joint = traced.operators()
     factors = factorize(joint.graph, alike(joint), counts_of(joint, traced.depth))
-    names = name_factors(joint.graph, factors, joint.inputs, traced.request.names, traced.model.output_tree.caches())
+    ask = traced.request
+    names = name_factors(joint.graph, factors, joint.inputs, ask.names, traced.model.output_tree.caches(), ask.joined)
+    refuse_other_joint(ask, names.batch)
     view = view_of(joint, traced.depth)
     return Placed(**carried(traced.noting(*factors.dropped)), traced=traced, joint=joint, view=view, factors=factors, names=names)

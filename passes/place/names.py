@@ -1,10 +1,10 @@
 """Names: what a plan may call the factor classes of a graph.
 
-batch and seq come from the dims of the inputs, height, width, depth and length from what windows run over. The others come from what rules
-say that a letter is to a model (`ROLES` in `rules/rule.py`): experts, vocab, heads (kv_heads, group), head and hidden as they say it,
-experts also from stacks of weights, ffn from what one product makes and another contracts. Anything else is `<module path>.<dim>` of the
-first parameter that has it. A name may cover
-several classes (each layer has its own heads); `names=` given by the user win.
+batch and seq come from the dims of the inputs (`batch.py`), height, width, depth and length from what windows run over. The others come
+from what rules say that a letter is to a model (`ROLES` in `rules/rule.py`): experts, vocab, heads (kv_heads, group), head and hidden as
+they say it, experts also from stacks of weights, ffn from what one product makes and another contracts. Anything else is `<module
+path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its own heads); `names=` given by the user
+win.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from meshc.ir import op_name, records, value_of
 from meshc.ir.graph import placeholders as entering
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import Names
+from meshc.passes.phases.request import Joined
+from meshc.passes.place.batch import BATCH, find_batch
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
@@ -34,16 +36,19 @@ def name_factors(
     inputs: Sequence[Port],
     names: Mapping[str, Sequence[str | None]] | None = None,
     caches: Collection[str] = (),
+    joined: Joined | None = None,
 ) -> Names:
-    """Names for every class. `caches`: the inputs that are keys and values of tokens before.
+    """Names for every class. `caches`: the inputs that are keys and values of tokens before. `joined`: along which dims inputs were put
+    together of parts.
 
     Raises PlanError for a user's name that fits no input or has the wrong number of dims.
     """
     found = Names()
     placeholders = dict(zip((port.key for port in inputs), entering(graph), strict=True))
     _user_names(found, factors, inputs, placeholders, names or {})
+    found.batch = find_batch(factors, inputs, placeholders, names or {}, joined)
     _by_role(found, factors, "experts", "experts")
-    _attention(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
+    _attention(found, factors, inputs, placeholders)
     _inputs(found, factors, inputs, placeholders)
     _stacked(found, factors, [placeholders[port.key] for port in inputs if port.kind == "parameter"])
     _by_role(found, factors, "vocabulary", "vocab")
@@ -122,19 +127,22 @@ def _user_names(
 
 
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
-    """The first dim of an input is batch; the second is seq for integers of two dims and floats of three."""
+    """An input's batch; of the other first two dims seq is one, for integers of two dims and floats of three."""
     tied = factors.tied()
     convolved = {one.factor[token] for one in factors.instances.values() if one.node.target not in CROPS for token in one.tied}
     for port in inputs:
         if port.kind != "input" or not port.shape:
             continue
         dims = factors.dims[(placeholders[port.key], 0)]
-        labels = ["batch"]
+        first, classes = found.batch.of(port.name, dims)
+        labels = [] if first is None else [(BATCH, classes)]
         if any(tied.get(factor, set()) & convolved for factor in dims[-1]):
             pass  # channels before what a convolution runs over
         elif len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
-            labels.append("seq")
-        for label, classes in zip(labels, dims, strict=False):
+            place = 0 if first else 1
+            if not first or found.batch.ordered & {*dims[place]}:  # beside a batch that comes first it is usual
+                labels.append(("seq", dims[place]))
+        for label, classes in labels:
             if classes and not (len(classes) > 1 and label == "seq"):
                 for factor in classes:
                     found.set(factor, label)
@@ -185,7 +193,7 @@ def _has(instance: Instance, role: str) -> bool:
     return role in instance.rule.roles.values()
 
 
-def _attention(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
+def _attention(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
     spans: list[tuple[Instance, Instance]] = []
     for instance in _forward(factors):
         if _has(instance, "heads"):
@@ -204,7 +212,8 @@ def _attention(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
     for node in factors.instances:
         if records(node)[0].phase == "backward" and node.meta.get("seq_nr") in numbers - {None}:
             found.attention.add(node)
-    batch = {factor for node in inputs for classes in factors.dims[(node, 0)][:1] for factor in classes}
+    rows = [(port.name, factors.dims[(placeholders[port.key], 0)]) for port in inputs if port.kind == "input" and port.shape]
+    batch = {factor for name, dims in rows for factor in found.batch.of(name, dims)[1]}
     for scores, mix in spans:
         shared = {*_classes(scores, "multiplies")} & {*_classes(mix, "multiplies")}
         for factor in sorted(shared - batch):

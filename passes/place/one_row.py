@@ -50,7 +50,7 @@ def opened(placed: Placed) -> Opened | None:
     """What to leave open of a model that was traced at 1; None if no axis would have more to split. CompileError: it cannot be."""
     ask, axes = placed.request, idle(placed)
     dims: dict[str, dict[int, str]] = {}
-    for name, dim, label in _rows(ask):
+    for name, dim, label in _rows(placed):
         if any(term.covers(label) for entry in axes.values() for term in entry.terms):
             dims.setdefault(name, {})[dim] = label
     if not dims:
@@ -61,14 +61,16 @@ def opened(placed: Placed) -> Opened | None:
     return Opened(DynamicDims(dims, {label: (1, 1) for label in sorted(labels)}), frozenset(axes))
 
 
-def _rows(ask: Request) -> list[tuple[str, int, str]]:
-    """(input, dim, name) of each dim of 1 that has a name: the first is the batch, unless the user calls it otherwise."""
-    found = []
+def _rows(placed: Placed) -> list[tuple[str, int, str]]:
+    """(input, dim, name) of each dim of 1 that has a name: what the user calls it, or batch."""
+    found, ask = [], placed.request
     leaves = trees.leaves((ask.args, dict(ask.kwargs)))
     for name, leaf in zip(input_names(ask.signature, ask.args, ask.kwargs), leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
-            given = (ask.names or {}).get(name, ())
-            labels = [given[0] if given and given[0] else "batch", *given[1:]]
+            labels = [*(ask.names or {}).get(name, [None] * leaf.dim())]
+            batch = placed.names.batch.dims.get(name, 0)
+            if batch is not None:
+                labels[batch] = labels[batch] or "batch"
             found += [(name, dim, label) for dim, label in enumerate(labels) if label and leaf.shape[dim] == 1 and label.isidentifier()]
     return found
 

@@ -53,7 +53,8 @@ def means(request: Request) -> bool:
 
 def whole_forward(request: Request) -> Request:
     """The request whose graph shows where the batch lies: the whole batch, forward only."""
-    return replace(request, microbatches=1, batch_mix="refuse", grad=False, train=False, optimizer=None, inputs="global")
+    changes: dict[str, Any] = {"microbatches": 1, "batch_mix": "refuse", "inputs": "global", "joined": None}
+    return replace(request, grad=False, train=False, optimizer=None, **changes)
 
 
 def find_parts(whole: Placed, request: Request) -> Parts:
@@ -80,22 +81,17 @@ def _source(node: Node) -> str:
 
 
 def _batch_classes(whole: Placed) -> dict[int, str]:
-    """Factor classes of the batch, each with an input that has it: dims that the user named so, else the first ones."""
-    named = whole.request.names or {}
+    """Factor classes of the batch, each with an input that has it; no parameter has one."""
     placeholders = whole.joint.placeholders()
     learned = {
         factor for key, node in placeholders.items() if is_a(key, "parameter") for row in whole.factors.dims[(node, 0)] for factor in row
     }
     found: dict[int, str] = {}
     for port in whole.joint.inputs:
-        if port.kind != "input" or not port.shape:
-            continue
-        labels = list(named.get(port.name, ()))
-        asked = [dim for dim, label in enumerate(labels) if label == "batch"]
-        rows = whole.factors.dims[(placeholders[port.key], 0)]
-        for dim in asked or ([] if labels and labels[0] else [0]):
-            if rows[dim] and (asked or rows[dim][0] not in learned):
-                found.setdefault(rows[dim][0], port.name)
+        if port.kind == "input" and port.shape:
+            rows = whole.names.batch.of(port.name, whole.factors.dims[(placeholders[port.key], 0)])[1]
+            if rows and rows[0] not in learned:
+                found.setdefault(rows[0], port.name)
     return found
 
 

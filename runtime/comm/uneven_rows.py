@@ -57,9 +57,10 @@ class Dealt:
         """Rows that this rank has passed."""
         return self.counts[self._place]
 
-    def splits(self, sharding: Sharding | None) -> bool:
-        """Whether a value that lies so has rows of the batch."""
-        return sharding is not None and any(part.axes == self.axes for _, _, part in sharding.parts())
+    def shape_of_part(self, tile: Sequence[int], sharding: Sharding | None) -> tuple[int, ...]:
+        """The shape of this rank's part of a value that lies so, of which each rank has a tile of this shape."""
+        rows = {dim for dim, _, part in ([] if sharding is None else sharding.parts()) if part.axes == self.axes}
+        return tuple(self.mine if dim in rows else size for dim, size in enumerate(tile))
 
     def tile(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
         """This rank's tile of a value of which `x` is its part; `x` itself of a value that is not split so. Differentiable."""

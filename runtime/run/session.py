@@ -60,6 +60,11 @@ OF_WHOLE: Final = (
     'but inputs="global" takes the same on every rank.\n'
     '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
 )
+OF_COMMON: Final = (
+    "which has no dim of the batch, so that it is the same on every rank.\n"
+    "  what to do: pass the same everywhere, or, if it has a row for each row of the batch, say which dim that is, by\n"
+    "  meshc.compile(..., names={{{name!r}: (...)}})"
+)
 OF_PARTS: Final = (
     "but they have the same part of the batch: no axis with a data role (dp, dp_shard) lies between them.\n"
     '  what to do: deal the batch out by the data axes alone, or pass the whole batch everywhere and compile with inputs="global"'
@@ -119,7 +124,7 @@ class Session:
         """Of calls whose inputs are such as the program takes."""
         self.calls = 0
         self.check_inputs = check_inputs
-        self._partners = _partners(program)
+        self._partners, self._common = _partners(program), _common(program)
         self._parts = SameParts(program, store)
         self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
@@ -224,8 +229,8 @@ class Session:
         for port, tensor in zip(self.inputs, tensors, strict=True):
             whole = port.sharding is None or isinstance(tensor, DTensor)
             wanted = port.shape if whole else local_shape(port.sharding, sizes)  # type: ignore[arg-type]
-            if dealt is not None and not whole and dealt.splits(port.sharding):
-                wanted = (dealt.mine, *wanted[1:])
+            if dealt is not None and not whole:
+                wanted = dealt.shape_of_part(wanted, port.sharding)
             if not isinstance(tensor, torch.Tensor):
                 faults.append(f"{port.name} must be a tensor, not {type(tensor).__name__}")
             elif (fault := foreign_tensor(port.name, tensor)) or tensor.is_meta:
@@ -246,21 +251,22 @@ class Session:
         """Ranks that are to pass the same compare a digest of their inputs, at the calls that `Options.check_inputs` says; so do those that
         are to pass different parts of a batch, until it is seen that they do."""
         self.calls += 1
-        if not _due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._parts.open):
+        if not _due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._common or self._parts.open):
             return
+        common = [(port, tensor) for port, tensor in zip(self.inputs, tensors, strict=True) if port.name in self._common]
         plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
-        digest = torch.tensor([digest_of(plain)], dtype=torch.int64, device=self.device)
+        digest = torch.tensor([[digest_of(plain), *(digest_of([x]) for _, x in common)]], dtype=torch.int64, device=self.device)
         with self.executor.guarded(self.store.step, "compare inputs"):
             digests = collectives.all_gather(digest, self.store.transfers.groups.world).wait().tolist()
-        found = next(((ranks[0], rank) for ranks in self._partners for rank in ranks if digests[rank] != digests[ranks[0]]), None)
+        for place, (port, _) in enumerate(common, start=1):
+            other = next((rank for rank, row in enumerate(digests) if row[place] != digests[0][place]), None)
+            if other is not None:
+                raise _everywhere(f"ranks 0 and {other} passed different {port.name}, " + OF_COMMON.format(name=port.name))
+        found = next(((ranks[0], rank) for ranks in self._partners for rank in ranks if digests[rank][0] != digests[ranks[0]][0]), None)
         if found is not None:
-            error = InputError(
-                f"ranks {found[0]} and {found[1]} passed different inputs, "
-                + (OF_PARTS if self.program.info.get("inputs") == "local" else OF_WHOLE)
-            )
-            error.everywhere = True  # all have the same digests
-            raise error
-        self._parts.compare(digests)
+            why = OF_PARTS if self.program.info.get("inputs") == "local" else OF_WHOLE
+            raise _everywhere(f"ranks {found[0]} and {found[1]} passed different inputs, {why}")
+        self._parts.compare([row[0] for row in digests])
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
 
@@ -387,6 +393,21 @@ def _partners(program: PlainProgram) -> list[list[int]]:
         place = program.mesh.coordinates(rank)
         found.setdefault(tuple(place[name] for name in axes), []).append(rank)
     return [ranks for ranks in found.values() if len(ranks) > 1]
+
+
+def _common(program: PlainProgram) -> frozenset[str]:
+    """Inputs without a batch, of a program of which each rank passes its part of one."""
+    if program.info.get("inputs") != "local":
+        return frozenset()
+    axes = {axis.name for axis in program.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
+    ports = [port for port in program.inputs if port.kind == "input"] if axes else []
+    return frozenset(port.name for port in ports if port.sharding is None or not axes & port.sharding.split_axes())
+
+
+def _everywhere(text: str) -> InputError:
+    error = InputError(text)
+    error.everywhere = True  # all have the same digests
+    return error
 
 
 def _due(call: int, every: int | None) -> bool:

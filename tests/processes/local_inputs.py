@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshc
@@ -341,9 +341,108 @@ def same_rows(mesh: Any) -> None:
         assert all("num_replicas=2, rank=mesh[\"dp\"].get_local_rank()" in str(one.message) for one in told)
 
 
+class Recurrent(nn.Module):
+    """[steps, rows] as torch's recurrent layers take them by default, with a state [layers, rows, features] in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8, dtype=torch.float64)
+        self.rnn = nn.LSTM(8, 8, 2, dtype=torch.float64)
+        self.head = nn.Linear(8, 12, dtype=torch.float64)
+
+    def forward(self, src: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        out, hidden = self.rnn(self.embed(src), hidden)
+        return self.head(out), hidden
+
+
+class Masked(nn.Module):
+    """An encoder [steps, rows], as torch's Transformer is by default, with a mask [steps, steps] that has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8, dtype=torch.float64)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, dtype=torch.float64)
+        self.head = nn.Linear(8, 12, dtype=torch.float64)
+
+    def forward(self, src: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.embed(src), src_mask=mask))
+        return out
+
+
+def columns(tensor: Tensor, dim: int, mesh: Any) -> Tensor:
+    """This rank's part along another dim than the first."""
+    return tensor.chunk(mesh["dp"].size(), dim)[mesh["dp"].get_local_rank()].clone()
+
+
+def sequence_first(mesh: Any) -> None:
+    """A recurrent model whose inputs are [steps, rows]: losses of steps and the states that it hands on are those of all rows on one
+    device, with labels as they are and flattened; evaluation too."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    twin = copy.deepcopy(model)
+    theirs = sgd(twin.parameters())
+
+    def loss(output: tuple[Tensor, Any], target: Tensor) -> Tensor:
+        return F.cross_entropy(output[0].flatten(0, 1), target.flatten())
+
+    program = meshc.compile(meshc.TrainStep(model, optimizer=sgd(model.parameters()), loss=loss), mesh, inputs="local")
+    hidden = (torch.randn(2, 4, 8, dtype=torch.float64), torch.randn(2, 4, 8, dtype=torch.float64))
+    state = tuple(columns(one, 1, mesh) for one in hidden)
+    for length in (5, 5, 3):
+        src, target = torch.randint(12, (length, 4)), torch.randint(12, (length, 4))
+        ours = program(src=columns(src, 1, mesh), hidden=state, target=columns(target, 1, mesh).flatten())
+        wanted = loss(twin(src, hidden), target)
+        close([ours.item()], [wanted.item()], 1e-10)
+        theirs.zero_grad()
+        wanted.backward()
+        theirs.step()
+    with torch.no_grad():
+        logits, last = model(columns(src, 1, mesh), state)
+        whole, end = twin(src, hidden)
+    for one, other in ((logits, whole), *zip(last, end, strict=True)):
+        assert torch.allclose(one, columns(other, 1, mesh), atol=1e-12)
+
+
+def mask_without_rows(mesh: Any) -> None:
+    """A transformer [steps, rows] whose mask has no rows: logits come back as this rank's rows, gradients are DDP's; masks that differ
+    between ranks are refused by name, and all go on."""
+    torch.manual_seed(0)
+    model, src, target = Masked(), torch.randint(12, (5, 4)), torch.randint(12, (5, 4))
+    twin, mask = copy.deepcopy(model), torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
+    mine, options = columns(src, 1, mesh), meshc.Options(local_loss="mean", check_inputs=1)
+    program = meshc.compile(model, mesh, args=(mine, mask), inputs="local", options=options)
+    logits, wanted = program(mine, mask), twin(src, mask)
+    assert torch.allclose(logits, columns(wanted, 1, mesh), atol=1e-12)
+    F.cross_entropy(logits.flatten(0, 1), columns(target, 1, mesh).flatten()).backward()
+    F.cross_entropy(wanted.flatten(0, 1), target.flatten()).backward()
+    assert furthest(gradients(model), gradients(twin))[0] < 1e-9
+    with pytest.raises(meshc.InputError, match="ranks 0 and 1 passed different mask, which has no dim of the batch"):
+        program(mine, mask if mesh["dp"].get_local_rank() == 0 else torch.zeros_like(mask))
+    assert torch.equal(program(mine, mask), logits)
+
+
+def uneven_columns(mesh: Any) -> None:
+    """Parts of different numbers of rows, along the dim that `names=` says, and refused with that line where it does not."""
+    torch.manual_seed(0)
+    model, options = Masked(), meshc.Options(uneven_rows=True)
+    twin, mask = copy.deepcopy(model), torch.zeros(5, 5, dtype=torch.float64)
+    src, target = torch.randint(12, (5, 4)), torch.randint(12, (5, 4))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    names = {"src": ("seq", "batch"), "target": ("seq", "batch"), "mask": ("seq", "keys")}
+    place = mesh["dp"].get_local_rank()
+    mine = {name: value.split([3, 1], 1)[place].contiguous() for name, value in (("src", src), ("target", target))}
+    step = meshc.TrainStep(model, optimizer=sgd(model.parameters()), loss=loss)
+    program = meshc.compile(step, mesh, inputs="local", names=names, options=options)
+    close([program(**mine, mask=mask).item()], [loss(twin(src, mask), target).item()], 1e-10)
+
+
 CHECKS: tuple[Callable[[Any], None], ...] = (
     unequal_labels, dynamic_sizes, batch_norm, microbatches, local_mean, local_loss_unsaid, short_batches, an_epoch, many_lengths,
     uneven_steps, uneven_lengths, uneven_module, unlike_parts, another_shape, counts_of_a_trainer, same_rows,
+    sequence_first, mask_without_rows, uneven_columns,
 )  # fmt: skip
 
 

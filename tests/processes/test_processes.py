@@ -174,6 +174,7 @@ def test_experts_that_move(mesh: str, ranks: int, names: tuple[str, ...]) -> Non
     "names",
     [
         ("unequal_labels", "dynamic_sizes", "counts_of_a_trainer", "same_rows", "local_mean", "local_loss_unsaid"),
+        ("sequence_first", "mask_without_rows", "uneven_columns"),
         broad(("batch_norm", "microbatches")),
     ],
     ids=lambda names: names[-1],

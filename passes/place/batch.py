@@ -1,0 +1,263 @@
+"""Which dim of each input is the batch: the first one, unless the model goes along it.
+
+    ids  i64[6, 4] -> embedding -> attention "b h q d!, b h k! d!, ..."     nothing goes along dim 0: it is the batch
+    src  i64[6, 4] -> embedding -> rnn "t b h!"                             steps go along dim 0, nothing along dim 1: that is the batch
+    h    f32[2, 4, 16] beside src                                           dim 1 is the batch, as it is the dim of src
+    mask f32[6, 6] beside src                                               has no batch
+
+Rows of a batch know nothing of each other until they are summed, so no model steps along them, lays windows over them or has keys for
+attention of them, and no parameter has a dim for them. Where the first dim is such a one, the batch is what another input has by its first
+dim, or the only dim that nothing goes along. Where neither is there, or positions of the first dim are picked out by number, it is not
+clear; `names=` says it then. Assumes that factors are solved (`factorize`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.fx import Node
+
+from meshc.errors import CompileError
+from meshc.ir import op_name, records
+from meshc.passes.phases.factors import Factors, Instance
+from meshc.passes.phases.names import BatchDims
+from meshc.passes.phases.request import Joined, Request
+from meshc.passes.place.written_out import written_out
+from meshc.passes.rules.slices import RULES as CROPS
+from meshc.program.program import Port
+
+Labels = Mapping[str, Sequence[str | None]]
+BATCH = "batch"
+
+
+class JoinedElsewhere(CompileError):
+    """Parts of a batch were joined along another dim than the model's batch: `dims` has the right one of each input."""
+
+    def __init__(self, dims: Mapping[str, int | None]) -> None:
+        super().__init__("parts of the batch are joined along other dims")
+        self.dims = dims
+
+    def unsettled(self) -> CompileError:
+        """What is raised where parts were joined along that dim, and the model shows another one now."""
+        said = ", ".join(f"{name!r}: {_labels(dim)}" for name, dim in self.dims.items())
+        return CompileError(_unclear("which dims are the batch depends on along which the parts are joined", f"names={{{said}}}"))
+
+
+def find_batch(
+    factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: Joined | None
+) -> BatchDims:
+    """The batch's dim of each input. names: what the user calls dims; joined: along which dims inputs were put together of parts."""
+    return _Finding(factors, inputs, placeholders, names, joined).run()
+
+
+def refuse_other_joint(request: Request, batch: BatchDims) -> None:
+    """Of a rank's parts: raises CompileError where the batch's dim is not clear, JoinedElsewhere where they were joined along another."""
+    joined = request.joined
+    if joined is None:
+        return
+    if batch.unclear:
+        raise CompileError("\n".join(batch.unclear.values()))
+    dims = {name: batch.dims.get(name, dim) for name, dim in joined.dims.items()}
+    if dims == joined.dims:
+        return
+    if not joined.ranks:
+        first = next(name for name, dim in dims.items() if dim != joined.dims[name])
+        dim = dims[first]
+        raise CompileError(
+            f"the batch is dim {dim} of {first}, and its parts may have different numbers of rows (uneven_rows=True)\n"
+            f"  why: ranks count the rows of a part before the model is looked at, along dim {joined.dims[first]} if nothing else is said\n"
+            f"  what to do: say where they are: names={{{first!r}: {_labels(dim)}}}"
+        )
+    raise JoinedElsewhere(dims)
+
+
+def _labels(dim: int | None) -> str:
+    return "..." if dim is None else f"({'None, ' * dim}{BATCH!r}, ...)"
+
+
+def _unclear(text: str, names: str, when: str = "") -> str:
+    return (
+        f'inputs="local": {text}\n'
+        "  why: each rank passes its part of the batch, and parts are joined along the dim of the batch\n"
+        f"  what to do: say it, for instance meshc.compile(..., {names}){when}"
+    )
+
+
+class _Finding:
+    """One search. `found`: by input the dim and its factors that are the batch; `known`: these of all inputs; `torn`: inputs of which
+    several dims have a part of the batch each, as they do where parts were joined along another dim."""
+
+    def __init__(
+        self, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: Joined | None
+    ) -> None:
+        self.factors, self.joined = factors, joined
+        ports = [port for port in inputs if port.kind == "input" and port.shape]
+        self.shapes = {port.name: port.shape for port in ports}
+        self.rows = {port.name: factors.dims[(placeholders[port.key], 0)] for port in ports}
+        self.labels = {port.name: (*names.get(port.name, ()), *[None] * len(port.shape)) for port in ports}
+        self.along = _along(factors)
+        self.ordered = frozenset(self.along)
+        self.picked = _picked(factors)
+        for kind, held in (("parameter", self.along), ("buffer", self.picked)):
+            for port in (port for port in inputs if port.kind == kind):
+                for factor in (factor for row in factors.dims[(placeholders[port.key], 0)] for factor in row):
+                    held.setdefault(factor, f"{port.name} has it too")
+        for name, row in self.rows.items():
+            for label, dims in zip(self.labels[name], row, strict=False):
+                for factor in dims if label and label != BATCH else ():
+                    self.along.setdefault(factor, f"names= calls it {label}")
+        self.found: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.known: set[int] = set()
+        self.torn: dict[str, str] = {}
+
+    def run(self) -> BatchDims:
+        for name, labels in self.labels.items():
+            if BATCH in labels:
+                self._take(name, labels.index(BATCH))
+        self._take_known()
+        for name in self._left():
+            if name not in self.torn and self._plain(name, 0):
+                self._take(name, 0)
+        self._take_known()
+        other = {name: dim for name in self._left() if (dim := self._only_plain(name)) is not None}
+        for name, dim in other.items():
+            self._take(name, dim)
+        self._take_known()
+        dims: dict[str, int | None] = {name: dim for name, (dim, _) in self.found.items()}
+        self._note_torn()
+        unclear = {name: self._said(name) for name in self.torn}
+        for name in self._left():
+            why = self._why_not(name, 0)
+            if all(self.labels[name][: len(self.shapes[name])]) or (why and self.found and not self._plain_dims(name)):
+                dims[name] = None
+            elif why or (self._why_picked(name, 0) and self._plain_dims(name)):
+                unclear[name] = self._said(name)
+            else:
+                dims[name] = 0
+        return BatchDims(dims, {name: factors for name, (_, factors) in self.found.items()}, unclear, self.ordered)
+
+    def _left(self) -> list[str]:
+        return [name for name in self.rows if name not in self.found]
+
+    def _take(self, name: str, dim: int, some: tuple[int, ...] = ()) -> None:
+        self.found[name] = (dim, some or self.rows[name][dim])
+        self.known.update(some or self.rows[name][dim])
+
+    def _take_known(self) -> None:
+        """Inputs that have the batch of others."""
+        groups = {factors: name for name, (_, factors) in self.found.items() if factors}
+        for name in self._left():
+            for factors, other in groups.items():
+                have = [dim for dim, row in enumerate(self.rows[name]) if {*factors} & {*row}]
+                whole = [dim for dim in have if {*factors} <= {*self.rows[name][dim]}]
+                if name not in self.found and (whole or len(have) == 1):
+                    dim = (whole or have)[0]
+                    self._take(name, dim, tuple(factor for factor in self.rows[name][dim] if factor in factors))
+                elif have and not whole:
+                    self.torn[name] = f"dims {have} have what dim {self.found[other][0]} of {other} is made of"
+
+    def _note_torn(self) -> None:
+        """Two inputs whose batches have something in common, and each something that the other has not."""
+        for name, (dim, factors) in self.found.items():
+            for other, (place, theirs) in self.found.items():
+                if {*factors} & {*theirs} and {*factors} - {*theirs} and {*theirs} - {*factors}:
+                    self.torn.setdefault(name, f"dim {dim} has a part of what dim {place} of {other} is made of")
+
+    def _why_not(self, name: str, dim: int) -> str:
+        """What goes along a dim, so that it is no batch."""
+        if not self.rows[name][dim] and self.labels[name][dim] not in (None, BATCH):
+            return f"names= calls it {self.labels[name][dim]}"
+        return next((self.along[factor] for factor in self.rows[name][dim] if factor in self.along), "")
+
+    def _why_picked(self, name: str, dim: int) -> str:
+        return next((self.picked[factor] for factor in self.rows[name][dim] if factor in self.picked), "")
+
+    def _plain(self, name: str, dim: int) -> bool:
+        """Whether nothing goes along a dim of several positions."""
+        return bool(self.rows[name][dim]) and not self._why_not(name, dim) and not self._why_picked(name, dim)
+
+    def _plain_dims(self, name: str) -> list[int]:
+        return [dim for dim in range(1, len(self.rows[name])) if self._plain(name, dim)]
+
+    def _only_plain(self, name: str) -> int | None:
+        """The dim that alone may be the batch, where the first is not: of one position, if none has several."""
+        if not self._why_not(name, 0):
+            return None
+        plain = self._plain_dims(name)
+        ones = [dim for dim, row in enumerate(self.rows[name]) if not row and dim and not self.labels[name][dim]]
+        dims = plain or ([] if self.known else ones)
+        if len(dims) != 1 or (plain and self.known and self._own_size(name, dims[0]) not in self._own_sizes()):
+            return None
+        return dims[0]
+
+    def _own_size(self, name: str, dim: int) -> int:
+        """Size of a dim as each rank has it."""
+        size = int(self.shapes[name][dim])
+        joined = self.joined
+        return size // joined.ranks if joined is not None and joined.ranks and joined.dims.get(name) == dim else size
+
+    def _own_sizes(self) -> set[int]:
+        return {self._own_size(name, dim) for name, (dim, _) in self.found.items()}
+
+    def _said(self, name: str) -> str:
+        """What is known of the dims of an input whose batch is not clear, and the line to write."""
+        rank = len(self.shapes[name])
+        shape = [self._own_size(name, dim) for dim in range(rank)]
+        reasons = {dim: self._why_not(name, dim) or self._why_picked(name, dim) for dim in range(rank)}
+        lines = [f"    dim {dim}: {why}" for dim, why in reasons.items() if why]
+        lines += [f"    {self.torn[name]}"] if name in self.torn else []
+        plain = self._plain_dims(name)
+        place = plain[0] if plain else 0
+        labels = tuple(BATCH if dim == place else None for dim in range(rank))
+        what = "\n".join([f"which dim of {name} {shape} is the batch is not clear", *lines])
+        none = "" if plain else ", and names of your own for all dims if it has none"
+        return _unclear(what, f"names={{{name!r}: {labels}}}", f" if it is dim {place}{none}")
+
+
+def _along(factors: Factors) -> dict[int, str]:
+    """Classes that some operator goes along, and which: steps, windows, keys of attention. Only where a class is all that a letter
+    stands for: what goes along the tokens of all rows goes along no row."""
+    found: dict[int, str] = {}
+    for instance in _forward(factors):
+        rule, what = instance.rule, ""
+        letters: list[str] = []
+        if rule.steps is not None:
+            letters, what = [rule.steps.letter], "a recurrence steps along it"
+        elif rule.rings:
+            letters, what = [passing.letter for passing in rule.rings.values()], "attention has keys along it"
+        elif "weighs" in rule.roles.values() and written_out(instance, factors) is not None:
+            letters, what = [letter for letter, role in rule.roles.items() if role == "weighs"], "attention has keys along it"
+        for letter in letters:
+            tokens = [token for token in instance.size if token[0] == letter]
+            if len(tokens) == 1:
+                found.setdefault(instance.factor[tokens[0]], f"{what}, {_place(instance.node)}")
+        for token in instance.tied if instance.node.target not in CROPS else ():
+            found.setdefault(instance.factor[token], f"windows lie along it, {_place(instance.node)}")
+    return found
+
+
+def _picked(factors: Factors) -> dict[int, str]:
+    """Classes of which several positions are picked out by number, one by one, as a loop over steps does."""
+    numbers: dict[int, dict[object, Node]] = defaultdict(dict)
+    for instance in _forward(factors):
+        if op_name(instance.node) != "aten.select.int":
+            continue
+        _, dim, index = instance.node.args[:3]
+        assert isinstance(dim, int)
+        tokens = instance.operands[0][dim]
+        if len(tokens) == 1:
+            numbers[instance.factor[tokens[0]]][index] = instance.node
+    return {
+        factor: f"its positions are picked out by number, {_place(next(iter(nodes.values())))}"
+        for factor, nodes in numbers.items()
+        if len(nodes) > 1
+    }
+
+
+def _forward(factors: Factors) -> Iterator[Instance]:
+    return (instance for node, instance in factors.instances.items() if records(node)[0].phase == "forward")
+
+
+def _place(node: Node) -> str:
+    return str(records(node)[0].source) or node.name
