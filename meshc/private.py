@@ -114,6 +114,8 @@ REACHED: Final = (
     "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
     "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
     "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",
+    "torch.distributed.tensor:DTensor._op_dispatcher._allow_implicit_replication", "torch.distributed.tensor:DTensor._spec",
+    "torch.distributed.tensor:DTensor._local_tensor",
     "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
 )  # fmt: skip
@@ -133,7 +135,8 @@ REPLACED: Final = (
     "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.utils:_compilation_metrics",
-    "torch.distributed.tensor._random:_rng_tracker",
+    "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+    "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",
     "torch.fx.graph_module:_loader.eval_cache", "torch.nn.attention.flex_attention:_validate_device",
     "torch.nn.attention.flex_attention:_apply_kernel_options", "torch.nn.attention.flex_attention:flex_attention_hop",

@@ -21,9 +21,15 @@ from meshc.runtime.comm.groups import Groups
 
 
 def whole_of(value: DTensor, world: dist.ProcessGroup | None) -> Tensor:
-    """A DTensor whole, on every rank, by the groups of its own DeviceMesh. One that lives on some ranks only (of another pipeline stage)
-    is sent by the first of them, over the group of all ranks."""
+    """A DTensor whole, on every rank. One that lives on some ranks only (of another pipeline stage) is sent by the first of them, over the
+    group of all ranks. Plain shards come over that group too: of a mesh that was saved nobody has the groups."""
     ranks = value.device_mesh.mesh.flatten().tolist()
+    plain = value.device_mesh.mesh_dim_names is not None and all(type(place) in (Shard, Replicate) for place in value.placements)
+    if len(ranks) == dist.get_world_size() and plain:
+        mesh = Mesh.of(value.device_mesh)
+        padded = layouts.pad_to(value.to_local(), layouts.largest_chunk(value.shape, value.placements, mesh))
+        chunks = collectives.all_gather(padded.unsqueeze(0), world).wait()
+        return layouts.put_chunks(((mesh.coordinates(rank), chunks[rank]) for rank in ranks), value.shape, value.placements, mesh)
     if len(ranks) == dist.get_world_size():
         return value.full_tensor()
     there = dist.get_rank() in ranks

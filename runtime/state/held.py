@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from meshc.errors import StateError
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import Slot
 from meshc.runtime.comm.transfers import Transfers
+
+EDITS: Final[Counter[int]] = Counter()
+"""How often memory was written to by edits that leave no trace in a tensor's version, by its address: `parameter.data[3] = 0`."""
 
 
 def inverse(slots: Sequence[int]) -> list[int]:
@@ -89,7 +93,10 @@ class Held:
 
     def version(self) -> tuple[int, int]:
         """Changes with every write through the DTensor, or through what its `to_local` gave."""
-        return (self.live._version, self.live._local_tensor._version if isinstance(self.live, DTensor) else 0)
+        if not isinstance(self.live, DTensor):
+            return self.live._version, 0
+        local = self.live._local_tensor
+        return self.live._version, local._version + (0 if self.shared else EDITS[local.data_ptr()])
 
     def whole(self) -> Tensor:
         """The program's values, as the model has them, whole on every rank."""

@@ -24,7 +24,7 @@ from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.state import traced_steps, whole_state
 from meshc.runtime.state.barred import Bar, Barred, put_bar, take_bars
-from meshc.runtime.state.state_dict_callers import look_who_asks
+from meshc.runtime.state.state_dict_callers import look_who_asks, look_who_asks_optimizer
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
@@ -39,8 +39,11 @@ _REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
 
 
+_LOOPS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that step a compiled module's parameters themselves (module mode)."""
+
 _STREAMS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stream] = weakref.WeakKeyDictionary()
-"""Of optimizers that step such parameters themselves (module mode): their numbers, for the comparison with the other ranks."""
+"""Their numbers, for the comparison with the other ranks."""
 
 
 def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -150,7 +153,9 @@ def runs_restored(model: nn.Module) -> Iterator[None]:
 def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
     _STORES[optimizer] = store
     optimizer.register_state_dict_pre_hook(_sync)
+    optimizer.register_state_dict_pre_hook(_look_who_asks_optimizer)
     optimizer.register_load_state_dict_pre_hook(_sync)
+    optimizer.register_load_state_dict_pre_hook(_refuse_parts)
     optimizer.register_step_pre_hook(_sync)
     optimizer.register_load_state_dict_post_hook(_after_optimizer_load)
 
@@ -184,6 +189,10 @@ def _look_who_asks(model: nn.Module, *_: object) -> None:
                 store.changes.compare_if_asked()
 
 
+def _look_who_asks_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    look_who_asks_optimizer(optimizer, stepped_by_program=store_of(optimizer) is not None)
+
+
 def _bring_together(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     store = _STORES.get(model)
     if store is not None:
@@ -193,7 +202,8 @@ def _bring_together(model: nn.Module, state: dict[str, Any], prefix: str, *_: ob
 def _lay_out(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     store = _STORES.get(model)
     if store is not None and not store.filling:
-        whole_state.lay_out(store, state, prefix)
+        with together(current_board(), "load_state_dict"):
+            whole_state.lay_out(store, state, prefix)
 
 
 def _after_model_load(model: nn.Module, _: object) -> None:
@@ -201,6 +211,11 @@ def _after_model_load(model: nn.Module, _: object) -> None:
     if store is not None and not store.filling:
         with together(current_board(), "load_state_dict"):
             store.read_back("parameter", "buffer")
+
+
+def _refuse_parts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    with together(current_board(), "load_state_dict"):
+        whole_state.refuse_parts_in(optimizer, state["state"])
 
 
 def _after_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
@@ -217,6 +232,8 @@ def _refuse_replaced_parameters() -> object:
 
 def _before_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     _check_parameters(optimizer)
+    if store_of(optimizer) is None and optimizer not in _LOOPS and _stores_of(optimizer):
+        _own_loops_optimizer(optimizer)
     _note_numbers(optimizer)
 
 
@@ -226,6 +243,16 @@ def _after_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             store.changes.after_step(optimizer)
 
 
+def _own_loops_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Of one that steps a compiled module's parameters itself, in a loop of its user's."""
+    _LOOPS.add(optimizer)
+    optimizer.register_state_dict_pre_hook(_look_who_asks_optimizer)
+    optimizer.register_state_dict_post_hook(_bring_optimizer_together)
+    optimizer.register_load_state_dict_pre_hook(_refuse_parts)
+    optimizer.register_load_state_dict_post_hook(_lay_out_optimizer)
+    _lay_out_optimizer(optimizer)
+
+
 def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
     """Nothing is sent: the board compares them at its next beat. Raises PeerError if it has found that ranks differ."""
     board = current_board()
@@ -233,12 +260,9 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
         return
     stream = _STREAMS.get(optimizer)
     if stream is None:
-        if not _stores_of(optimizer):
+        if optimizer not in _LOOPS:
             return
         stream = _STREAMS[optimizer] = board.numbers.stream("optimizer")
-        optimizer.register_state_dict_post_hook(_bring_optimizer_together)
-        optimizer.register_load_state_dict_post_hook(whole_state.lay_out_optimizer)
-        whole_state.lay_out_optimizer(optimizer)
         traced_steps.take_over(optimizer)
     traced_steps.come_last(optimizer)
     board.check()
@@ -246,6 +270,11 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
     stream.note(tuple(name for name, _ in given), tuple(number for _, number in given))
     for store in _stores_of(optimizer):
         store.changes.before_step(optimizer)
+
+
+def _lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    with together(current_board(), "load_state_dict"):
+        whole_state.lay_out_optimizer(optimizer)
 
 
 def _bring_optimizer_together(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

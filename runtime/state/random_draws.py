@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshc.ir import layouts, trees
 from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
@@ -60,11 +60,23 @@ def follow(home: Transfers) -> None:
     """From now on draws into DTensors on this mesh are those of one device. Where there is an accelerator torch has its own way."""
     place: Any = dtensor_random
     mesh = home.mesh.device_mesh
-    if mesh is None or home.device.type != "cpu" or torch.accelerator.is_available() or place._rng_tracker not in (None, _DRAWS):
+    if mesh is None:
         return
-    place._rng_tracker = _DRAWS
     _DRAWS.homes.pop(mesh, None)  # an equal one, of a world that has ended
     _DRAWS.homes[mesh] = home
+    if home.device.type == "cpu" and not torch.accelerator.is_available() and place._rng_tracker is None:
+        place._rng_tracker = _DRAWS
+
+
+def home_of(mesh: DeviceMesh) -> Transfers | None:
+    """What moves the tensors of a compiled model on this mesh."""
+    return _DRAWS.homes.get(mesh)
+
+
+def note_drawn(value: DTensor) -> None:
+    """Every rank has drawn the whole of this tensor by itself, and kept its part."""
+    _DRAWS.written.add(value._local_tensor.data_ptr())
+    _DRAWS.count += not isinstance(home_of(value.device_mesh), StageTransfers)
 
 
 def pending() -> bool:

@@ -1,9 +1,10 @@
-"""Who asks a compiled model for its state dict, and what is said to those who cannot do with DTensors.
+"""Who asks a compiled model, or an optimizer of its parameters, for its state dict, and what is said to those who cannot do with DTensors.
 
     torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
     model.save_pretrained(...) of transformers           StateError, which names program.save_pretrained: it would wait for ever, or
                                                          write a rank's part
-    anybody else, torch.save(model.state_dict()) say     a warning, once a model
+    anybody else, torch.save(model.state_dict()) say,    a warning, once a model and once an optimizer
+    or of optimizer.state_dict()
 
 Who asks is read off the stack: the module of the first frame that is neither torch's nn nor another `state_dict`. That is a guess; a
 function between the two that belongs to somebody else makes it wrong, which costs one warning too many or too few.
@@ -17,20 +18,27 @@ import weakref
 from types import FrameType
 from typing import Final
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
 from meshc.runtime.state.whole_state import asked_by_all
 
 KNOWS: Final = ("torch.distributed.", "accelerate.", "meshc.")
 """Modules, by the beginnings of their names, that know what a DTensor is."""
-BETWEEN: Final = ("torch.nn.", "torch.utils._contextlib", "torch._dynamo.", "contextlib", "functools")
+BETWEEN: Final = ("torch.nn.", "torch.utils._contextlib", "torch._compile", "torch._dynamo.", "contextlib", "functools")
 ADVICE: Final = (
-    "  what to do: state = program.state_dict(full=True) on every rank, which gives whole tensors on rank 0 (state[\"model\"]) and {} "
-    "elsewhere; or torch.distributed.checkpoint.save({\"program\": program}, ...)"
+    "  what to do: state = program.state_dict(full=True) on every rank, which gives whole tensors on rank 0 (state[\"{part}\"]) and {{}} "
+    "elsewhere; or torch.distributed.checkpoint.save({{\"program\": program}}, ...)"
+)
+OF_LOOPS_OPTIMIZER: Final = (
+    "  what to do: get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+    "torch.distributed.checkpoint.state_dict\n  on every rank, which gives whole tensors on rank 0, and set_optimizer_state_dict with "
+    "the same options to load them"
 )
 
-_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_WARNED: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def look_who_asks(model: nn.Module) -> str:
@@ -48,11 +56,25 @@ def look_who_asks(model: nn.Module) -> str:
             "save_pretrained cannot save a compiled model by itself: its parameters lie on a mesh, a part of them on each rank\n"
             "  what to do: program.save_pretrained(directory) on every rank"
         )
-    if model not in _WARNED:
-        _WARNED.add(model)
+    _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
+
+
+def look_who_asks_optimizer(optimizer: torch.optim.Optimizer, stepped_by_program: bool) -> None:
+    """Likewise before `state_dict` of an optimizer."""
+    caller = _caller(sys._getframe(2))
+    if caller is None or asked_by_all():
+        return
+    if any(isinstance(value, DTensor) for slots in optimizer.state.values() for value in slots.values()):
+        advice = ADVICE.format(part="optim") if stepped_by_program else OF_LOOPS_OPTIMIZER
+        _warn(optimizer, caller, "since its parameters are those of a compiled model", "optimizer", advice)
+
+
+def _warn(owner: nn.Module | torch.optim.Optimizer, caller: FrameType, why: str, kind: str, advice: str) -> None:
+    if owner not in _WARNED:
+        _WARNED.add(owner)
         message = (
-            f"the state dict of this {type(model).__qualname__} holds DTensors, since the model is compiled: what torch.save writes of it "
-            f"on a rank is that rank's part of each split parameter, and no model that is not on this mesh can load it\n{ADVICE}"
+            f"the state dict of this {type(owner).__qualname__} holds DTensors, {why}: what torch.save writes of it on a rank is that "
+            f"rank's part of each split tensor, and no {kind} that is not on this mesh can load it\n{advice}"
         )
         warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
     return ""

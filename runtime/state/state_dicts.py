@@ -25,6 +25,7 @@ from meshc.ir.keys import key_of
 from meshc.optimizer.forms import in_form
 from meshc.optimizer.optimizer import FIRST, HIDDEN
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
+from meshc.runtime.state.whole_state import refuse_parts_of_others
 
 if TYPE_CHECKING:
     from meshc.runtime.state.held import Held
@@ -102,6 +103,10 @@ def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
         state = {"model": state}
     store.adopt_changes()
     optim = state.get("optim") if store.optimizers else None
+    states = optim["state"] if optim is not None and "state" in optim else {}
+    refuse_parts_of_others(
+        [*state.get("model", {}).items(), *((f"{name}/{slot}", value) for name, slots in states.items() for slot, value in slots.items())]
+    )
     faults = _model_faults(store, state["model"]) if "model" in state else []
     faults += _optimizer_faults(store, optim) if optim is not None else []
     if faults:

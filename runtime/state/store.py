@@ -41,7 +41,7 @@ from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
-from meshc.runtime.state import adoption, optimizer_state, ownership, random_draws, state_dicts
+from meshc.runtime.state import adoption, optimizer_state, ownership, random_draws, reads, state_dicts, views
 from meshc.runtime.state.changes import Changes
 from meshc.runtime.state.held import Held
 from meshc.runtime.state.making import made
@@ -65,6 +65,8 @@ class Store:
         self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
         random_draws.follow(self.transfers)
+        views.follow()
+        reads.follow()
         self.owners: dict[str, int] = {}
         self._stages: Mapping[int, StageTransfers] = {}
         self.held: dict[str, Held] = {}
@@ -143,8 +145,7 @@ class Store:
         if owners and axis is not None and not self._stages:
             self._stages = of_stages(self.transfers, axis.name)
             for home in self._stages.values():
-                if home.member:
-                    random_draws.follow(home)
+                random_draws.follow(home)
 
     def places(self) -> dict[str, int]:
         """On which stage's ranks things live, by each of their names."""

@@ -2,6 +2,7 @@
 
     model.load_state_dict(torch.load("model.bin"))     whole tensors, the same on every rank: each takes its part, nothing is sent
     optimizer.load_state_dict(...)                     likewise, of an optimizer that steps a compiled module's parameters itself
+    torch.load("what rank 0 has saved.pt")             parts: refused by all but the rank that they are of
     accelerator.save_state(...), Trainer._save         ask on every rank, and write on one: they get whole tensors, in the host's memory
                                                        on each rank
 
@@ -11,19 +12,25 @@ Who asks is read off the stack, as in `state_dict_callers.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from meshc.errors import StateError, lines_of
 from meshc.frontend.stock_trainer import is_told
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
+from meshc.runtime.state.random_draws import home_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from meshc.runtime.comm.transfers import Transfers
     from meshc.runtime.state.store import Store
 
 ON_ALL_RANKS: Final = (
@@ -38,16 +45,49 @@ OF_TRAINER: Final = ("transformers.trainer", "_save")
 
 
 def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Whole tensors that are about to be loaded into a compiled model become DTensors that lie as its parameters do."""
-    for name, value in state.items():
-        held = store.find(f"parameter:{name[len(prefix) :]}") if name.startswith(prefix) else None
-        if held is None or not isinstance(held.live, DTensor) or not _is_plain(value) or tuple(value.shape) != held.shape:
-            continue
-        local = held.home.chunk_of(value.detach(), held.placements).to(held.local.device)
-        stride = torch.empty(held.shape, device="meta").stride()
-        state[name] = DTensor.from_local(
-            local, held.home.mesh.device_mesh, held.placements, run_check=False, shape=value.shape, stride=stride
+    """Whole tensors, and DTensors of another mesh, that are about to be loaded into a compiled model become DTensors that lie as its
+    parameters do. Raises StateError where another rank's part would be taken for this one's."""
+    rows = [(name, value, store.find(f"parameter:{name[len(prefix) :]}")) for name, value in state.items() if name.startswith(prefix)]
+    refuse_parts_of_others((name, value) for name, value, held in rows if held is not None)
+    for name, value, held in rows:
+        if held is not None and isinstance(held.live, DTensor) and isinstance(value, Tensor) and tuple(value.shape) == held.shape:
+            if not value.is_meta:
+                state[name] = _laid(value, held.home, held.live)
+
+
+def _laid(value: Tensor, home: Transfers, like: DTensor) -> Tensor:
+    if isinstance(value, DTensor) and value.device_mesh is like.device_mesh:
+        return value
+    local = home.chunk_of(value.detach(), like.placements).to(like._local_tensor.device)
+    stride = torch.empty(value.shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=stride)
+
+
+def refuse_parts_of_others(values: Iterable[tuple[str, object]]) -> None:
+    """Refuses split DTensors that another rank has saved: a mesh keeps with it which of its ranks it was saved by."""
+    rank, ranks, faults = dist.get_rank(), dist.get_world_size(), []
+    for name, value in values:
+        if isinstance(value, DTensor) and not all(type(one) is Replicate for one in value.placements):
+            mesh = value.device_mesh
+            at, mine = mesh.get_coordinate(), (mesh.mesh == rank).nonzero().tolist()
+            of_this = (None if at is None else [*at]) == (mine[0] if mine else None)
+            if not of_this or (mesh.mesh.numel() != ranks and home_of(mesh) is None):
+                whose = "no rank" if at is None else f"rank {int(mesh.mesh[tuple(at)])}"
+                faults.append(f"{name}, {list(value.shape)}: what {whose} had of it on {_text(mesh)}, loaded on rank {rank} of {ranks}")
+    if faults:
+        shown = "\n    ".join(lines_of(faults, 4))
+        raise StateError(
+            f"this state has parts of split tensors that are not this rank's:\n    {shown}\n"
+            "  why: torch.save of model.state_dict() or optimizer.state_dict() writes of each split tensor what that rank has\n"
+            "  what to do: save state = program.state_dict(full=True), which every rank calls and rank 0 writes, or torch.distributed."
+            'checkpoint.save({"program": program}, ...);\n  of files that every rank writes for itself, each rank loads its own, on as many'
+            " ranks"
         )
+
+
+def _text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
+    return ",".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
 def bring_together(store: Store, model: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -71,15 +111,28 @@ def asked_by_all(model: nn.Module | None = None) -> bool:
     return False
 
 
+def refuse_parts_in(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mapping[str, object]]) -> None:
+    """`refuse_parts_of_others` of an optimizer's state, by parameter or by its number."""
+    numbered = [p for group in optimizer.param_groups for p in group["params"]]
+    names = {id(p): index for index, p in enumerate(numbered)}
+    refuse_parts_of_others(
+        (f"{slot} of parameter {key if isinstance(key, int) else names.get(id(key), '?')}", value)
+        for key, slots in state.items()
+        for slot, value in slots.items()
+    )
+
+
 def lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Whole state of a parameter that is a DTensor becomes a DTensor like it."""
+    """Whole state of a parameter that is a DTensor, and state of another mesh, becomes a DTensor like it."""
+    refuse_parts_in(optimizer, optimizer.state)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, DTensor):
+            home = home_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+            if home is not None:
                 slots = optimizer.state.get(parameter, {})
                 for name, value in slots.items():
-                    if _is_plain(value) and value.dim() and value.shape == parameter.shape:
-                        slots[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                    if isinstance(value, Tensor) and not value.is_meta and value.dim() and value.shape == parameter.shape:
+                        slots[name] = _laid(value, home, parameter)
 
 
 def bring_optimizer_together(store: Store, state: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +145,6 @@ def bring_optimizer_together(store: Store, state: dict[str, Any]) -> dict[str, A
             for index, one in state["state"].items()
         }
     return {**state, "state": slots}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
 
 
 def _functions(frame: FrameType | None) -> Iterator[tuple[str, str]]:

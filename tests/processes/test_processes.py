@@ -108,6 +108,19 @@ def test_random_values_drawn_into_parameters(mesh: str, ranks: int, names: tuple
     assert run("drawn", ranks, mesh, *names).split() == [*names]
 
 
+@pytest.mark.parametrize(
+    "mesh, ranks, names",
+    [
+        ("tp=2", 2, ("edited", "looked_at", "numbers", "saved_by_each", "saved_whole", "saved_by_rank_0")),
+        ("dp=2", 2, ("numbers_of_wholes",)), broad("pp=2", 2, ("edited_beside_a_step",)), broad("dp=2", 2, ("edited",)),
+        broad("dp_shard=2,tp=2", 4, ("edited", "looked_at", "numbers", "edited_beside_a_step", "saved_by_each", "saved_whole")),
+    ],
+)  # fmt: skip
+def test_edits_through_views_and_what_is_saved(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
+    """A check in which a rank refuses alone is the last of its launch."""
+    assert [line for line in run("edits", ranks, mesh, *names).split("\n") if line in names] == [*names]
+
+
 @pytest.mark.parametrize("mesh, ranks", [broad("dp_shard=2", 2), ("tp=2", 2), broad("dp_shard=2,tp=2", 4)])
 def test_verify_under_a_process_group(mesh: str, ranks: int) -> None:
     names = ("train_step", "module", "wrong_program")

@@ -1,0 +1,63 @@
+"""Numbers that are read of a compiled model's tensors: of what every rank has whole they are given, of a part they are refused.
+
+    p.grad.norm().item()      a norm that ranks have not summed up: torch would give this rank's part of it
+    p.tolist(), np.asarray(p), f"{norm:.3f}"        of a DTensor torch refuses them, whole or not
+
+A whole value takes an exchange between ranks, which belongs to a line that every rank runs: `x.full_tensor()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshc.errors import StateError
+from meshc.private import OpOverload
+from meshc.runtime.state.views import ask, by_torch, is_of_model
+
+_NAMES: Final = ("numpy", "tolist", "__format__")
+"""Methods of a tensor that torch's DTensor refuses."""
+
+
+def follow() -> None:
+    """From now on DTensors are read by these rules."""
+    ask(torch.ops.aten._local_scalar_dense.default, _number)
+    for name in _NAMES:
+        if name not in vars(DTensor):
+            setattr(DTensor, name, _method(name, getattr(DTensor, name)))
+
+
+def _number(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`item()`, `float`, `int` and `bool` of one."""
+    if is_of_model(args[0]):
+        _refuse_part(args[0], "item()")
+    return by_torch(op, args, kwargs)
+
+
+def _method(name: str, by_class: Callable[..., Any]) -> Callable[..., Any]:
+    def read(value: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_of_model(value) or (name == "__format__" and (value.dim() or not args[0])):
+            return by_class(value, *args, **kwargs)
+        _refuse_part(value, "item()" if name == "__format__" else f"{name}()")
+        local = value.to_local()
+        return getattr(local.detach() if name != "numpy" else local, name)(*args, **kwargs)
+
+    read.__name__, read.__doc__ = name, getattr(Tensor, name).__doc__
+    return read
+
+
+def _refuse_part(value: DTensor, call: str) -> None:
+    mesh = value.device_mesh
+    rows = zip(value.placements, mesh.shape, mesh.mesh_dim_names or (), strict=True)
+    apart = [f"{place} over {axis}" for place, size, axis in rows if size > 1 and not isinstance(place, Replicate)]
+    if apart:
+        what = f"a DTensor of shape {list(value.shape)}" if value.dim() else "a number"
+        raise StateError(
+            f"{call} was asked of {what} of which this rank has a part: {', '.join(apart)}\n"
+            f"  why: the part would be taken for the whole, and each rank would read another value\n"
+            f"  what to do: .full_tensor().{call} in its place, on every rank, since ranks exchange their parts for it"
+        )

@@ -1,0 +1,308 @@
+"""Views of a compiled model's tensors, and edits in place that torch cannot make on parts: both mean what they mean on one device.
+
+    with torch.no_grad():
+        model.embed.weight[3].zero_()             one rank has the row: torch gathers the whole for the view, and would zero that copy
+        model.head.weight[mask] = 0               torch refuses a plain mask, and has no rule for parts
+
+A view along a dim that is not split has its tensor's memory, and is left alone. One that torch has gathered is a `GatheredView`: it is read
+as the DTensor that it is, and what is written to it is written to the whole tensor on every rank, of which each rank keeps its part. So are
+edits for which torch has no rule. That makes one whole tensor on each rank for as long as it takes, and all ranks do it. Plain tensors in
+an edit are whole, and the same on all ranks.
+
+torch asks a table by operator, `_custom_op_handlers`, before it looks for a rule of its own. Tensors that do not lie on a compiled model's
+mesh go on to that rule.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshc.errors import StateError
+from meshc.ir import trees
+from meshc.private import OpOverload
+from meshc.runtime.state import random_draws
+from meshc.runtime.state.held import EDITS
+
+Handler = Callable[..., Any]
+"""By operator, its arguments and its keywords."""
+
+_ATEN: Final = torch.ops.aten
+
+_VIEWS: Final = (
+    _ATEN.select.int, _ATEN.slice.Tensor, _ATEN.view.default, _ATEN._reshape_alias.default, _ATEN.diagonal.default, _ATEN.unbind.int,
+    _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unfold.default, _ATEN.squeeze.default, _ATEN.squeeze.dim,
+    _ATEN.squeeze.dims, _ATEN.expand.default, _ATEN.as_strided.default,
+)  # fmt: skip
+"""Operators whose result is a view, which torch may gather or refuse; those that reorder dims it makes of parts."""
+
+_BY_ELEMENT: Final = (
+    _ATEN.copy_.default, _ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor, _ATEN.index.Tensor, _ATEN.index_select.default,
+)  # fmt: skip
+"""What torch makes of parts, and refuses where a value or an index is a plain tensor. Arithmetic, which optimizers do with DTensors alone,
+is left to torch, which is faster by itself."""
+
+_OF_WHOLES: Final = (
+    _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default, _ATEN.masked_scatter_.default,
+    _ATEN.index_fill_.int_Scalar, _ATEN.index_fill_.int_Tensor, _ATEN.index_copy_.default, _ATEN.index_add_.default,
+    _ATEN.scatter_.src, _ATEN.scatter_.value, _ATEN.scatter_add_.default, _ATEN.tril_.default, _ATEN.triu_.default, _ATEN.renorm_.default,
+)  # fmt: skip
+"""Edits for which torch has no rule on parts, or one that takes a part for the whole (`index_copy_` of rows)."""
+
+_EARLIER: Final[dict[OpOverload, Handler]] = {}
+"""Handlers of torch's own, of operators that are asked about here."""
+
+_LIVING: Final[weakref.WeakValueDictionary[int, GatheredView]] = weakref.WeakValueDictionary()
+"""Views that somebody has, by identity."""
+
+
+def follow() -> None:
+    """From now on torch asks here about views and edits of DTensors."""
+    for ops, handler in ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_OF_WHOLES, _edit)):
+        for op in ops:
+            ask(op, handler)
+
+
+def ask(op: OpOverload, handler: Handler) -> None:
+    """From now on torch asks a handler what an operator makes of DTensors."""
+    earlier = _handlers().get(op)
+    if earlier is not None and earlier is not handler:
+        _EARLIER[op] = earlier
+    _handlers()[op] = handler
+
+
+def _handlers() -> dict[OpOverload, Handler]:
+    return cast(dict[OpOverload, Handler], DTensor._op_dispatcher._custom_op_handlers)
+
+
+def by_torch(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What torch itself makes of an operator that is asked about here."""
+    if op in _EARLIER:
+        return _EARLIER[op](op, args, kwargs)
+    handlers = _handlers()
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def is_of_model(value: object) -> bool:
+    """Whether it lies on a compiled model's mesh; while somebody traces it does not."""
+    return isinstance(value, DTensor) and type(value._local_tensor) is Tensor and random_draws.home_of(value.device_mesh) is not None
+
+
+def is_whole(value: DTensor) -> bool:
+    """Whether each rank has all of it."""
+    return all(type(one) is Replicate for one in value.placements)
+
+
+class GatheredView(DTensor):
+    """A view that torch has gathered.
+
+    origin   the split tensor that it is a view of
+    strides  a tensor without memory, which lies in the whole `origin` as the view does
+    seen     the versions of `origin` that it shows
+    """
+
+    origin: DTensor
+    strides: Tensor
+    seen: tuple[int, ...]
+
+    def __new__(cls, gathered: DTensor, origin: DTensor, strides: Tensor) -> GatheredView:
+        view = cast(GatheredView, super().__new__(cls, gathered._local_tensor, gathered._spec, requires_grad=False))
+        view.origin, view.strides, view.seen = origin, strides, (_version(origin),)
+        _LIVING[id(view)] = view
+        return view
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, *call: Any, **more: Any) -> Any:
+        return _dispatched(*call, **more)
+
+    def gathered(self) -> DTensor:
+        """The DTensor that it is read as. Raises StateError where its tensor was written since."""
+        if _version(self.origin) not in self.seen:
+            raise StateError(
+                f"a view of shape {list(self.shape)} was taken of a split tensor that has been written since, and shows what was there\n"
+                "  why: the tensor lies in parts on several ranks, of which a view is gathered when it is taken\n"
+                "  what to do: take the view again where it is read (weight[3] once more); for what was there, .clone() where it is taken"
+            )
+        return DTensor(self._local_tensor, self._spec, requires_grad=False)
+
+    def show(self, whole: Tensor, seen: tuple[int, ...]) -> None:
+        """Shows what the whole `origin` has at these versions."""
+        self._local_tensor, self.seen = _part(self.within(whole), self).clone(), seen
+
+    def within(self, whole: Tensor) -> Tensor:
+        """The view of a whole tensor, contiguous, that stands for `origin`."""
+        flat = whole.view(-1)
+        typed = flat if flat.dtype == self.strides.dtype else flat.view(self.strides.dtype)
+        return typed.as_strided(self.strides.shape, self.strides.stride(), int(self.strides.storage_offset()))
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self.gathered()
+        return super().redistribute(*args, **kwargs)
+
+    def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.gathered()
+        return super().to_local(*args, **kwargs)
+
+    def _repr(self, **contents: Any) -> str:
+        return repr(self.gathered())
+
+    __repr__: Any = _repr
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.gathered().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.gathered().clone().__reduce_ex__(protocol)
+
+
+def _dispatched(func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """An operator that is given a gathered view: an edit of it, a view of it, or one that reads it."""
+    kwargs = kwargs or {}
+    if func._schema.is_mutable and any(isinstance(one, GatheredView) for one in _written(func, args, kwargs)):
+        return _edit_whole(func, args, kwargs)
+    found = func(*trees.mapped(_as_gathered, args), **trees.mapped(_as_gathered, kwargs))
+    alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    if alias is None or alias.is_write or not isinstance(args[0], GatheredView):
+        return found
+    strides = func(args[0].strides, *args[1:], **kwargs)
+    return _each(found, strides, lambda one, like: GatheredView(one, args[0].origin, like))
+
+
+def _version(value: DTensor) -> int:
+    """Changes with what is written through the DTensor, and with what a program writes to its memory."""
+    return value._version + value._local_tensor._version
+
+
+def _as_gathered(value: Any) -> Any:
+    return value.gathered() if isinstance(value, GatheredView) else value
+
+
+def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A view as torch makes it; where torch makes none, of the whole."""
+    base = args[0]
+    if not is_of_model(base):
+        return by_torch(op, args, kwargs)
+    strides = None if is_whole(base) else op(torch.empty(base.shape, dtype=base.dtype, device="meta"), *args[1:], **kwargs)
+    try:
+        found = by_torch(op, args, kwargs)
+    except (RuntimeError, NotImplementedError):
+        whole = base.redistribute(placements=[Replicate()] * base.device_mesh.ndim)._local_tensor
+        found = _each(op(whole, *args[1:], **kwargs), None, lambda one, _: _of_whole(one, base))
+    if any(type(one) not in (Shard, Replicate) for one in base.placements):
+        return found  # of sums that are not taken no rank has a part to keep
+    return found if strides is None else _each(found, strides, lambda one, like: _marked(one, base, like))
+
+
+def _each(found: Any, strides: Any, mark: Callable[[Any, Any], Any]) -> Any:
+    """Of an operator with one result, or with a list of them."""
+    if not isinstance(found, list | tuple):
+        return mark(found, strides)
+    return [mark(one, like) for one, like in zip(found, strides or [None] * len(found), strict=True)]
+
+
+def _marked(found: DTensor, origin: DTensor, strides: Tensor) -> DTensor:
+    """What lies as its origin does has that one's memory; what does not was gathered. All ranks find the same."""
+    return found if _kinds(found.placements) == _kinds(origin.placements) else GatheredView(found, origin, strides)
+
+
+def _kinds(placements: Sequence[Placement]) -> list[type[Placement]]:
+    return [type(one) for one in placements]
+
+
+def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """By torch's rule, of plain tensors as whole ones."""
+    if not is_of_model(args[0]):
+        return by_torch(op, args, kwargs)
+    with _implicitly_replicated():
+        return by_torch(op, args, kwargs)
+
+
+@contextmanager
+def _implicitly_replicated() -> Iterator[None]:
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
+def _edit(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _edit_whole(op, args, kwargs) if is_of_model(args[0]) else by_torch(op, args, kwargs)
+
+
+def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an edit on whole tensors, the same on every rank, of which each keeps its part."""
+    written = [one for one in _written(op, args, kwargs) if isinstance(one, DTensor)]
+    if any(one.device_mesh.get_coordinate() is None for one in written):
+        return args[0]  # of another pipeline stage
+    wholes: dict[int, Tensor] = {}
+    given: dict[int, tuple[Tensor, DTensor]] = {}
+
+    def whole(one: Any) -> Any:
+        if not isinstance(one, DTensor):
+            return one
+        origin = _origin(one)
+        if id(origin) not in wholes:
+            wholes[id(origin)] = origin.full_tensor().contiguous()
+        full = wholes[id(origin)]
+        value = one.within(full) if isinstance(one, GatheredView) else full
+        given[id(value)] = value, one
+        return value
+
+    result = op(*trees.mapped(whole, args), **trees.mapped(whole, kwargs))
+    for origin in {id(one): one for one in map(_origin, written)}.values():
+        _keep(origin, wholes[id(origin)], sum(_origin(one) is origin for one in written))
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            random_draws.note_drawn(origin)
+    return trees.mapped(lambda one: given[id(one)][1] if id(one) in given else one, result)
+
+
+def _keep(origin: DTensor, whole: Tensor, times: int) -> None:
+    """Writes a tensor, and what is shown of it. times: how often torch will have counted that, if it does."""
+    origin._local_tensor.copy_(_part(whole, origin))
+    EDITS[origin._local_tensor.data_ptr()] += 1
+    seen = _version(origin), _version(origin) + times
+    for view in [*_LIVING.values()]:
+        if view.origin is origin:
+            view.show(whole, seen)
+
+
+def _origin(one: DTensor) -> DTensor:
+    return one.origin if isinstance(one, GatheredView) else one
+
+
+def _part(whole: Tensor, like: DTensor) -> Tensor:
+    """What a rank has of a whole tensor that lies as another does."""
+    return _of_whole(whole, like).redistribute(placements=like.placements)._local_tensor
+
+
+def _of_whole(whole: Tensor, like: DTensor) -> DTensor:
+    mesh = like.device_mesh
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator writes to."""
+    found: list[Any] = []
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
