@@ -79,9 +79,12 @@ class Held:
 
     def put_back(self) -> None:
         for child, attributes, buffers, passing in self.tables:
-            for table, before in ((vars(child), attributes), (child._buffers, buffers), (child._non_persistent_buffers_set, passing)):
-                table.clear()
-                table.update(before)
+            vars(child).clear()
+            vars(child).update(attributes)
+            child._buffers.clear()
+            child._buffers.update(buffers)
+            child._non_persistent_buffers_set.clear()
+            child._non_persistent_buffers_set.update(passing)
         with torch.no_grad():
             for tensor, value in self.values:
                 if tensor.shape != value.shape:  # a buffer: a parameter cannot be resized
