@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
 from meshc.api.asked import Arguments
-from meshc.errors import InputError, VerifyError
+from meshc.errors import CaptureError, CompileError, InputError, VerifyError, listed
 from meshc.frontend import calling
 from meshc.frontend.expert_bias import counted
 from meshc.frontend.module_watch import Watch
 from meshc.frontend.one_device import one_device
-from meshc.ir import records, trees
+from meshc.ir import op_name, records, trees
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
 from meshc.ops import coded
@@ -52,7 +52,8 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     """Simulate all ranks in this process and compare with the model itself on one device.
 
     inputs   keyword inputs of one call (a mapping), or positional ones (a sequence), whole; default: random ones of the compiled shapes
-    dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind
+    dtype    torch.float64 captures a float64 copy under the same plan, and compares what each of three steps leaves behind; a model that
+             has no such copy, since it makes float32 tensors by itself, is compared in float32, and the report's `single` says why
 
     A step's outputs, gradients and buffers are compared, the losses of three steps, and what the first leaves behind: the optimizer's
     state, the gradient norm, with SGD the update of each parameter. In float64 that, and the parameters, after all three.
@@ -77,11 +78,13 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
         def work() -> dict[str, object]:
             report = _verify(program, values, args, kwargs, dtype == torch.float64)
             moved = [(kind, name, value) for (kind, name), value in report.moved.items()]
-            return {"tolerance": report.tolerance, "amplified": report.amplified, "rows": report.rows, "moved": moved}
+            told = {"tolerance": report.tolerance, "amplified": report.amplified, "single": report.single}
+            return {**told, "rows": report.rows, "moved": moved}
 
         found = world.from_rank_0(work)
     rows = [(kind, name, error) for kind, name, error in found["rows"]]
-    return verification.Report(found["tolerance"], found["amplified"], rows, {(kind, name): moved for kind, name, moved in found["moved"]})
+    moved = {(kind, name): moved for kind, name, moved in found["moved"]}
+    return verification.Report(found["tolerance"], found["amplified"], rows, moved, single=found["single"])
 
 
 def _described(inputs: Inputs) -> str:
@@ -108,7 +111,20 @@ def _verify(
 ) -> verification.Report:
     """The work, on one rank. `values` are whole parameters and buffers by name, None if the module has its own."""
     with _as_compiled(program.compilations.last.made.request.autocast):
-        return _verify_there(program, values, args, kwargs, double)
+        if not double:
+            return _verify_there(program, values, args, kwargs, False, [])
+        singles: list[str] = []
+        try:
+            return _verify_there(program, values, args, kwargs, True, singles)
+        except (CaptureError, CompileError) as error:
+            why = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        except VerifyError:
+            if not singles:
+                raise
+            why = f"the model computes in float32 in its copy in double precision too: {listed(singles, 3)}"
+        report = _verify_there(program, values, args, kwargs, False, [])
+        report.single = why
+        return report
 
 
 @contextmanager
@@ -124,7 +140,8 @@ def _as_compiled(autocast: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 class Twins:
     """What a request is compiled to for a comparison: without its optimizer, and, when that is asked for, with one. Both are of one trace.
 
-    key  what it was compiled from, to be compared with `same`
+    key      what it was compiled from, to be compared with `same`
+    singles  lines of the model that compute in single precision
     """
 
     def __init__(self, key: tuple[object, ...], request: Request) -> None:
@@ -132,6 +149,7 @@ class Twins:
         self._traced = trace(request) if request.train else None
         self.plain, lowered = compile_program(request, traced=self._traced)
         self.graph = lowered.joint.graph
+        self.singles = [*dict.fromkeys(_in_single(lowered.placed.factors))]
         self._updating: PlainProgram | None = None
 
     def same(self, key: tuple[object, ...]) -> bool:
@@ -164,8 +182,10 @@ def _twins(program: Program, key: tuple[object, ...], request: Request) -> Twins
 
 
 def _verify_there(
-    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool
-) -> verification.Report:
+    program: Program, values: Mapping[str, torch.Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object], double: bool,
+    singles: list[str],
+) -> verification.Report:  # fmt: skip
+    """`singles` gets the lines of the model that compute in single precision all the same."""
     store, module = program.compilations.store, program.asked.module
     ask = program.lowered.request
     with calls_allowed(module):
@@ -187,6 +207,7 @@ def _verify_there(
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
         again = _twins(program, (program.general, double, calling.module_key(Watch(twin).state()), _optimizer_key(program)), request)
+        singles.extend(again.singles)
         plain = instance.fitting(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
         verification.compared(report, reference, partial(compare, plain))
@@ -225,6 +246,12 @@ def _computed(factors: Factors) -> set[torch.dtype]:
     """The dtypes that arithmetic is done in; what is only cast or laid out in another does not count."""
     instances = factors.instances.values()
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
+
+
+def _in_single(factors: Factors) -> Iterator[str]:
+    for node, found in factors.instances.items():
+        if found.rule.kind != "layout" and any(one.dtype == torch.float32 for one in records(node)):
+            yield f"{op_name(node)} at {records(node)[0].source or 'the model itself'}"
 
 
 def _raise_if_wrong(

@@ -15,6 +15,7 @@ from meshc.api import compile, verification
 from meshc.api.options import EXPERTS, Options
 from meshc.commands.target import load_target
 from meshc.errors import PlanError, VerifyError
+from meshc.frontend.double import double_by_default
 from meshc.frontend.one_device import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
@@ -96,10 +97,11 @@ def verify_as_it_stands(
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])
     compared = widened(fitting) if double else fitting
-    if program.step is None:
-        comparison.compare_module(compared, reference, report)
-    else:
-        verification.verify_update(program, lambda spec: compared, {}, twin, reference, report, double)
+    with double_by_default(double):
+        if program.step is None:
+            comparison.compare_module(compared, reference, report)
+        else:
+            verification.verify_update(program, lambda spec: compared, {}, twin, reference, report, double)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}\n{_edited(saved, program.general)}")
     return report

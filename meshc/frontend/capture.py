@@ -22,7 +22,7 @@ from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
 from meshc.frontend.adapted_experts import adapted_experts
 from meshc.frontend.averaged_norms import averaged_norms
-from meshc.frontend.double import wide, widen
+from meshc.frontend.double import double_by_default, wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
@@ -87,6 +87,7 @@ class TorchGraph:
     leaves    the flat inputs, python values included
     tensors   fake parameters and buffers by qualified name
     code      what has run of Python
+    double    it is a copy in double precision
     """
 
     module: torch.fx.GraphModule
@@ -101,6 +102,7 @@ class TorchGraph:
     notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
     code: tuple[CodeType, ...] = ()
+    double: bool = False
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -233,7 +235,7 @@ def torch_graph(
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
         listed_experts(module), adapted_experts(module), unhinted_masks(), traced_distributions(), averaged_norms(),
-        apart(), unasked(), unwritten(), untraceable.said_once(),
+        apart(), unasked(), unwritten(), untraceable.said_once(), double_by_default(double),
     ):  # fmt: skip
         try:
             with replaced(bool(opened)) as seen:
@@ -248,7 +250,8 @@ def torch_graph(
     tree = _arrange_outputs(graph, leaves)
     if double:
         widen(graph)
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
+    held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
+    traced = TorchGraph(*held, notes=tuple(notes), code=seen.code, double=double)
     return _opened(traced, opened) if opened else traced
 
 
@@ -374,6 +377,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(traced.fake_mode)))
         stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(double_by_default(traced.double))
         stack.enter_context(_dynamo_settings())
         stack.enter_context(unwritten())
         stack.enter_context(trees.known())

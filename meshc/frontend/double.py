@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -17,13 +17,15 @@ def wide(dtype: torch.dtype, double: bool) -> torch.dtype:
     return WIDER.get(dtype, dtype) if double else dtype
 
 
-def is_beyond_single(target: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether a call fills a tensor, of which nothing says the dtype, with a number that single precision does not have: the least that
-    a copy in double precision has, where the model asked for the least of its own."""
-    number = kwargs.get("fill_value", args[1] if len(args) > 1 else None)
-    if target not in (torch.full, torch.ops.aten.full.default) or kwargs.get("dtype") is not None or not isinstance(number, float):
-        return False
-    return math.isfinite(number) and abs(number) > torch.finfo(torch.float32).max
+@contextmanager
+def double_by_default(double: bool) -> Iterator[None]:
+    """Inside, what nobody says the dtype of (`torch.eye(4)`, `torch.tensor(0.5)`) is double, as the copy that makes it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(wide(before, double))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def widen(module: torch.fx.GraphModule) -> None:
@@ -37,8 +39,6 @@ def widen(module: torch.fx.GraphModule) -> None:
         for node in body.graph.nodes:
             node.args = torch.fx.node.map_aggregate(node.args, wider)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wider)
-            if is_beyond_single(node.target, node.args, node.kwargs):
-                node.kwargs = {**node.kwargs, "dtype": torch.float64}
             if node.op == "call_method":
                 node.target = {"float": "double", "cfloat": "cdouble"}.get(node.target, node.target)
         body.recompile()

@@ -13,7 +13,7 @@ from meshc.ir import Source
 from meshc.package import FOLDER
 
 OURS = f"{FOLDER}{os.sep}"
-TORCH = tuple(f"{folder}{os.sep}" for path in [os.path.dirname(torch.__file__)] for folder in dict.fromkeys((path, os.path.realpath(path))))
+TORCH = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (torch.__file__, os.path.realpath(torch.__file__)))
 """Torch's own folder, as modules are found in it and without links. A library that builds on torch is its user's, whatever it is called."""
 PACKAGES = frozenset(("site-packages", "dist-packages"))
 STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"

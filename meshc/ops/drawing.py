@@ -1,6 +1,7 @@
 """Torch's functions and methods that make random tensors, in meshc's operators: each takes two more keywords, `seed_step` and `call`.
 
-What torch is told of where a result lies (`passes/trace/stand_ins.py`) they are not."""
+They are not told where a result lies (`device`, `layout`, `out`): `passes/trace/stand_ins.py` sees to that.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def _raised_normal(
 def _raised_randint(
     *, low: int = 0, high: int, size: Sequence[int], dtype: torch.dtype | None = None, seed_step: Tensor, call: int
 ) -> Tensor:  # fmt: skip
-    return distributions.integers(Draws.of(seed_step, call, list(size)), low, high, dtype or torch.int64)
+    return distributions.integers(Draws.of(seed_step, call, list(size)), int(low), int(high), dtype or torch.int64)
 
 
 def _raised_randint_like(
@@ -66,7 +67,7 @@ def _raised_randint_like(
 ) -> Tensor:  # fmt: skip
     if isinstance(high, Tensor):
         raise CompileError("randint_like() with a tensor for its bound draws in a way that meshc has no operator for\n" + BOUND)
-    return distributions.integers(Draws.of(seed_step, call, input.shape), low, high, dtype or input.dtype)
+    return distributions.integers(Draws.of(seed_step, call, input.shape), int(low), int(high), dtype or input.dtype)
 
 
 def _raised_randperm(n: int, *, dtype: torch.dtype | None = None, seed_step: Tensor, call: int) -> Tensor:

@@ -25,7 +25,7 @@ from meshc.errors import CompileError
 from meshc.frontend.sources import source_of
 from meshc.passes.phases.traced import Traced
 from meshc.passes.trace.checkpoint_regions import carry_region, tag_region
-from meshc.passes.trace.repeat_writes import Region, repeat_writes, requires_grad
+from meshc.passes.trace.repeat_writes import CheckpointedRegion, repeat_writes, requires_grad
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -33,7 +33,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 def inline_checkpoints(traced: Traced) -> Traced:
     """Replaces the calls, bodies within bodies included."""
     module, names = traced.model.module, Counter[str]()
-    places: dict[Node, Region] = {}
+    places: dict[Node, CheckpointedRegion] = {}
     calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
     while calls:
         for call in calls:
@@ -45,9 +45,9 @@ def inline_checkpoints(traced: Traced) -> Traced:
     return traced
 
 
-def _regions(graph: Graph, places: Mapping[Node, Region]) -> list[Region]:
+def _regions(graph: Graph, places: Mapping[Node, CheckpointedRegion]) -> list[CheckpointedRegion]:
     """In the order in which the model runs them, with their nodes."""
-    regions: dict[Region, None] = {}
+    regions: dict[CheckpointedRegion, None] = {}
     for node in graph.nodes:
         for region in places[node].enclosing() if node in places else ():
             region.nodes.append(node)
@@ -55,10 +55,10 @@ def _regions(graph: Graph, places: Mapping[Node, Region]) -> list[Region]:
     return [*regions]
 
 
-def _inline(module: GraphModule, call: Node, names: Counter[str], places: dict[Node, Region]) -> None:
+def _inline(module: GraphModule, call: Node, names: Counter[str], places: dict[Node, CheckpointedRegion]) -> None:
     """`names`: how many regions there are already, by the module that they are in; `places`: in which a node is."""
     body = _body(module, call)
-    region = Region(bool(call.kwargs.get("use_reentrant")), places.get(call))
+    region = CheckpointedRegion(bool(call.kwargs.get("use_reentrant")), places.get(call))
     if region.reentrant and requires_grad(call) and not any(requires_grad(one) for one in call.all_input_nodes if one.op != "get_attr"):
         raise CompileError(_without_gradient(call))
     tag_region(body, call, names)

@@ -45,6 +45,7 @@ def joint_graph(traced: TorchGraph) -> Joint:
     _lift_constants(joint, constants)
     inputs, outputs = _ports(joint, traced, constants)
     _record_all(graph)
+    _say_dtypes(graph)
     mark_regions(graph)
     refuse_sparse(graph)
     refuse_mixed(graph)
@@ -150,6 +151,18 @@ def _record_all(graph: Graph) -> None:
             set_record(node, found)
         else:
             set_record(node, Record(source=source, phase=phase))
+
+
+def _say_dtypes(graph: Graph) -> None:
+    """What makes a tensor of no other (`ones`, `full`, `eye`) says its dtype where that is not torch's usual one: it was the default of the
+    process that traced, and a program has that of none."""
+    for node in [node for node in graph.nodes if node.op == "call_function"]:
+        schema = getattr(node.target, "_schema", None)
+        found = records(node)[0].dtype
+        if schema is None or found is None or not found.is_floating_point or found is torch.float32 or node.all_input_nodes:
+            continue
+        if "dtype" not in node.kwargs and any(argument.name == "dtype" and argument.kwarg_only for argument in schema.arguments):
+            node.kwargs = {**node.kwargs, "dtype": found}
 
 
 def _forward_transparent(graph: Graph) -> None:

@@ -61,12 +61,12 @@ SPARSE: dict[Target, str] = {
 
 def raise_ops(traced: Traced) -> Traced:
     """Replaces the targets."""
-    return replace(traced, model=raised(traced.model, traced.request.double))
+    return replace(traced, model=raised(traced.model))
 
 
-def raised(model: TorchGraph, double: bool) -> TorchGraph:
-    """Of a torch-level graph, in place. double: it is a copy in double precision."""
-    stand_ins = StandIns(model, double)
+def raised(model: TorchGraph) -> TorchGraph:
+    """Of a torch-level graph, in place."""
+    stand_ins = StandIns(model)
     for node in model.module.graph.nodes:
         if node.kwargs and node.target in READ:
             read_by_place(node)

@@ -43,24 +43,24 @@ WRITES_LAST: Final = (functional.instance_norm, torch.instance_norm)
 
 
 @dataclass(eq=False)
-class Region:
+class CheckpointedRegion:
     """A checkpointed region that has been inlined; its nodes are those of the regions in it too.
 
     reentrant  torch runs all of it again, whatever backward needs
     """
 
     reentrant: bool
-    around: Region | None
+    around: CheckpointedRegion | None
     nodes: list[Node] = field(default_factory=list)
 
-    def enclosing(self) -> Iterator[Region]:
+    def enclosing(self) -> Iterator[CheckpointedRegion]:
         """Itself, and those that it is in."""
         yield self
         if self.around is not None:
             yield from self.around.enclosing()
 
 
-def repeat_writes(model: TorchGraph, regions: Sequence[Region]) -> None:
+def repeat_writes(model: TorchGraph, regions: Sequence[CheckpointedRegion]) -> None:
     """Edits the graph in place. Raises CompileError."""
     writes = Writes(model)
     late: list[list[Node]] = []
@@ -74,7 +74,7 @@ def repeat_writes(model: TorchGraph, regions: Sequence[Region]) -> None:
         _copy(again, output_of(model.module.graph))
 
 
-def _in_backward(region: Region, regions: Sequence[Region]) -> Iterator[Region]:
+def _in_backward(region: CheckpointedRegion, regions: Sequence[CheckpointedRegion]) -> Iterator[CheckpointedRegion]:
     """A region and those in it, as backward comes to them."""
     yield region
     for inner in reversed([one for one in regions if one.around is region]):
@@ -106,7 +106,7 @@ class Writes:
     def __init__(self, model: TorchGraph) -> None:
         self.model = model
 
-    def again(self, region: Region) -> list[Node]:
+    def again(self, region: CheckpointedRegion) -> list[Node]:
         """What torch does once more: writes, and what of their operands depends on what they write. Raises CompileError if more does."""
         if not any(map(self._written, region.nodes)) or not _is_reached(region):
             return []
@@ -125,7 +125,7 @@ class Writes:
                 wanted.update(used for used in node.all_input_nodes if used in depend)
         return [node for node in nodes if node in wanted]
 
-    def alone(self, nodes: Sequence[Node], region: Region) -> bool:
+    def alone(self, nodes: Sequence[Node], region: CheckpointedRegion) -> bool:
         """Whether nothing outside of a region reads or writes what these nodes write."""
         written = {held for node in nodes for held in self._written(node)}
         inside = {*region.nodes}
@@ -192,7 +192,7 @@ class Writes:
             return value.detach().requires_grad_(value.requires_grad).clone()
 
 
-def _is_reached(region: Region) -> bool:
+def _is_reached(region: CheckpointedRegion) -> bool:
     """Whether backward comes to it, from what the graph gives."""
     seen = {node for node in region.nodes if requires_grad(node)}
     waiting = [*seen]

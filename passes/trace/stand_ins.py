@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
-from meshc.frontend.double import wide
+from meshc.frontend.double import double_by_default, wide
 from meshc.frontend.sources import source_of
 from meshc.ir import trees
 from meshc.ops.signatures import bound, placed, signatures
@@ -43,10 +43,9 @@ def read_by_place(node: Node) -> None:
 
 @dataclass(frozen=True)
 class StandIns:
-    """Of one torch-level graph. double: it is a copy in double precision, whose casts to single precision are casts to double by now."""
+    """Of one torch-level graph. Of a copy in double precision, casts to single precision are casts to double by now."""
 
     model: TorchGraph
-    double: bool
 
     def put(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
         """A function in the place of what a node calls; `more` are arguments of its own."""
@@ -78,7 +77,7 @@ class StandIns:
     def _run(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._example)
         target: Any = node.target
-        with self.model.fake_mode, torch.no_grad(), torch._C._DisableAutocast():
+        with self.model.fake_mode, torch.no_grad(), torch._C._DisableAutocast(), double_by_default(self.model.double):
             return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
     def _example(self, node: Node) -> Any:
@@ -91,7 +90,8 @@ class StandIns:
     def _described(self, value: object) -> str:
         if not isinstance(value, Tensor):
             return type(value).__name__
-        return f"{wide(value.dtype, self.double)} {[*map(_size, value.shape)]} {value.layout} on {value.device.type}".replace("torch.", "")
+        kind, shape = wide(value.dtype, self.model.double), [*map(_size, value.shape)]
+        return f"{kind} {shape} {value.layout} on {value.device.type}".replace("torch.", "")
 
 
 def _size(extent: object) -> object:

@@ -11,9 +11,8 @@ the casts themselves are compared, which one can do where the machine that compi
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from torch.fx.node import map_aggregate
 
 from meshc.errors import VerifyError
 from meshc.frontend.capture import SEED_STEP, TorchGraph
+from meshc.frontend.double import double_by_default
 from meshc.frontend.reference import ReferenceRandom
 from meshc.ir import trees
 from meshc.ir.graph import placeholders
@@ -133,7 +133,7 @@ def _run(model: TorchGraph, double: bool, value: Value) -> Outcome:
         return copies[id(held)]
 
     given = [fresh(node.meta.get("example_value", node.meta.get("val"))) for node in placeholders(model.module.graph)]
-    with torch.no_grad(), _default_dtype(torch.float64 if double else torch.get_default_dtype()):
+    with torch.no_grad(), double_by_default(double):
         result = _Calls(_filled(model.module, double, fresh), ReferenceRandom(SEED)).run(*given)
     return Outcome([leaf for leaf in trees.leaves(result) if isinstance(leaf, Tensor)], copies)
 
@@ -185,13 +185,3 @@ class _Calls(Interpreter):
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self.random:
             return super().call_method(target, args, kwargs)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

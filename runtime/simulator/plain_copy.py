@@ -56,7 +56,40 @@ def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Except
 
 
 def widen(module: nn.Module) -> nn.Module:
-    return module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
+    """In double precision: parameters, buffers, and tensors that modules hold beside them."""
+    module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
+    for child in module.modules():
+        vars(child).update({name: value.to(WIDER[value.dtype]) for name, value in _plain_tensors(child) if value.dtype in WIDER})
+    return module
+
+
+def _plain_tensors(child: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
+
+
+class Held:
+    """What a model holds, to be put back after calls of it: values of its parameters and buffers, which buffers and attributes there are
+    (one that makes a buffer when it first needs it, or another of the size of its input, has that by then)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.values = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+        self.tables = [
+            (child, dict(vars(child)), dict(child._buffers), set(child._non_persistent_buffers_set)) for child in module.modules()
+        ]
+
+    def put_back(self) -> None:
+        for child, attributes, buffers, passing in self.tables:
+            vars(child).clear()
+            vars(child).update(attributes)
+            child._buffers.clear()
+            child._buffers.update(buffers)
+            child._non_persistent_buffers_set.clear()
+            child._non_persistent_buffers_set.update(passing)
+        with torch.no_grad():
+            for tensor, value in self.values:
+                if tensor.shape != value.shape:  # a buffer: a parameter cannot be resized
+                    tensor.resize_(value.shape)
+                tensor.copy_(value)
 
 
 def widen_inputs(tree: Tree, double: bool) -> Tree:

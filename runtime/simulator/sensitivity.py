@@ -57,7 +57,7 @@ class Perturbed(TorchDispatchMode):
 
     def _moved(self, value: Tensor) -> Tensor:
         unit = torch.finfo(value.dtype).eps
-        return value * (1 + unit * (2 * torch.rand(value.shape, generator=self.generator, dtype=value.dtype) - 1))
+        return torch.empty_like(value).uniform_(1 - unit, 1 + unit, generator=self.generator).mul_(value)
 
 
 def _is_floating(leaf: object) -> TypeGuard[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,7 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
         for port in program.inputs:
             if port.kind != "constant":
                 value = values[port.key]
-                env[port.key] = take_tile(value, port.sharding, sizes, coordinates).clone() if port.sharding else value.clone()
+                env[port.key] = take_tile(value, port.sharding, sizes, coordinates) if port.sharding else value.clone()
         ranks.append(env)
     if program.pipeline is not None:
         lock_step([_walk(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
@@ -132,18 +132,24 @@ def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, torch
     tiles = {rank: env[port.key] for rank, env in enumerate(ranks) if program.owns(port.key, program.mesh.coordinates(rank))}
     if port.sharding is None:
         return next(iter(tiles.values()))
-    full = put_tiles([(program.mesh.coordinates(rank), tile) for rank, tile in tiles.items()], port.sharding, program.axis_sizes)
+    axes, padded = port.sharding.split_axes(), padded_parts(port.sharding, program.axis_sizes)
+    firsts: dict[tuple[int, ...], tuple[Mapping[str, int], torch.Tensor]] = {}
     for rank, tile in tiles.items():
         coordinates = program.mesh.coordinates(rank)
-        mine = take_tile(full, port.sharding, program.axis_sizes, coordinates)
-        if padded_parts(port.sharding, program.axis_sizes):
-            continue
-        if not torch.equal(torch.nan_to_num(mine), torch.nan_to_num(tile)):
-            wide = torch.complex128 if full.is_complex() else torch.float64
-            error = (mine.to(wide) - tile.to(wide)).abs().max()
-            if not error <= 1e-6 * max(1.0, float(full.to(wide).abs().max())):
-                raise VerifyError(f"ranks disagree on {port.key}: rank {rank} differs by {float(error):.3g}")
-    return full
+        _, first = firsts.setdefault(tuple(coordinates[axis] for axis in axes), (coordinates, tile))
+        if tile is not first and not padded:
+            _agree(port, rank, tile, first, tiles.values())
+    return put_tiles(firsts.values(), port.sharding, program.axis_sizes)
+
+
+def _agree(port: Port, rank: int, tile: torch.Tensor, first: torch.Tensor, tiles: Iterable[torch.Tensor]) -> None:
+    """Two ranks' copies of one tile, by the size of all."""
+    if torch.equal(tile, first) or torch.equal(torch.nan_to_num(tile), torch.nan_to_num(first)):
+        return
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    error = (first.to(wide) - tile.to(wide)).abs().max()
+    if not error <= 1e-6 * max(1.0, *(float(one.to(wide).abs().max()) for one in tiles)):
+        raise VerifyError(f"ranks disagree on {port.key}: rank {rank} differs by {float(error):.3g}")
 
 
 def whole(tiles: list[torch.Tensor], sharding: Sharding, program: PlainProgram) -> torch.Tensor:

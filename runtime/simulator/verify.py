@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 
 from meshc.errors import VerifyError
 from meshc.frontend.clipping import Clip, clip_
+from meshc.frontend.double import double_by_default
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.gradient_hooks import run as run_hooks
@@ -32,6 +33,7 @@ from meshc.optimizer.optimizer import AnyOptimizer, members_of
 from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import updated
+from meshc.runtime.simulator.plain_copy import Held
 from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, Perturbed
 from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
 from meshc.runtime.simulator.widened import Widened, WidenedConstants
@@ -51,13 +53,15 @@ SQUARED = 10
 class Report:
     """Largest error per tensor, in the order compared. Bounds are `tolerance`, for updated parameters `amplified` times that.
 
-    moved  by kind and name, how far the model's own result on one device moves with its roundings; known where a usual bound was exceeded
+    moved   by kind and name, how far the model's own result on one device moves with its roundings; known where a usual bound was exceeded
+    single  why it was compared in float32 where float64 was asked for
     """
 
     tolerance: float
     amplified: float = AMPLIFIED
     rows: list[tuple[str, str, float]] = field(default_factory=list)
     moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    single: str = ""
     wanted: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     played: list[dict[str, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
 
@@ -98,6 +102,7 @@ class Report:
             for kind, name, value in shown
         ]
         first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
+        first += f"compared in float32 and not in float64: {self.single}\n" if self.single else ""
         return first + self._first() + self._explained() + tabulate(cells, headers=heads)
 
     def _first(self) -> str:
@@ -116,10 +121,8 @@ class Report:
                 "device: the model is sensitive there, the program is not at fault\n"
             )
         if lost:
-            text += (
-                f"{len(lost)} move so far on one device that a fault could hide there; "
-                "what to do: verify(dtype=torch.float64), or larger batches\n"
-            )
+            wider = "" if self.tolerance <= TOLERANCE[torch.float64] else "verify(dtype=torch.float64), or "
+            text += f"{len(lost)} move so far on one device that a fault could hide there; what to do: {wider}larger batches\n"
         return text
 
 
@@ -152,16 +155,17 @@ class Movement(Report):
 def compared(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
     """A comparison; where it exceeds the usual bounds, also how far the model's own results move with its roundings, in as many runs as
     explain that, or RUNS."""
-    start = _held(reference)
-    run(reference, report)
-    if not report.ok and report.tolerance <= TOLERANCE[torch.float32]:
-        after = _held(reference)
-        _move(start, reference, report, run)
-        _put(reference, after)
+    start = Held(reference.module)
+    with double_by_default(reference.double):
+        run(reference, report)
+        if not report.ok and report.tolerance <= TOLERANCE[torch.float32]:
+            after = Held(reference.module)
+            _move(start, reference, report, run)
+            _put(reference, after)
     report.played.clear()
 
 
-def _move(start: Mapping[str, torch.Tensor], reference: Reference, report: Report, run: Callable[[Reference, Report], None]) -> None:
+def _move(start: Held, reference: Reference, report: Report, run: Callable[[Reference, Report], None]) -> None:
     for seed in range(RUNS):
         _put(reference, start)
         run(replace(reference, perturbed=seed), Movement(report))
@@ -169,21 +173,18 @@ def _move(start: Mapping[str, torch.Tensor], reference: Reference, report: Repor
             return
 
 
-def _held(reference: Reference) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in (*reference.module.named_parameters(), *reference.module.named_buffers())}
-
-
-def _put(reference: Reference, values: Mapping[str, torch.Tensor]) -> None:
+def _put(reference: Reference, held: Held) -> None:
     for leaf in trees.leaves((reference.args, reference.kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
             leaf.grad = None
-    with torch.no_grad():
-        for name, value in (*reference.module.named_parameters(), *reference.module.named_buffers()):
-            value.copy_(values[name])
+    held.put_back()
 
 
 def _peak(value: torch.Tensor) -> float:
-    return float(_double(value).abs().max()) if value.numel() else 0.0
+    if not value.numel():
+        return 0.0
+    low, high = torch.aminmax(_double(value))
+    return max(-float(low), float(high))
 
 
 def _double(value: torch.Tensor) -> torch.Tensor:
@@ -199,6 +200,9 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
     if not wanted.numel():
         return 0.0
     a, b = _double(found), _double(wanted)
+    highest, peak = float((a - b).abs_().max()), _peak(b)
+    if highest < float("inf") and peak < float("inf"):
+        return highest / max(peak, floor, 1e-300)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs())
     if difference.isnan().any():
@@ -273,12 +277,10 @@ class Reference:
 
     def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
         """What the whole batch would draw. Leaves the buffers as they were."""
-        saved = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        random = ReferenceRandom(self.seed, step)
+        before, random = Held(self.module), ReferenceRandom(self.seed, step)
         with torch.no_grad(), self._under(random):
             self.run()
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(saved[name])
+        before.put_back()
         return random.drawn
 
     @contextmanager
@@ -286,6 +288,7 @@ class Reference:
         with ExitStack() as stack:
             if self.perturbed is not None:
                 stack.enter_context(Perturbed(self.perturbed))
+            stack.enter_context(double_by_default(self.double))
             if self.double:
                 stack.enter_context(WidenedConstants())
                 stack.enter_context(Widened())
@@ -315,7 +318,7 @@ def input_values(program: PlainProgram, reference: Reference, step: int) -> dict
 def compare_gradients(program: PlainProgram, reference: Reference, report: Report) -> None:
     """A step program without an optimizer: its loss and gradients against the model's."""
     found = report.simulated(program, input_values(program, reference, 0))
-    saved = {name: buffer.clone() for name, buffer in reference.module.named_buffers()}
+    before = Held(reference.module)
     reference.module.zero_grad(set_to_none=True)
     loss, metrics = reference.train(0)
     report.add("output", _kind(found, "output"), {program_output(program): loss})
@@ -326,9 +329,7 @@ def compare_gradients(program: PlainProgram, reference: Reference, report: Repor
     report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
     _compare_buffers(found, reference, report)
     reference.module.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, buffer in reference.module.named_buffers():
-            buffer.copy_(saved[name])
+    before.put_back()
 
 
 def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, report: Report, kind: str = "buffer") -> None:
@@ -380,7 +381,7 @@ def compare_steps(
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
         found = report.simulated(program, values)
         reference.module.zero_grad(set_to_none=True)
-        before = _parameters(reference)
+        before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
         loss, metrics = reference.train(step)
         run_hooks(reference.module, reference.hooks, reference.seed, step)
         norm = clip_(reference.module, clip)
@@ -405,7 +406,7 @@ def compare_steps(
 
 
 def _parameters(reference: Reference) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in reference.module.named_parameters(remove_duplicate=False)}
+    return {name: parameter.detach() for name, parameter in reference.module.named_parameters(remove_duplicate=False)}
 
 
 def compare_module(program: PlainProgram, reference: Reference, report: Report, seed: int = 0) -> None:

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from meshc.frontend.double import WIDER, is_beyond_single
+from meshc.frontend.double import WIDER
 from meshc.ir import has_record, records, set_record
 from meshc.ir.functions import Function, Keywords
 from meshc.ir.nodes import KEY
@@ -60,9 +60,7 @@ class Widened(TorchDispatchMode):
             return in_runs(*args, **kwargs)
         if getattr(func, "namespace", "") == "meshc":  # a probability is compared with a float32 draw whatever the model's dtype
             return func(*args, **kwargs)
-        if is_beyond_single(func, args, kwargs):
-            kwargs["dtype"] = torch.float64
-        elif "dtype" in kwargs:
+        if "dtype" in kwargs:
             kwargs["dtype"] = _wider(kwargs["dtype"])
         return func(*map(_wider, args), **kwargs)
 

@@ -18,6 +18,7 @@ from meshc.ir import spmd
 from meshc.passes.trace import capture as first_pass
 from meshc.program.program import PlainProgram as Compiled
 from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator.plain_copy import Held
 from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
@@ -194,3 +195,96 @@ def test_a_step_is_traced_once_for_a_comparison_and_once_for_all_sizes(dynamic: 
     scaled.eval()
     meshc.verify(program, {"x": torch.randn(6, 4)})
     assert len(traced) == 3, "so is one in evaluation"
+
+
+class Lazy(nn.Module):
+    """Makes a buffer when it first needs it, or anew for another length; and keeps what it has made beside its buffers."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.linear, self.first, self.table = nn.Linear(8, 8), first, None
+        self.register_buffer("places", None if first == "registered" else torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.places is None or self.places.shape[0] != x.shape[1]:
+            made = torch.arange(x.shape[1]).to(x)
+            if self.first == "registered":
+                self.register_buffer("places", made, persistent=False)
+            elif self.first == "resized":
+                self.places.resize_(x.shape[1]).copy_(made)
+            else:
+                self.places = made
+        if self.table is None:
+            self.table = torch.ones(x.shape[1])
+        return (self.linear(x) * self.places[:, None] * self.table[:, None]).square().mean()
+
+
+def stepped(model: nn.Module, *inputs: torch.Tensor, mesh: str = "dp=2") -> meshc.Program:
+    step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters(), eps=1e-6), loss=lambda out: out)
+    return meshc.compile(step, meshc.Mesh(mesh), args=inputs)
+
+
+@pytest.mark.filterwarnings("ignore:the model's code changes Python values")
+@pytest.mark.parametrize("first", ["registered", "assigned"])
+def test_buffers_that_forward_makes(first: str) -> None:
+    """Each comparison begins with what the model had; and the model itself is left as it was."""
+    torch.manual_seed(0)
+    model = Lazy(first)
+    program = stepped(model, torch.randn(4, 6, 8))
+    assert meshc.verify(program, dtype=torch.float64).ok and meshc.verify(program).ok
+    assert model.table is None and (model.places is None if first == "registered" else model.places.shape == (1,))
+
+
+def test_what_a_copy_holds_is_put_back() -> None:
+    model = Lazy("resized")
+    held = Held(model)
+    with torch.no_grad():
+        model(torch.ones(2, 3, 8))
+        model.linear.weight.zero_()
+    model.added = torch.ones(2)
+    assert model.places.tolist() == [0.0, 1.0, 2.0] and model.table is not None
+    held.put_back()
+    assert model.places.tolist() == [0.0] and model.table is None and not hasattr(model, "added")
+    assert model.linear.weight.abs().max() > 0
+
+
+class Given(nn.Module):
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.linear, self.then, self.shift = nn.Linear(8, 8), then, torch.linspace(0, 1, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self, self.linear(x)).square().mean()
+
+
+OF_NO_DTYPE: dict[str, Any] = {
+    "eye": lambda m, h: h @ torch.eye(8),
+    "an attribute": lambda m, h: h @ torch.diag(m.shift),
+    "float()": lambda m, h: h * (torch.zeros(h.shape[0], 1).float().uniform_(0, 1) < 0.7).float(),
+    "drawn": lambda m, h: h @ torch.rand(8, 8),
+    "a number": lambda m, h: h @ (torch.ones(8, 8) * torch.tensor(0.3)),
+    "least": lambda m, h: torch.where(h > 0, h, torch.full((), torch.finfo(h.dtype).min)).relu(),
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_DTYPE)
+def test_tensors_of_no_dtype_are_double_in_a_double_copy(name: str) -> None:
+    torch.manual_seed(0)
+    report = meshc.verify(stepped(Given(OF_NO_DTYPE[name]), torch.randn(4, 8)), dtype=torch.float64)
+    assert report.ok and report.tolerance == 1e-10 and not report.single
+
+
+IN_SINGLE: dict[str, tuple[Any, str]] = {
+    "a product that has no double": (lambda m, h: h @ torch.eye(8).type("torch.FloatTensor"), "products of different dtypes"),
+    "a sum in single": (lambda m, h: h.type("torch.FloatTensor").exp().sum(0), "computes in float32 in its copy in double precision too"),
+}
+
+
+@pytest.mark.parametrize("name", IN_SINGLE)
+def test_what_has_no_double_copy_is_compared_in_single_and_said_so(name: str) -> None:
+    torch.manual_seed(0)
+    then, why = IN_SINGLE[name]
+    report = meshc.verify(stepped(Given(then), torch.randn(4, 8)), dtype=torch.float64)
+    assert report.ok and report.tolerance == 1e-5
+    assert why in report.single and "test_verification.py" in report.single
+    assert f"compared in float32 and not in float64: {report.single}" in str(report)

@@ -195,7 +195,7 @@ def test_called_in_every_way(target: Any) -> None:
             if _is_called(target, signature):
                 for args, kwargs in calls_of(target, signature):
                     calls.add(args, kwargs)
-    found = raised(calls.traced(), False)
+    found = raised(calls.traced())
     assert found.random_calls == calls.reference.calls
     setattr(found.module, SEED_STEP, seed_step(1, 2))
     assert sum(node.target is target for node in found.module.graph.nodes) < len(calls.expected)
