@@ -192,7 +192,7 @@ def print_program(program: PlainProgram, *, comments: bool = True) -> str:
     if program.constraints:
         blocks.append(_listing("constraints", [quote(text) for text in program.constraints]))
     if program.constants:
-        blocks.append(_listing("constants", [_constant(name, value) for name, value in program.constants.items()]))
+        blocks.append(_listing("constants", [_constant(name, program.constants[name]) for name in _in_order(program)]))
     blocks += [print_stage(stage, program, comments=comments).rstrip("\n") for stage in program.stages.values()]
     if program.pipeline is None:
         blocks.append(_listing("schedule", [_instruction(vars(instruction)) for instruction in program.schedule]))
@@ -200,6 +200,12 @@ def print_program(program: PlainProgram, *, comments: bool = True) -> str:
         blocks.append(f"pipeline = {quote(program.pipeline.axis)}")
         blocks += [_listing(title, items) for title, items in written.listings(program.pipeline)]
     return "\n\n".join(blocks) + "\n"
+
+
+def _in_order(program: PlainProgram) -> list[str]:
+    """Names of the constants as their ports stand; a file that they are read from says them in any order."""
+    ports = [port.name for port in program.inputs if port.kind == "constant" and port.name in program.constants]
+    return [*ports, *sorted(program.constants.keys() - set(ports))]
 
 
 def print_sizes(dynamic: Iterable[Dynamic]) -> str:

@@ -1,0 +1,94 @@
+"""One text in every process: ranks that compile for themselves run the same program, whatever else their processes have and have done."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshc
+from meshc.ir.mesh import Mesh
+from meshc.text.show import hash_program
+from tests.broad import broad
+from tests.golden.cases import CASES
+
+CHILD = """
+import sys
+for name in {imports!r}:
+    __import__(name)
+from tests.golden.cases import CASES
+from meshc.text.show import print_program
+sys.stdout.write("\\0".join(print_program(CASES[name]().compiled, comments=False) for name in {cases!r}))
+"""
+EXTRA = """
+import enum, types
+from torch.utils import _pytree
+import torch.nn.functional as F
+
+class Kind(enum.Enum):
+    AUTO = "auto"
+
+class Box:
+    def __init__(self, *items): self.items = items
+
+_pytree.register_pytree_node(Box, lambda box: (list(box.items), None), lambda items, _: Box(*items))
+SEEN = {Kind.AUTO, types.SimpleNamespace, Box}
+"""
+"""As libraries of tensor classes do when they are imported."""
+PROCESSES: dict[str, tuple[list[str], dict[str, str]]] = {
+    "rank 0": (["meshc"], {"RANK": "0", "PYTHONHASHSEED": "1"}),
+    "rank 3": (["extra_of_tensors", "transformers", "torch.distributed.tensor", "meshc.runtime", "meshc.passes.planner.search", "meshc"],
+               {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "PYTHONHASHSEED": "271"}),
+}  # fmt: skip
+FEW = ["gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "mlp zero2 uneven"]
+
+
+def texts(cases: list[str], imports: list[str], given: dict[str, str], extras: Path) -> list[str]:
+    """Of a process that imports these first, in this environment."""
+    found = [str(extras), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(filter(None, found)), "OMP_NUM_THREADS": "1"}
+    code = CHILD.format(imports=imports, cases=cases)
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout.split("\0")
+
+
+@pytest.mark.parametrize("cases", [FEW, broad([name for name in CASES if name not in FEW])], ids=["few", "rest"])
+def test_processes_compile_one_text(cases: list[str], tmp_path: Path) -> None:
+    (tmp_path / "extra_of_tensors.py").write_text(EXTRA)
+    one, other = (texts(cases, *PROCESSES[process], tmp_path) for process in PROCESSES)
+    assert len(one) == len(cases) and all(text.startswith("mesh = ") for text in one)
+    for name, here, there in zip(cases, one, other, strict=True):
+        assert here == there, name
+
+
+class Constants(nn.Module):
+    """Twelve tensors that are made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(12):
+            x = x * torch.tensor(1.0 + number)
+        found: Tensor = self.linear(x)
+        return found
+
+
+def test_a_program_that_another_rank_has_made_is_the_same_one() -> None:
+    """Of its constants, too, which a file gives back in any order."""
+    with torch.no_grad():
+        program = meshc.compile(Constants(), Mesh("dp=2"), args=(torch.ones(4, 4),)).compiled
+    assert len(program.constants) == 12
+    made: Any = importlib.import_module("meshc.api.made")
+    data = made.packed(program)
+    taken = [made.unpacked(data, program.mesh)[0] for _ in range(8)]
+    assert {hash_program(one) for one in taken} == {hash_program(program)}
