@@ -3,7 +3,8 @@
     p.grad.norm().item()      a norm that ranks have not summed up: torch would give this rank's part of it
     p.tolist(), np.asarray(p), f"{norm:.3f}"        of a DTensor torch refuses them, whole or not
 
-A whole value takes an exchange between ranks, which belongs to a line that every rank runs: `x.full_tensor()`.
+A whole value takes an exchange between ranks, which belongs to a line that every rank runs: `x.full_tensor()`. A truth that ranks have
+parts of (`if torch.isnan(p.grad).any()`) is exchanged at once: what they branch on has to be one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ def follow() -> None:
 
 def _number(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`item()`, `float`, `int` and `bool` of one."""
-    if is_of_model(args[0]):
-        _refuse_part(args[0], "item()")
-    return by_torch(op, args, kwargs)
+    value = args[0]
+    if not is_of_model(value) or not _apart(value):
+        return by_torch(op, args, kwargs)
+    if value.dtype is torch.bool:
+        return bool(value.full_tensor())
+    _refuse_part(value, "item()")
+    return None
 
 
 def _method(name: str, by_class: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,13 +56,17 @@ def _method(name: str, by_class: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_part(value: DTensor, call: str) -> None:
-    mesh = value.device_mesh
-    rows = zip(value.placements, mesh.shape, mesh.mesh_dim_names or (), strict=True)
-    apart = [f"{place} over {axis}" for place, size, axis in rows if size > 1 and not isinstance(place, Replicate)]
-    if apart:
+    if apart := _apart(value):
         what = f"a DTensor of shape {list(value.shape)}" if value.dim() else "a number"
         raise StateError(
             f"{call} was asked of {what} of which this rank has a part: {', '.join(apart)}\n"
             f"  why: the part would be taken for the whole, and each rank would read another value\n"
             f"  what to do: .full_tensor().{call} in its place, on every rank, since ranks exchange their parts for it"
         )
+
+
+def _apart(value: DTensor) -> list[str]:
+    """How a tensor lies of which a rank has a part."""
+    mesh = value.device_mesh
+    rows = zip(value.placements, mesh.shape, mesh.mesh_dim_names or (), strict=True)
+    return [f"{place} over {axis}" for place, size, axis in rows if size > 1 and not isinstance(place, Replicate)]

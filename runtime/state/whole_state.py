@@ -55,10 +55,11 @@ def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
                 state[name] = _laid(value, held.home, held.live)
 
 
-def _laid(value: Tensor, home: Transfers, like: DTensor) -> Tensor:
+def _laid(value: Tensor, home: Transfers, like: DTensor, apart: bool = False) -> Tensor:
+    """A DTensor that lies as another does, of one on its mesh itself. apart: in memory of its own, where it stays."""
     if isinstance(value, DTensor) and value.device_mesh is like.device_mesh:
         return value
-    local = home.chunk_of(value.detach(), like.placements).to(like._local_tensor.device)
+    local = home.chunk_of(value.detach(), like.placements).to(like._local_tensor.device, copy=apart)
     stride = torch.empty(value.shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=value.shape, stride=stride)
 
@@ -132,7 +133,7 @@ def lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 slots = optimizer.state.get(parameter, {})
                 for name, value in slots.items():
                     if isinstance(value, Tensor) and not value.is_meta and value.dim() and value.shape == parameter.shape:
-                        slots[name] = _laid(value, home, parameter)
+                        slots[name] = _laid(value, home, parameter, apart=True)
 
 
 def bring_optimizer_together(store: Store, state: dict[str, Any]) -> dict[str, Any]:
