@@ -28,6 +28,8 @@ from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
+from meshc.frontend.read_places import Place
+from meshc.frontend.read_values import methods
 from meshc.frontend.replaced import replaced
 from meshc.frontend.side_effects import leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
@@ -87,6 +89,7 @@ class TorchGraph:
     leaves    the flat inputs, python values included
     tensors   fake parameters and buffers by qualified name
     code      what has run of Python
+    reads     what has been read of Python
     """
 
     module: torch.fx.GraphModule
@@ -101,6 +104,7 @@ class TorchGraph:
     notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
     code: tuple[CodeType, ...] = ()
+    reads: tuple[Place, ...] = ()
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -238,6 +242,7 @@ def torch_graph(
         try:
             with replaced(bool(opened)) as seen:
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
+            reads = tuple(dict.fromkeys((*seen.places, *methods(seen.places, module, function, seen.code))))
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
     targets_in_rows(graph)
@@ -248,7 +253,7 @@ def torch_graph(
     tree = _arrange_outputs(graph, leaves)
     if double:
         widen(graph)
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
+    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code, reads=reads)
     return _opened(traced, opened) if opened else traced
 
 

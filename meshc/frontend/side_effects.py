@@ -29,6 +29,7 @@ import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.left_out import left_out
+from meshc.frontend.read_places import Place, places_of
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
@@ -57,11 +58,13 @@ class Seen:
     changes  lines that change what a program does not hold
     said     calls that say something, as the attempt at a trace (Dynamo begins anew at times) and what is to be done
     code     what has run of Python
+    places   what has been read of Python
     """
 
     changes: list[Source] = field(default_factory=list)
     said: list[tuple[Any, Source, str, Callable[[], None]]] = field(default_factory=list)
     code: tuple[CodeType, ...] = ()
+    places: Sequence[Place] = ()
 
     def notes(self) -> list[str]:
         last = self.said[-1][0] if self.said else None
@@ -138,6 +141,7 @@ def observed() -> Iterator[Seen]:
     def account(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.changes = _changes(self)  # of the last attempt
         seen.code = tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
+        seen.places = places_of(TracingContext.get().guards_context.dynamo_guards)
         return write(self, *args, **kwargs)
 
     def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

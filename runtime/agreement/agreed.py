@@ -89,6 +89,7 @@ VARIABLES: Final = (
 FOLDERS: Final = ("cache",)
 """Options that are paths, which may differ between machines; rank 0's is used."""
 INPUTS: Final = "inputs"
+VALUES: Final = "what has changed of what the model's code reads"
 COMPILED: Final = "the compiled program"
 ADVICE: Final[Mapping[str, str]] = {
     "the versions": "install the same versions on every machine",
@@ -235,6 +236,17 @@ def stable(value: object) -> str:
     if hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return _ADDRESS.sub("", repr(value))
+
+
+def other_values(mine: str, other: int, theirs: str, alone: bool) -> str:
+    """What to say where values that the model's code reads have changed otherwise on another rank. alone: there they have not."""
+    there = "has gone on with what it had before" if alone or not theirs else f"has {theirs}"
+    return (
+        f"what the model's code reads has changed on this rank and not on rank {other}: {mine or 'nothing'} on this rank, rank {other} {there}\n"
+        "  why: these values are part of the program, and every rank runs a part of one program\n"
+        "  what to do: change them on every rank, before the same call; what follows from a rank's own data (a loss, a norm) is brought to\n"
+        "  all first: torch.distributed.all_reduce, or broadcast"
+    )
 
 
 def advice(field: str) -> str:

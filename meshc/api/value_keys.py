@@ -1,0 +1,84 @@
+"""Keys of calls, with what Python holds now of all that the programs of a model were made of (`meshc.frontend.read_values`).
+
+    first call      nothing is known yet         compiled: what its trace has read is known from here on, and is part of its key
+    like it         all as it was                the same key
+    temperature = 2 something is not as it was   another key: compiled, or found again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from meshc.api.asked import Key
+from meshc.api.made import Made
+from meshc.frontend.read_places import Place
+from meshc.frontend.read_values import Reads, Values
+
+
+class ValueKeys:
+    """Those of one program's calls. `base` is a key without values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._all: dict[tuple[Place, ...], Reads] = {}
+        self._of: dict[Key, list[Reads]] = {}
+        """By base: what its compilations have read, the last first: a branch may read more than the other."""
+        self._last: Reads | None = None
+        self._ran: dict[Reads, Values] = {}
+        """At the last call."""
+
+    @property
+    def count(self) -> int:
+        """How many values a call like the last one looks at."""
+        return 0 if self._last is None else len(self._last)
+
+    def key(self, base: Key, kept: Container[Key]) -> Key:
+        """That of a call now: of a compilation that is kept, if what that has read is as it was."""
+        known = self._of.get(base)
+        if known is None:
+            known = [] if self._last is None else [self._last]
+        found = base
+        for reads in known:
+            values = reads.values()
+            key = values.keys.get(base)
+            if key is None:
+                key = values.keys[base] = replace(base, values=values)
+            if key in kept:
+                return key
+            found = key if found is base else found
+        return found
+
+    def learn(self, base: Key, made: Made) -> Key:
+        """The key of what was compiled for a call."""
+        reads = self._all.get(made.reads)
+        if reads is None:
+            reads = self._all[made.reads] = Reads(made.reads, self._model, made.request.function)
+        known = self._of.setdefault(base, [])
+        if reads in known:
+            known.remove(reads)
+        known.insert(0, reads)
+        return replace(base, values=reads.values())
+
+    def note(self, key: Key) -> None:
+        """A call with this key runs."""
+        for reads in self._all.values():
+            if key.values is not None and reads.places is key.values.places:
+                self._last, self._ran[reads] = reads, key.values
+
+    def changes(self, key: Key) -> list[str]:
+        """What has changed since the last call whose program has read the same, one line each."""
+        for reads, then in self._ran.items():
+            if key.values is not None and key.values is not then and reads.places is key.values.places:
+                return key.values.changes(then)
+        return []
+
+    def stale(self) -> list[str]:
+        """What has changed since the last call, of all that any program has read."""
+        return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
+
+
+def shown(lines: Iterable[str]) -> str:
+    return "; ".join(lines)
