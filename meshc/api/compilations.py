@@ -20,6 +20,7 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.module_watch import State
+from meshc.frontend.read_values import Reads
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.forms import Form
 from meshc.ir.mesh import Mesh
@@ -65,11 +66,13 @@ class Compilation:
     program  at the sizes of its calls
     made     what was compiled: what serves all sizes, and under which request
     session  the program at work on this rank; None without a process group
+    reads    what of Python it was made of, as this rank has it
     """
 
     program: PlainProgram
     made: Made
     session: Session | None
+    reads: Reads
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,7 @@ class Compilations:
         args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
         if changed:
             warnings.warn("meshc compiles again, because of what the model's code reads: " + "; ".join(changed), stacklevel=5)
+            self.value_keys.open(key)
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)
@@ -309,22 +313,22 @@ class Compilations:
         if general_key not in self.general:
             told = agreed.before_compiling(asked, args, kwargs, key)
             made = self._compile_general(*examples, told)
-            key = self.value_keys.learn(call.base, made)
+            key, reads = self.value_keys.learn(call.base, made)
             general_key = asked.general_key(args, kwargs, key)
         else:
             made = self.general[general_key]
-            self.value_keys.learn(call.base, made)
+            key, reads = self.value_keys.learn(call.base, made)
         with self.world.refusable():
             own = instance.fitting(made.program, dict(asked.shapes(*examples)))
         if not self.world.has_ranks:
             self.general[general_key] = made
-            return key, Compilation(own, made, None)
+            return key, Compilation(own, made, None, reads)
         made = self.general[general_key] = self._adopt(own, made)
-        return key, Compilation(own, made, self._load(own, made))
+        return key, Compilation(own, made, self._load(own, made), reads)
 
     def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> Made:
         asked = self.asked
-        request = self.request(args, kwargs)
+        request = self.request(args, kwargs, numbers=self.value_keys.inputs)
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)

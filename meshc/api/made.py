@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load, save
 
 from meshc.errors import StateError
-from meshc.frontend import output_tree_data, read_places
+from meshc.frontend import output_tree_data, read_places, read_values
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.read_places import Place
+from meshc.frontend.read_values import Number
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec
@@ -44,6 +45,7 @@ class Made:
     weighed  plans that were compared for axes that were left open
     seconds  by pass; of rank 0's, if the program is rank 0's
     reads    what of Python the program was made of, beside inputs and the model's tensors
+    numbers  what of Python are inputs of it;  kept_fixed  why those that were to be are none
     lowered  what the passes have left; None if they have not run here
     given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
     """
@@ -55,6 +57,8 @@ class Made:
     weighed: tuple[Weighed, ...] = ()
     seconds: Mapping[str, float] | None = None
     reads: tuple[Place, ...] = ()
+    numbers: tuple[Number, ...] = ()
+    kept_fixed: str = ""
     lowered: Lowered | None = None
     given: bool = False
 
@@ -63,20 +67,23 @@ class Made:
         """By this rank's passes."""
         reads = standing.whole_places(lowered.depth, lowered.request.module, lowered.model.reads)
         tree, seconds = lowered.model.output_tree, dict(lowered.seconds)
-        return Made(program, lowered.request, tree, lowered.tried, lowered.weighed, seconds, reads, lowered)
+        numbers = tuple(lowered.model.numbers.values())
+        return Made(program, lowered.request, tree, lowered.tried, lowered.weighed, seconds, reads, numbers, lowered=lowered)
 
     @staticmethod
     def of_told(program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]) -> Made:
         """By another's passes: `told` has what its `told` says, as JSON."""
         tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
         weighed = tuple(Weighed(**row) for row in told["weighed"])
-        return Made(program, request, tree, tried, weighed, seconds, read_places.read(told["reads"]))
+        reads, numbers = read_places.read(told["reads"]), read_values.read_back(told["numbers"])
+        return Made(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])
 
     def told(self) -> dict[str, object]:
         """What else a compilation leaves, as JSON holds it."""
         return {
             "tree": output_tree_data.described(self.tree), "tried": [asdict(each) for each in self.tried],
             "weighed": [asdict(each) for each in self.weighed], "reads": read_places.described(self.reads),
+            "numbers": read_values.describe_numbers(self.numbers), "kept_fixed": self.kept_fixed,
         }  # fmt: skip
 
     def updating(self, optimizer: OptimizerSpec | None) -> Made:

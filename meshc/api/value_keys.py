@@ -15,7 +15,7 @@ from torch import nn
 from meshc.api.asked import Key
 from meshc.api.made import Made
 from meshc.frontend.read_places import Place
-from meshc.frontend.read_values import Reads, Values
+from meshc.frontend.read_values import Number, Reads, Values
 
 
 class ValueKeys:
@@ -23,12 +23,18 @@ class ValueKeys:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._all: dict[tuple[Place, ...], Reads] = {}
+        self._all: dict[tuple[tuple[Place, ...], tuple[Number, ...]], Reads] = {}
         self._of: dict[Key, list[Reads]] = {}
         """By base: what its compilations have read, the last first: a branch may read more than the other."""
         self._last: Reads | None = None
         self._ran: dict[Reads, Values] = {}
         """At the last call."""
+        self._changed: set[Place] = set()
+        """Numbers that a compilation was made for because they had changed."""
+        self.inputs: tuple[Place, ...] = ()
+        """Where numbers stand that have changed again, and are inputs of what is compiled from then on."""
+        self._fixed: set[Place] = set()
+        """Those of them that no program could take."""
 
     @property
     def count(self) -> int:
@@ -51,16 +57,21 @@ class ValueKeys:
             found = key if found is base else found
         return found
 
-    def learn(self, base: Key, made: Made) -> Key:
-        """The key of what was compiled for a call."""
-        reads = self._all.get(made.reads)
+    def learn(self, base: Key, made: Made) -> tuple[Key, Reads]:
+        """The key of what was compiled for a call, and what it has read."""
+        read = made.reads, made.numbers
+        reads = self._all.get(read)
         if reads is None:
-            reads = self._all[made.reads] = Reads(made.reads, self._model, made.request.function)
+            reads = self._all[read] = Reads(made.reads, self._model, made.request.function, made.numbers)
+        taken = {one.place for one in made.numbers}
+        if made.kept_fixed:
+            self._fixed |= {place for place in self.inputs if place not in taken}
+            self.inputs = tuple(place for place in self.inputs if place in taken)
         known = self._of.setdefault(base, [])
         if reads in known:
             known.remove(reads)
         known.insert(0, reads)
-        return replace(base, values=reads.values())
+        return replace(base, values=reads.values()), reads
 
     def note(self, key: Key) -> None:
         """A call with this key runs."""
@@ -74,6 +85,15 @@ class ValueKeys:
             if key.values is not None and key.values is not then and reads.places is key.values.places:
                 return key.values.changes(then)
         return []
+
+    def open(self, key: Key) -> None:
+        """Before a compilation for what has changed: numbers that have changed before are to be inputs of it."""
+        for reads, then in self._ran.items():
+            if key.values is not None and key.values is not then and reads.places is key.values.places:
+                for place in key.values.numbers_changed(then):
+                    if place in self._changed and place not in self._fixed and place not in self.inputs:
+                        self.inputs = (*self.inputs, place)
+                    self._changed.add(place)
 
     def stale(self) -> list[str]:
         """What has changed since the last call, of all that any program has read."""

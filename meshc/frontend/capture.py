@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType
 from typing import Any, Literal, cast
@@ -28,8 +28,9 @@ from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
+from meshc.frontend.read_numbers import Opened
 from meshc.frontend.read_places import Place
-from meshc.frontend.read_values import methods
+from meshc.frontend.read_values import Number, methods
 from meshc.frontend.replaced import replaced
 from meshc.frontend.side_effects import leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
@@ -90,6 +91,7 @@ class TorchGraph:
     tensors   fake parameters and buffers by qualified name
     code      what has run of Python
     reads     what has been read of Python
+    numbers   what of that are inputs, by the attributes of the graph that stand for them
     """
 
     module: torch.fx.GraphModule
@@ -105,6 +107,7 @@ class TorchGraph:
     symbols: Symbols | None = None
     code: tuple[CodeType, ...] = ()
     reads: tuple[Place, ...] = ()
+    numbers: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -213,10 +216,11 @@ def torch_graph(
     autocast: Sequence[tuple[str, torch.dtype]] = (),
     double: bool = False,
     dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
+    numbers: Sequence[Place] = (),
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
-    `dynamic` has the dims of inputs, by path, whose size is left open.
+    `dynamic` has the dims of inputs, by path, whose size is left open; `numbers` says where numbers stand that are inputs.
     """
     from meshc.private import graph_capture
 
@@ -228,7 +232,9 @@ def torch_graph(
     fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = trees.leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    root = _rooted(module, function, autocast)
+    root, inputs_of_python = _rooted(module, function, autocast), Opened(numbers, module, function)
+    with mode:
+        inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
         stock.prepared(module),
@@ -240,11 +246,12 @@ def torch_graph(
         apart(), unasked(), unwritten(), untraceable.said_once(),
     ):  # fmt: skip
         try:
-            with replaced(bool(opened)) as seen:
+            with replaced(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
             reads = tuple(dict.fromkeys((*seen.places, *methods(seen.places, module, function, seen.code))))
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
+    inputs_of_python.write(graph, seen.constants)
     targets_in_rows(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
     leave_out_checks(graph)
@@ -254,6 +261,7 @@ def torch_graph(
     if double:
         widen(graph)
     traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code, reads=reads)
+    traced = replace(traced, numbers=inputs_of_python.by_attribute)
     return _opened(traced, opened) if opened else traced
 
 
@@ -422,6 +430,8 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
     if isinstance(description, BufferAOTInput):
         name = qualified(description.target)
         if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
+            if description.target in traced.numbers:
+                return "number", traced.numbers[description.target].name
             return ("random", name) if name == SEED_STEP else ("constant", description.target)
         return "buffer", name
     if isinstance(description, PlainAOTInput):

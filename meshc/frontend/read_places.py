@@ -37,6 +37,7 @@ _WATCHED: Final = frozenset(
 """Of a model's modules, what is looked at at each call in any case, or what torch calls by itself."""
 _OWN: Final = ("torch", "meshc", "builtins", "typing", "types", "abc", "collections", "functools", "dataclasses", "contextlib", "enum")
 """Packages whose globals nobody changes."""
+_CONSTANT: Final = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
 _LARGEST_KEY: Final = 1 << 32
 """Numbers beyond are identities of objects, which are others in each process."""
 
@@ -64,18 +65,38 @@ def places_of(guards: Iterable[Any]) -> list[Place]:
     """What guards of a trace are about, and what that stands in."""
     found: dict[Place, None] = {}
     for guard in guards:
-        name = guard.originating_source.name
-        text = name if isinstance(name, str) else name()
-        if not text or text.startswith(("L['flat_args']", "L['self'].in_spec")):
-            continue
-        try:
-            place = _place(ast.parse(text.replace(_EXPORTED, "ROOT"), mode="eval").body)
-        except (_Other, SyntaxError):
+        place = place_of(guard.originating_source)
+        if place is None:
             continue
         for one in (place, *_contained(place, guard)):
             if not _is_left_out(one):
                 found |= dict.fromkeys((*one.bases, one))
     return [place for place in found if place.steps]
+
+
+def constants_of(guards: Iterable[Any]) -> set[Place]:
+    """Of those the places whose values a trace has taken for constants."""
+    found = {place_of(guard.originating_source) for guard in guards if _kind(guard)[0] in _CONSTANT}
+    return {place for place in found if place is not None}
+
+
+def _kind(guard: Any) -> tuple[str, list[object]]:
+    """The name of a guard's kind, and what it is given."""
+    make, given = guard.create_fn, list[object]()
+    if isinstance(make, functools.partial):
+        make, given = make.func, [*make.keywords.values(), *make.args]
+    return getattr(make, "__name__", ""), given
+
+
+def place_of(source: Any) -> Place | None:
+    """Where Dynamo has a value from; None for an input, and for what has no place."""
+    text = source.name if isinstance(source.name, str) else source.name()
+    if not text or text.startswith(("L['flat_args']", "L['self'].in_spec")):
+        return None
+    try:
+        return _place(ast.parse(text.replace(_EXPORTED, "ROOT"), mode="eval").body)
+    except (_Other, SyntaxError):
+        return None
 
 
 def described(places: Iterable[Place]) -> list[list[Any]]:
@@ -94,10 +115,7 @@ class _Other(Exception):
 
 def _contained(place: Place, guard: Any) -> Iterator[Place]:
     """Whether a dict has a key, an object an attribute of its own."""
-    make, given = guard.create_fn, list[object]()
-    if isinstance(make, functools.partial):
-        make, given = make.func, [*make.keywords.values(), *make.args]
-    kind = getattr(make, "__name__", "")
+    kind, given = _kind(guard)
     if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"):
         yield place.then((KEYS, None))
     name = next((one for one in given if isinstance(one, str)), None)

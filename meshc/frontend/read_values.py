@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final
@@ -24,16 +26,24 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshc.frontend import read_places
 from meshc.frontend.module_state import Same
 from meshc.frontend.reachable_code import is_stock_class, name_of
 from meshc.frontend.reachable_values import digest, is_plain, of_tensor, shown
 from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, TYPE, Place, Step
 from meshc.ir.functions import Function
+from meshc.optimizer.spec import Guard
 
+LARGEST: Final = 1 << 53
+"""Whole numbers up to here are numbers of double precision."""
 MOST: Final = 1 << 16
 """Elements of a list, or bytes of an array, that are compared one by one."""
+FEW: Final = 8
 FIXED: Final = frozenset(("__closure__", "__mro__", "__class__", "__name__", "__func__", "__self__", "__dict__", "fget", "func", "args"))
 """Attributes that stay as long as what has them."""
+
+UNSAID: Final = ("_modules", "__dict__", "__closure__", "__func__", "__mro__", "__defaults__", "__kwdefaults__", "keywords")
+"""Attributes that what stands in them is not called by."""
 
 
 class _Nothing:
@@ -44,6 +54,48 @@ class _Nothing:
 
 
 NOTHING: Final = _Nothing()
+
+
+@dataclass(frozen=True)
+class Number:
+    """
+    name    of the input
+    place   where it stands
+    whole   whether it is an int
+    guards  outcomes of comparisons that branches have asked for
+    """
+
+    name: str
+    place: Place
+    whole: bool
+    guards: tuple[Guard, ...] = ()
+
+    def fits(self, value: object) -> bool:
+        """Whether a value may be given for it."""
+        return is_number(value) and type(value) is (int if self.whole else float)
+
+    def outcomes(self, value: float) -> tuple[object, ...]:
+        return tuple(guard.outcome({self.name: value}) for guard in self.guards)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value may be an input."""
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST)
+
+
+def describe_numbers(numbers: Sequence[Number]) -> list[list[Any]]:
+    """As JSON holds them."""
+    places = read_places.described(one.place for one in numbers)
+    guards = [[[each.relation, each.constant] for each in one.guards] for one in numbers]
+    return [[one.name, place, one.whole, row] for one, place, row in zip(numbers, places, guards, strict=True)]
+
+
+def read_back(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
+    """What `describe_numbers` was given."""
+    return tuple(
+        Number(name, place, whole, tuple(Guard(name, relation, float(constant)) for relation, constant in guards))
+        for (name, _, whole, guards), place in zip(rows, read_places.read([row[1] for row in rows]), strict=True)
+    )
 
 
 class Values:
@@ -69,15 +121,27 @@ class Values:
         """One line a difference: `model.temperature: 1.0 -> 2.0`."""
         rows = zip(self.texts.items(), before.described, self.described, strict=False)
         then = [*before.texts.values()]
-        return [f"{name}: {then[at]} -> {now}" for at, ((name, now), a, b) in enumerate(rows) if a != b]
+        found = [(self.places[at], f"{name}: {then[at]} -> {now}") for at, ((name, now), a, b) in enumerate(rows) if a != b]
+        bases = {base for place, _ in found for base in place.bases}
+        return [line for place, line in found if place not in bases]  # of a list, which of its items
+
+
+    def numbers_changed(self, before: Values) -> list[Place]:
+        """Where a number is another."""
+        rows = zip(self.places, before.described, self.described, strict=True)
+        return [place for place, a, b in rows if a != b and all(isinstance(x, tuple) and x[:1] in ((int,), (float,)) for x in (a, b))]
 
 
 class Reads:
     """Places as this rank has them."""
 
-    def __init__(self, places: Sequence[Place], model: nn.Module, function: Function) -> None:
+    def __init__(self, places: Sequence[Place], model: nn.Module, function: Function, numbers: Sequence[Number] = ()) -> None:
+        """numbers: what of them are inputs of a program, whose values make no other."""
         self._roots: dict[str, Any] = {MODEL: model, FUNCTION: function}
-        self.places = tuple(places)
+        inputs = {one.place for one in numbers}
+        self.inputs = tuple(numbers)
+        self.places = (*(place for place in places if place not in inputs), *inputs)
+        self._numbers: list[tuple[Number, Callable[[], object], Hashable]] = []
         self._look: _Look | None = None
         self._values: Values | None = None
         self._tensors = frozenset(map(id, chain(model.parameters(), model.buffers())))
@@ -88,20 +152,33 @@ class Reads:
 
     def values(self) -> Values:
         """What stands there now."""
-        if self._look is None or self._values is None or not self._look.holds():
+        if self._look is None or self._values is None or not (self._look.holds() and self._numbers_fit()):
             self._look, found = self._resolved()
             if found != self._values or self._values is None:
                 self._values = found
         return self._values
 
+    def numbers(self) -> dict[str, float]:
+        """Those that are inputs, as they are now, by name. Behind `values`, which finds those that are none any more."""
+        return {number.name: get() for number, get, _ in self._numbers}  # type: ignore[misc]  # it fits
+
+    def _numbers_fit(self) -> bool:
+        return all(_as_input(number, get()) == then for number, get, then in self._numbers)
+
     def _resolved(self) -> tuple[_Look, Values]:
-        there = _Resolved(self._roots)
+        there, self._numbers = _Resolved(self._roots), []
+        inputs = {one.place: one for one in self.inputs}
         self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
         look, described, texts = _Look(), list[Hashable](), dict[str, str]()
         for place in self.places:
             value, text = there.at(place)
-            described.append(self._described(value))
+            number = inputs.get(place)
+            described.append(self._described(value) if number is None else _as_input(number, value))
             texts[f"{text} ({len(described)})" if text in texts else text] = _said(value)
+            if number is not None:
+                get = functools.partial(_taken, there.at(_base(place))[0], place.steps[-1])
+                self._numbers.append((number, get, described[-1]))
+                continue
             look.note(there.at(_base(place))[0], place.steps[-1], value, isinstance(value, torch.Tensor) and self._is_state(value))
         look.close()
         return look, Values(self.places, tuple(described), texts)
@@ -157,9 +234,21 @@ def methods(places: Iterable[Place], model: nn.Module, function: Function, trace
     ]
 
 
+def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, Any]:
+    """What is to be found somewhere, and a short name for it: `beta` of a closure, `model.config.alpha`."""
+    there = _Resolved({MODEL: model, FUNCTION: function})
+    value, text = there.at(place)
+    return text.partition(" (")[0].removeprefix("default of "), value
+
+
 def _steps_to(path: str) -> tuple[Step, ...]:
     """From a model to a module in it."""
     return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
+
+
+def _as_input(number: Number, value: object) -> Hashable:
+    """What makes another program of a number that is an input."""
+    return number.outcomes(value) if number.fits(value) else (type(value), repr(value))  # type: ignore[arg-type]  # it fits
 
 
 def _base(place: Place) -> Place:
@@ -170,7 +259,8 @@ def _said(value: Any) -> str:
     if is_plain(value) or isinstance(value, np.generic | enum.Enum | _Nothing):
         return shown(repr(value))
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}, version {value._version}"
+        few = type(value) is torch.Tensor and value.numel() <= FEW and not value.is_meta
+        return f"a tensor {value.tolist()}" if few else f"a tensor of shape {list(value.shape)}"
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return f"{name_of(value)} ({_line(value)})" if isinstance(value, types.FunctionType) else name_of(value)
     return f"a {name_of(type(value))}" + (f" of {len(value)}" if isinstance(value, list | tuple | dict) else "")
@@ -208,14 +298,15 @@ class _Resolved:
                 names = getattr(getattr(function, "__code__", None), "co_freevars", ())
                 at = place.steps[-2][1]
                 name = names[at] if isinstance(at, int) and at < len(names) else what
-                return f"{name} of the closure of {name_of(function)}"
-            return text if what in ("_modules", "__dict__", "__closure__", "__func__") else f"{text}.{what}"
+                return name if _is_ours(function) else f"{name} (closure of {name_of(function)})"
+            return text if what in UNSAID else f"{text}.{what}"
         if kind == ITEM:
-            if place.steps[-2:-1] == ((ATTRIBUTE, "_modules"),) or place.steps[-2:-1] == ((ATTRIBUTE, "__dict__"),):
+            within = place.steps[-2][1] if len(place.steps) > 1 else ""
+            if within in ("_modules", "__dict__"):
                 return f"{text}.{what}"
-            if place.steps[-2:-1] in (((ATTRIBUTE, "__defaults__"),), ((ATTRIBUTE, "__kwdefaults__"),)):
+            if within in ("__defaults__", "__kwdefaults__"):
                 return _default(self.at(_base(_base(place)))[0], what)
-            return f"{text}[{what!r}]"
+            return name_of(base[what]) if within == "__mro__" and isinstance(base, tuple) else f"{text}[{what!r}]"
         if kind in (HAS_ITEM, HAS_ATTRIBUTE):
             return f"{what!r} in {text}" if kind == HAS_ITEM else f"whether {text} has a {what} of its own"
         return f"the keys of {text}" if kind == KEYS else name_of(type(base))
@@ -226,7 +317,11 @@ def _default(function: Any, which: Any) -> str:
     name = which
     if code is not None and isinstance(which, int):
         name = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) + which]
-    return f"default of {name} in {name_of(function)}"
+    return f"default of {name} ({name_of(function)})"
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "meshc"
 
 
 def _module(name: str) -> Any:

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Final
@@ -29,7 +29,7 @@ import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.left_out import left_out
-from meshc.frontend.read_places import Place, places_of
+from meshc.frontend.read_places import Place, constants_of, places_of
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
@@ -58,13 +58,14 @@ class Seen:
     changes  lines that change what a program does not hold
     said     calls that say something, as the attempt at a trace (Dynamo begins anew at times) and what is to be done
     code     what has run of Python
-    places   what has been read of Python
+    places   what has been read of Python;  constants  of that the values that are constants of the trace
     """
 
     changes: list[Source] = field(default_factory=list)
     said: list[tuple[Any, Source, str, Callable[[], None]]] = field(default_factory=list)
     code: tuple[CodeType, ...] = ()
     places: Sequence[Place] = ()
+    constants: Set[Place] = frozenset()
 
     def notes(self) -> list[str]:
         last = self.said[-1][0] if self.said else None
@@ -141,7 +142,8 @@ def observed() -> Iterator[Seen]:
     def account(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.changes = _changes(self)  # of the last attempt
         seen.code = tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
-        seen.places = places_of(TracingContext.get().guards_context.dynamo_guards)
+        guards = TracingContext.get().guards_context.dynamo_guards
+        seen.places, seen.constants = places_of(guards), constants_of(guards)
         return write(self, *args, **kwargs)
 
     def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -105,7 +105,7 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     for node, (kind, name) in zip(placeholders(graph), joint.placeholders, strict=True):
         value = node.meta["val"]
         inputs.append(
-            Port(kind, name, shape_of(node), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
+            Port(kind, name, shape_of(node), value.dtype, of=name if kind in ("tangent", "number") else "", requires_grad=name in traced.trainable)
         )
         node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
     output = output_of(graph)
