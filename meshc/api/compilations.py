@@ -313,6 +313,8 @@ class Compilations:
         if general_key not in self.general:
             told = agreed.before_compiling(asked, args, kwargs, key)
             made = self._compile_general(*examples, told)
+            if made.kept_fixed:
+                warnings.warn(value_keys.kept_fixed(self.value_keys.inputs, made), stacklevel=5)
             key, reads = self.value_keys.learn(call.base, made)
             general_key = asked.general_key(args, kwargs, key)
         else:

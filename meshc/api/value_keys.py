@@ -14,6 +14,7 @@ from torch import nn
 
 from meshc.api.asked import Key
 from meshc.api.made import Made
+from meshc.frontend import read_values
 from meshc.frontend.read_places import Place
 from meshc.frontend.read_values import Number, Reads, Values
 
@@ -98,6 +99,16 @@ class ValueKeys:
     def stale(self) -> list[str]:
         """What has changed since the last call, of all that any program has read."""
         return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
+
+
+def kept_fixed(wanted: Iterable[Place], made: Made) -> str:
+    """What to say of numbers that keep changing and are no inputs."""
+    names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted]
+    return (
+        f"{', '.join(names)} keeps changing, and cannot be an input of the program, which is compiled for each value: {made.kept_fixed}\n"
+        "  what to do: nothing, if it takes few values; else compute with it (multiply, divide, add, compare with a constant), or pass a\n"
+        "  tensor of no dims as an argument"
+    )
 
 
 def shown(lines: Iterable[str]) -> str:

@@ -168,18 +168,21 @@ class Reads:
     def _resolved(self) -> tuple[_Look, Values]:
         there, self._numbers = _Resolved(self._roots), []
         inputs = {one.place: one for one in self.inputs}
+        by_items = {_base(place) for place in self.places if place.steps[-1][0] == ITEM}
         self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
         look, described, texts = _Look(), list[Hashable](), dict[str, str]()
         for place in self.places:
             value, text = there.at(place)
             number = inputs.get(place)
-            described.append(self._described(value) if number is None else _as_input(number, value))
+            shallow = place in by_items and isinstance(value, list | tuple)
+            described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._described(value))
             texts[f"{text} ({len(described)})" if text in texts else text] = _said(value)
             if number is not None:
                 get = functools.partial(_taken, there.at(_base(place))[0], place.steps[-1])
                 self._numbers.append((number, get, described[-1]))
                 continue
-            look.note(there.at(_base(place))[0], place.steps[-1], value, isinstance(value, torch.Tensor) and self._is_state(value))
+            look.note(there.at(_base(place))[0], place.steps[-1], value)
+            look.follow(value, shallow or (isinstance(value, torch.Tensor) and self._is_state(value)))
         look.close()
         return look, Values(self.places, tuple(described), texts)
 
@@ -200,7 +203,7 @@ class Reads:
         if code is not None:
             return Same(code)
         if isinstance(value, list | tuple | AbstractSet):
-            return type(value), len(value)
+            return _shape(value)
         if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
             return Same(value)
         return Same(type(value))
@@ -244,6 +247,11 @@ def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, An
 def _steps_to(path: str) -> tuple[Step, ...]:
     """From a model to a module in it."""
     return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
+
+
+def _shape(value: Any) -> Hashable:
+    """Of what is read by its items."""
+    return type(value), len(value)
 
 
 def _as_input(number: Number, value: object) -> Hashable:
@@ -363,13 +371,15 @@ class _Look:
         self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}
         self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._lists: dict[int, list[Any]] = {}
+        self._sizes: dict[int, list[Any]] = {}
         self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
         self._keys: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self._versions: dict[int, torch.Tensor] = {}
         self._arrays: dict[int, np.ndarray[Any, Any]] = {}
         self._codes: dict[int, types.FunctionType] = {}
 
-    def note(self, base: Any, step: tuple[str, Any], value: Any, is_state: bool) -> None:
+    def note(self, base: Any, step: tuple[str, Any], value: Any) -> None:
+        """What stands where."""
         kind, what = step
         if base is NOTHING:
             return
@@ -379,16 +389,21 @@ class _Look:
                 self._items.setdefault(id(held), (held, {}))[1][what] = value
             elif what not in FIXED and not isinstance(value, types.MethodType) and value is not NOTHING:
                 self._attributes[id(base), what] = base, what, value
-        elif kind == ITEM and isinstance(base, dict | types.MappingProxyType):
+        elif kind == ITEM and isinstance(base, dict | types.MappingProxyType | list):
             if value is not NOTHING:
                 self._items.setdefault(id(base), (base, {}))[1][what] = value
         elif kind in (HAS_ITEM, HAS_ATTRIBUTE) and value is not NOTHING:
             self._own[id(base), what] = (base if kind == HAS_ITEM else base.__dict__), what, value
         elif kind == KEYS and value is not NOTHING:
             self._keys[id(base)] = base, value
+
+    def follow(self, value: Any, elsewhere: bool) -> None:
+        """What a value holds. elsewhere: that is looked at by itself, or somewhere else."""
         if isinstance(value, list):
-            self._lists[id(value)] = value
-        elif isinstance(value, torch.Tensor) and not is_state:
+            self._sizes[id(value)] = value
+            if not elsewhere:
+                self._lists[id(value)] = value
+        elif isinstance(value, torch.Tensor) and not elsewhere:
             self._versions[id(value)] = value
         elif isinstance(value, np.ndarray) and value.nbytes <= MOST:
             self._arrays[id(value)] = value
@@ -406,6 +421,7 @@ class _Look:
         self._attributes_then = [one[2] for one in found]
         self._key_lists = list(self._keys.values())
         self._tables = [(each, list(each)) for each in self._lists.values() if len(each) <= MOST]
+        self._lengths = [(each, len(each)) for each in self._sizes.values()]
         self._has = list(self._own.values())
         self._tensors = list(self._versions.values())
         self._versions_then = list(map(_version, self._tensors))
@@ -424,10 +440,11 @@ class _Look:
                 and list(map(_version, self._tensors)) == self._versions_then
                 and all((what in held) is then for held, what, then in self._has)
                 and all(tuple(held) == then for held, then in self._key_lists)
-                and all(len(each) == len(then) and all(map(is_, each, then)) for each, then in self._tables)
+                and all(len(each) == then for each, then in self._lengths)
+                and all(all(map(is_, each, then)) for each, then in self._tables)
                 and all(each.tobytes() == then for each, then in self._bytes)
             )
-        except (KeyError, AttributeError):
+        except (LookupError, AttributeError):
             return False
 
 
