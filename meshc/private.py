@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.higher_order_ops import LocalMapWrappedHigherOrderVariable
+    from torch._dynamo.variables.lazy import LazyCache
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
     from torch._functorch._aot_autograd.descriptors import (
@@ -86,6 +87,7 @@ NAMES: Final[Mapping[str, str]] = {
     "VariableBuilder": "torch._dynamo.variables.builder:VariableBuilder",
     "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
     "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
+    "LazyCache": "torch._dynamo.variables.lazy:LazyCache",
     "DebuggingVariable": "torch._dynamo.variables.misc:DebuggingVariable",
     "LoggingLoggerVariable": "torch._dynamo.variables.misc:LoggingLoggerVariable",
     "StringFormatVariable": "torch._dynamo.variables.misc:StringFormatVariable",
@@ -140,6 +142,7 @@ REPLACED: Final = (
     "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.variables.builder:VariableBuilder._wrap",
+    "torch._dynamo.variables.lazy:LazyConstantVariable.create",
     "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.utils:_compilation_metrics",
     "torch.distributed.tensor._random:_rng_tracker",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",

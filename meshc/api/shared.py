@@ -84,14 +84,16 @@ def _compiled(
 
 
 def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Made:
-    """By this rank's passes. Where a number of Python cannot be an input of a program, none that was to become one is."""
-    try:
-        return Made.of(*sizes().compile(request, hook))
-    except CaptureError as error:
-        if not request.numbers:
-            raise
-        why = str(error).partition("\n")[0]
-    return replace(Made.of(*sizes().compile(replace(request, numbers=()), hook)), kept_fixed=why)
+    """By this rank's passes. Where a number of Python cannot be an input of a program, those are none that came last, down to it."""
+    why = ""
+    for count in range(len(request.numbers), -1, -1):
+        try:
+            return replace(Made.of(*sizes().compile(replace(request, numbers=request.numbers[:count]), hook)), kept_fixed=why)
+        except CaptureError as error:
+            if not count:
+                raise
+            why = str(error).partition("\n")[0]
+    raise AssertionError
 
 
 def _watching() -> Hook | None:

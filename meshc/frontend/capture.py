@@ -260,8 +260,10 @@ def torch_graph(
     tree = _arrange_outputs(graph, leaves)
     if double:
         widen(graph)
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code, reads=reads)
-    traced = replace(traced, numbers=inputs_of_python.by_attribute)
+    traced = TorchGraph(
+        graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code, reads=reads,
+        numbers=inputs_of_python.by_attribute,
+    )  # fmt: skip
     return _opened(traced, opened) if opened else traced
 
 
@@ -482,28 +484,9 @@ def _output_name(description: object, qualified: Callable[[str], str], traced: T
     mutated = getattr(description, "mutated_input", None)
     if mutated is not None:
         kind, name = _input_name(mutated, qualified, traced)
-        _refuse_change(kind, name, traced)
+        untraceable.refuse_change_in_place(kind, name, traced.trainable)
         return kind, name
     raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
-
-
-def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
-    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
-    if kind == "constant":
-        raise CaptureError(
-            f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
-            "  what to do: make it a buffer (register_buffer)"
-        )
-    if kind == "input":
-        raise CaptureError(
-            f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"
-            f"  what to do: work on a copy in the model ({name} = {name}.clone()), or return the new value"
-        )
-    if kind == "parameter" and name in traced.trainable and torch.is_grad_enabled():
-        raise CaptureError(
-            f"the model changes its parameter {name} in place while it is differentiated\n"
-            "  what to do: change it outside the model between calls, or keep it as a buffer"
-        )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

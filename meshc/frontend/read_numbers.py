@@ -31,6 +31,7 @@ from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.optimizer.spec import Guard
+from meshc.private import FakeTensor
 
 BUFFER: Final = "meshc_number_"
 _RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
@@ -86,8 +87,9 @@ class Opened:
         if not self._numbers:
             yield
             return
-        from meshc.private import AttrSource, LocalSource, SymNodeVariable, VariableBuilder
+        from meshc.private import AttrSource, LazyCache, LocalSource, SymNodeVariable, VariableBuilder, variables
 
+        lazy = variables.LazyConstantVariable.create
         wrap, evaluate = VariableBuilder._wrap, SymNodeVariable.evaluate_expr
         order = {place: at for at, place in enumerate(self._numbers)}
 
@@ -101,11 +103,21 @@ class Opened:
             self._symbols[found.sym_num.node.expr] = self._numbers[place]
             return found
 
+        def put_off(value: object, source: Any, **options: Any) -> Any:
+            """Until it is used; torch puts constants off in a way of their own, by which they stay constants."""
+            if place_of(source) not in order:
+                return lazy(value, source, **options)
+            return variables.LazyVariableTracker(LazyCache(value, source), source=source, **options)
+
         def evaluated(self_: Any, *given: Any, **named: Any) -> Any:
             outcome = self._outcome(self_.sym_num) if isinstance(self_.sym_num, torch.SymBool) else None
             return evaluate(self_, *given, **named) if outcome is None else outcome
 
-        with mock.patch.object(VariableBuilder, "_wrap", wrapped), mock.patch.object(SymNodeVariable, "evaluate_expr", evaluated):
+        with (
+            mock.patch.object(VariableBuilder, "_wrap", wrapped),
+            mock.patch.object(variables.LazyConstantVariable, "create", staticmethod(put_off)),
+            mock.patch.object(SymNodeVariable, "evaluate_expr", evaluated),
+        ):
             yield
 
     def _outcome(self, asked: torch.SymBool) -> bool | None:
@@ -146,7 +158,8 @@ class _Writing:
         self._module, self._graph = module, module.graph
         self._tensors: dict[Node, Node] = {}
         """Of each number of the graph the tensor that stands for it."""
-        self._mode = next(one.meta["example_value"].fake_mode for one in self._graph.nodes if hasattr(one.meta.get("example_value"), "fake_mode"))
+        examples = [one.meta.get("example_value") for one in self._graph.nodes]
+        self._mode = next(one.fake_mode for one in examples if isinstance(one, FakeTensor))
 
     def write(self) -> None:
         nodes = list(self._graph.nodes)

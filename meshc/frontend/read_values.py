@@ -103,11 +103,11 @@ class Values:
 
     __slots__ = ("__weakref__", "_hash", "described", "keys", "places", "texts")
 
-    def __init__(self, places: tuple[Place, ...], described: tuple[Hashable, ...], texts: Mapping[str, str]) -> None:
+    def __init__(self, places: tuple[Place, ...], described: tuple[Hashable, ...], texts: dict[str, str]) -> None:
         self.places, self.described, self.texts = places, described, texts
         self.keys: dict[Hashable, Any] = {}
         """Keys of calls at these values, by what else decides them."""
-        self._hash = hash(described)
+        self._hash = hash((places, described))
 
     def __hash__(self) -> int:
         return self._hash
@@ -115,7 +115,9 @@ class Values:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Values):
             return NotImplemented
-        return self is other or (self._hash == other._hash and self.described == other.described)
+        if self is other:
+            return True
+        return self._hash == other._hash and (self.places, self.described) == (other.places, other.described)
 
     def changes(self, before: Values) -> list[str]:
         """One line a difference: `model.temperature: 1.0 -> 2.0`."""
@@ -141,7 +143,7 @@ class Reads:
         inputs = {one.place for one in numbers}
         self.inputs = tuple(numbers)
         self.places = (*(place for place in places if place not in inputs), *inputs)
-        self._numbers: list[tuple[Number, Callable[[], object], Hashable]] = []
+        self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []
         self._look: _Look | None = None
         self._values: Values | None = None
         self._tensors = frozenset(map(id, chain(model.parameters(), model.buffers())))
@@ -160,10 +162,13 @@ class Reads:
 
     def numbers(self) -> dict[str, float]:
         """Those that are inputs, as they are now, by name. Behind `values`, which finds those that are none any more."""
-        return {number.name: get() for number, get, _ in self._numbers}  # type: ignore[misc]  # it fits
+        found = {number.name: float(get()) for number, get, _, _ in self._numbers}
+        for (_, _, _, text), value in zip(self._numbers, found.values(), strict=True):
+            self.values().texts[text] = repr(value)
+        return found
 
     def _numbers_fit(self) -> bool:
-        return all(_as_input(number, get()) == then for number, get, then in self._numbers)
+        return all(_as_input(number, get()) == then for number, get, then, _ in self._numbers)
 
     def _resolved(self) -> tuple[_Look, Values]:
         there, self._numbers = _Resolved(self._roots), []
@@ -176,10 +181,11 @@ class Reads:
             number = inputs.get(place)
             shallow = place in by_items and isinstance(value, list | tuple)
             described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._described(value))
-            texts[f"{text} ({len(described)})" if text in texts else text] = _said(value)
+            text = f"{text} ({len(described)})" if text in texts else text
+            texts[text] = _said(value)
             if number is not None:
                 get = functools.partial(_taken, there.at(_base(place))[0], place.steps[-1])
-                self._numbers.append((number, get, described[-1]))
+                self._numbers.append((number, get, described[-1], text))
                 continue
             look.note(there.at(_base(place))[0], place.steps[-1], value)
             look.follow(value, shallow or (isinstance(value, torch.Tensor) and self._is_state(value)))
@@ -256,7 +262,7 @@ def _shape(value: Any) -> Hashable:
 
 def _as_input(number: Number, value: object) -> Hashable:
     """What makes another program of a number that is an input."""
-    return number.outcomes(value) if number.fits(value) else (type(value), repr(value))  # type: ignore[arg-type]  # it fits
+    return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))  # type: ignore[arg-type]
 
 
 def _base(place: Place) -> Place:

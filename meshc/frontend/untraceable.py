@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -281,3 +281,22 @@ def _place(source: Source) -> str:
 
 def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def refuse_change_in_place(kind: str, name: str, trainable: Collection[str]) -> None:
+    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
+    if kind == "constant":
+        raise CaptureError(
+            f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
+            "  what to do: make it a buffer (register_buffer)"
+        )
+    if kind == "input":
+        raise CaptureError(
+            f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"
+            f"  what to do: work on a copy in the model ({name} = {name}.clone()), or return the new value"
+        )
+    if kind == "parameter" and name in trainable and torch.is_grad_enabled():
+        raise CaptureError(
+            f"the model changes its parameter {name} in place while it is differentiated\n"
+            "  what to do: change it outside the model between calls, or keep it as a buffer"
+        )

@@ -242,10 +242,11 @@ def other_values(mine: str, other: int, theirs: str, alone: bool) -> str:
     """What to say where values that the model's code reads have changed otherwise on another rank. alone: there they have not."""
     there = "has gone on with what it had before" if alone or not theirs else f"has {theirs}"
     return (
-        f"what the model's code reads has changed on this rank and not on rank {other}: {mine or 'nothing'} on this rank, rank {other} {there}\n"
+        f"what the model's code reads has changed on this rank and not on rank {other}: {mine or 'nothing'} on this rank, "
+        f"rank {other} {there}\n"
         "  why: these values are part of the program, and every rank runs a part of one program\n"
-        "  what to do: change them on every rank, before the same call; what follows from a rank's own data (a loss, a norm) is brought to\n"
-        "  all first: torch.distributed.all_reduce, or broadcast"
+        "  what to do: change them on every rank, before the same call; what follows from a rank's own data (a loss, a norm) is brought\n"
+        "  to all first: torch.distributed.all_reduce, or broadcast"
     )
 
 
