@@ -55,7 +55,7 @@ OTHER_SIZES = (
     '  what to do: load the same batches on every rank, or compile with inputs="local" if each rank has its own part. Go on from a state\n'
     "  that was saved before that step"
 )
-WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
+WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, side_effects.NOT_LOOKED_AT, EXPOSED)
 """Words of the notes of a compilation that are warnings."""
 
 
@@ -210,7 +210,7 @@ class Compilations:
                     self._refuse_changed()
                 self._follow_store()
                 if self.world.board is not None:
-                    told = agreed.before_compiling(self.asked, args, kwargs, key) | {agreed.VALUES: value_keys.shown(changed)}
+                    told = agreed.before_compiling(self.asked, args, kwargs, key) | {agreed.VALUES: "; ".join(changed)}
                     self.world.agree_on_request(told, self._refusal, agreed.VALUES if changed else agreed.INPUTS)
                 if changed or self.value_keys.stale():
                     self.__dict__.pop("_sizes", None)  # what they share was traced with other values
@@ -221,7 +221,7 @@ class Compilations:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
         elif changed:
-            self.world.agree("call", {agreed.VALUES: value_keys.shown(changed)}, error=self._refusal)
+            self.world.agree("call", {agreed.VALUES: "; ".join(changed)}, error=self._refusal)
         self.value_keys.note(key)
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
@@ -294,7 +294,7 @@ class Compilations:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
         args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
         if changed:
-            warnings.warn("meshc compiles again, because of what the model's code reads: " + "; ".join(changed), stacklevel=5)
+            warnings.warn("meshc compiles again, because of what the model's code reads: " + value_keys.shown(changed), stacklevel=5)
             self.value_keys.open(key)
         if asked.step is not None:
             with self.world.refusable():

@@ -92,7 +92,7 @@ def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Ma
         except CaptureError as error:
             if not count:
                 raise
-            why = str(error).partition("\n")[0]
+            why = ", ".join(line.strip() for line in str(error).splitlines()[:2])
     raise AssertionError
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -101,15 +101,17 @@ class ValueKeys:
         return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
 
 
-def kept_fixed(wanted: Iterable[Place], made: Made) -> str:
+def kept_fixed(wanted: Sequence[Place], made: Made) -> str:
     """What to say of numbers that keep changing and are no inputs."""
-    names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted]
+    taken = {one.place for one in made.numbers}
+    names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted if place not in taken]
     return (
-        f"{', '.join(names)} keeps changing, and cannot be an input of the program, which is compiled for each value: {made.kept_fixed}\n"
+        f"{shown(names)} keeps changing, and cannot be an input of the program, which is compiled for each value: {made.kept_fixed}\n"
         "  what to do: nothing, if it takes few values; else compute with it (multiply, divide, add, compare with a constant), or pass a\n"
         "  tensor of no dims as an argument"
     )
 
 
-def shown(lines: Iterable[str]) -> str:
-    return "; ".join(lines)
+def shown(lines: Sequence[str], most: int = 5) -> str:
+    """For people."""
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")

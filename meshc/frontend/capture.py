@@ -434,7 +434,10 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
         if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
             if description.target in traced.numbers:
                 return "number", traced.numbers[description.target].name
-            return ("random", name) if name == SEED_STEP else ("constant", description.target)
+            if name == SEED_STEP:
+                return "random", name
+            untraceable.refuse_array(traced.module, description.target, source_of)
+            return "constant", description.target
         return "buffer", name
     if isinstance(description, PlainAOTInput):
         return "input", traced.inputs[_tensor_index(traced, description.idx)][0]

@@ -99,7 +99,7 @@ class Opened:
                 return wrap(self_, value)
             name = f"{BUFFER}{order[place]}"
             tensor = VariableBuilder(self_.tx, AttrSource(AttrSource(LocalSource("self"), "_export_root"), name))(getattr(root, name))
-            found = tensor.call_method(self_.tx, "item", [], {})
+            found: Any = tensor.call_method(self_.tx, "item", [], {})
             self._symbols[found.sym_num.node.expr] = self._numbers[place]
             return found
 

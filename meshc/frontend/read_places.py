@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from meshc.frontend.frames import STANDARD
 
 MODEL: Final = "model"
 FUNCTION: Final = "function"
@@ -26,15 +30,18 @@ TYPE: Final = "type"
 HAS_ITEM: Final = "in"
 HAS_ATTRIBUTE: Final = "has"
 KEYS: Final = "keys"
+NTH: Final = "nth"
 
 _EXPORTED: Final = "L['self']._modules['_export_root']"
+_MODEL: Final = f"{_EXPORTED}._modules['module']"
 _IMPORT: Final = "__import_"
 _WATCHED: Final = frozenset(
-    "_parameters _buffers training forward _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks "
-    "_forward_hooks_with_kwargs _forward_pre_hooks_with_kwargs _forward_hooks_always_called _non_persistent_buffers_set "
-    "__call__ _call_impl _compiled_call_impl".split()
+    "_parameters _buffers training forward _forward_hooks_with_kwargs _forward_pre_hooks_with_kwargs _forward_hooks_always_called "
+    "_non_persistent_buffers_set __call__ _call_impl _compiled_call_impl".split()
 )
 """Of a model's modules, what is looked at at each call in any case, or what torch calls by itself."""
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Likewise; but not what a hook reads."""
 _OWN: Final = ("torch", "meshc", "builtins", "typing", "types", "abc", "collections", "functools", "dataclasses", "contextlib", "enum")
 """Packages whose globals nobody changes."""
 _CONSTANT: Final = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
@@ -42,7 +49,8 @@ _LARGEST_KEY: Final = 1 << 32
 """Numbers beyond are identities of objects, which are others in each process."""
 
 Step = tuple[str, Any]
-"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None): what is read of what stands before."""
+"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None), ("nth", number of an entry): what is read of what
+stands before."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,31 @@ def constants_of(guards: Iterable[Any]) -> set[Place]:
 
 def _kind(guard: Any) -> tuple[str, list[object]]:
     """The name of a guard's kind, and what it is given."""
-    make, given = guard.create_fn, list[object]()
+    make: Any = guard.create_fn
+    given: list[object] = []
     if isinstance(make, functools.partial):
         make, given = make.func, [*make.keywords.values(), *make.args]
     return getattr(make, "__name__", ""), given
+
+
+def without_place(guards: Iterable[Any]) -> list[str]:
+    """Constants of a trace that stand where nobody can look again, in the model or in files of its user's: as Dynamo calls them."""
+    names = [str(_name(guard)) for guard in guards if _kind(guard)[0] in _CONSTANT and place_of(guard.originating_source) is None]
+    return [name.replace(_MODEL, MODEL) for name in dict.fromkeys(names) if _is_users(name)]
+
+
+def _is_users(name: str) -> bool:
+    found = re.search(r"G\['__import_([^']+)'\]", name)
+    if found is None:
+        return _MODEL in name and "-packages" not in name
+    module = found[1].replace("_dot_", ".")
+    file = str(getattr(sys.modules.get(module), "__file__", "-packages"))
+    return module.partition(".")[0] not in _OWN and "-packages" not in file and not file.startswith(STANDARD)
+
+
+def _name(guard: Any) -> str:
+    name = guard.originating_source.name
+    return name if isinstance(name, str) else str(name())
 
 
 def place_of(source: Any) -> Place | None:
@@ -135,6 +164,8 @@ def _place(node: ast.expr) -> Place:
             return Place(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
         case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as key)) if isinstance(key, str) or key < _LARGEST_KEY:
             return _rooted(_place(value).then((ITEM, key)))
+        case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
+            return _rooted(_place(value).then((NTH, number)))
         case ast.Call(func=ast.Name(id="dict"), args=[value]):
             return _place(value)
         case ast.Call(func=ast.Name(id="type"), args=[value]):
@@ -159,5 +190,6 @@ def _rooted(place: Place) -> Place:
 def _is_left_out(place: Place) -> bool:
     if place.root == MODEL:
         names = [what for kind, what in place.steps if kind in (ATTRIBUTE, HAS_ATTRIBUTE)]
-        return not _WATCHED.isdisjoint(names) or (ATTRIBUTE, "_modules") in place.steps[-2:]
+        of_hooks = any((ATTRIBUTE, name) in place.steps[-2:] for name in _HOOKS)
+        return not _WATCHED.isdisjoint(names) or (ATTRIBUTE, "_modules") in place.steps[-2:] or of_hooks
     return place.root != FUNCTION and (not place.root or place.root.partition(".")[0] in _OWN)

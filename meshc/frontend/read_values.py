@@ -13,13 +13,14 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import re
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +31,7 @@ from meshc.frontend import read_places
 from meshc.frontend.module_state import Same
 from meshc.frontend.reachable_code import is_stock_class, name_of
 from meshc.frontend.reachable_values import digest, is_plain, of_tensor, shown
-from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, TYPE, Place, Step
+from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, NTH, TYPE, Place, Step
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import Guard
 
@@ -178,6 +179,10 @@ class Reads:
         look, described, texts = _Look(), list[Hashable](), dict[str, str]()
         for place in self.places:
             value, text = there.at(place)
+            if _stays(place, there):
+                described.append("")
+                texts[f"{text} ({len(described)})" if text in texts else text] = ""
+                continue
             number = inputs.get(place)
             shallow = place in by_items and isinstance(value, list | tuple)
             described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._described(value))
@@ -247,12 +252,34 @@ def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, An
     """What is to be found somewhere, and a short name for it: `beta` of a closure, `model.config.alpha`."""
     there = _Resolved({MODEL: model, FUNCTION: function})
     value, text = there.at(place)
-    return text.partition(" (")[0].removeprefix("default of "), value
+    return re.sub(r" \([^()]*\)", "", text).removeprefix("default of "), value  # without of which function
 
 
 def _steps_to(path: str) -> tuple[Step, ...]:
     """From a model to a module in it."""
     return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
+
+
+def _stays(place: Place, there: _Resolved) -> bool:
+    """Whether nobody changes what stands there: the closures and defaults of an installed package's functions, by themselves, and which
+    names its classes have."""
+    kind, what = place.steps[-1]
+    if kind == ATTRIBUTE and what in ("cell_contents", "__closure__", "__defaults__", "__kwdefaults__"):
+        up = 3 if what == "cell_contents" else 1
+        return _is_installed(there.at(Place(place.root, place.steps[:-up]))[0])
+    if kind == ITEM and place.steps[-2:-1] and place.steps[-2][1] in ("__closure__", "__defaults__", "__kwdefaults__"):
+        return _is_installed(there.at(Place(place.root, place.steps[:-2]))[0])
+    if kind in (HAS_ITEM, HAS_ATTRIBUTE) and (TYPE, None) in place.steps:
+        return _is_installed(there.at(Place(place.root, place.steps[: place.steps.index((TYPE, None)) + 1]))[0])
+    return False
+
+
+def _is_installed(value: Any) -> bool:
+    """Whether a function or class is of a package that is installed, not of a project's own files."""
+    code = code_of(value)
+    if code is None and isinstance(value, type):
+        return "-packages" in str(getattr(sys.modules.get(value.__module__), "__file__", ""))
+    return code is not None and "-packages" in code.co_filename
 
 
 def _shape(value: Any) -> Hashable:
@@ -323,6 +350,8 @@ class _Resolved:
             return name_of(base[what]) if within == "__mro__" and isinstance(base, tuple) else f"{text}[{what!r}]"
         if kind in (HAS_ITEM, HAS_ATTRIBUTE):
             return f"{what!r} in {text}" if kind == HAS_ITEM else f"whether {text} has a {what} of its own"
+        if kind == NTH:
+            return f"{text}, entry {what}"
         return f"the keys of {text}" if kind == KEYS else name_of(type(base))
 
 
@@ -354,13 +383,15 @@ def _taken(base: Any, step: tuple[str, Any]) -> Any:
         if kind == ITEM:
             if isinstance(base, dict):
                 return dict.__getitem__(base, what)
-            return base[what] if isinstance(base, list | tuple | types.MappingProxyType | nn.Module) else NOTHING
+            return base[what] if isinstance(base, list | tuple | types.MappingProxyType) else NOTHING
         if kind == HAS_ITEM:
             return what in base
         if kind == HAS_ATTRIBUTE:
             return what in getattr(base, "__dict__", ())
         if kind == KEYS:
             return tuple(base)
+        if kind == NTH:
+            return [one for one in base.values() if not hasattr(one, "of_meshc")][what]
         return type(base)
     except (AttributeError, LookupError, TypeError, ValueError):
         return NOTHING
@@ -413,7 +444,7 @@ class _Look:
             self._versions[id(value)] = value
         elif isinstance(value, np.ndarray) and value.nbytes <= MOST:
             self._arrays[id(value)] = value
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType) and not _is_installed(value):
             self._codes[id(value)] = value
 
     def close(self) -> None:
@@ -427,14 +458,16 @@ class _Look:
         self._attributes_then = [one[2] for one in found]
         self._key_lists = list(self._keys.values())
         self._tables = [(each, list(each)) for each in self._lists.values() if len(each) <= MOST]
-        self._lengths = [(each, len(each)) for each in self._sizes.values()]
-        self._has = list(self._own.values())
+        self._sized = list(self._sizes.values())
+        self._lengths_then = list(map(len, self._sized))
+        own = list(self._own.values())
+        self._asked, self._whats, self._has_then = [one[0] for one in own], [one[1] for one in own], [one[2] for one in own]
         self._tensors = list(self._versions.values())
         self._versions_then = list(map(_version, self._tensors))
         self._bytes = [(each, each.tobytes()) for each in self._arrays.values()]
         self._functions = list(self._codes.values())
         self._codes_then = list(map(_code, self._functions))
-        self.count = sum(map(len, (self._then, found, self._has, self._key_lists, self._tensors, self._bytes, self._functions)))
+        self.count = sum(map(len, (self._then, found, self._asked, self._key_lists, self._tensors, self._bytes, self._functions)))
         self.count += sum(len(then) for _, then in self._tables)
 
     def holds(self) -> bool:
@@ -444,9 +477,9 @@ class _Look:
                 and all(map(is_, map(_call, self._attribute_getters, self._objects), self._attributes_then))
                 and all(map(is_, map(_code, self._functions), self._codes_then))
                 and list(map(_version, self._tensors)) == self._versions_then
-                and all((what in held) is then for held, what, then in self._has)
+                and list(map(contains, self._asked, self._whats)) == self._has_then
                 and all(tuple(held) == then for held, then in self._key_lists)
-                and all(len(each) == then for each, then in self._lengths)
+                and list(map(len, self._sized)) == self._lengths_then
                 and all(all(map(is_, each, then)) for each, then in self._tables)
                 and all(each.tobytes() == then for each, then in self._bytes)
             )

@@ -103,6 +103,10 @@ ADVICE: Final[Mapping[str, str]] = {
         "pass the same structure, shapes, dtypes and plain values on every rank: parts of a batch padded to one length "
         '(padding="max_length", or to a\n  multiple that all reach), or the length of the longest part on any rank'
     ),
+    VALUES: (
+        "change them on every rank, before the same call; what follows from a rank's own data (a loss, a norm) is brought to all first:\n"
+        "  torch.distributed.all_reduce, or broadcast"
+    ),
     COMPILED: "see what a rank's own code has made different: a branch on the rank, or values that forward reads",
 }
 
@@ -245,8 +249,7 @@ def other_values(mine: str, other: int, theirs: str, alone: bool) -> str:
         f"what the model's code reads has changed on this rank and not on rank {other}: {mine or 'nothing'} on this rank, "
         f"rank {other} {there}\n"
         "  why: these values are part of the program, and every rank runs a part of one program\n"
-        "  what to do: change them on every rank, before the same call; what follows from a rank's own data (a loss, a norm) is brought\n"
-        "  to all first: torch.distributed.all_reduce, or broadcast"
+        f"  what to do: {ADVICE[VALUES]}"
     )
 
 

@@ -37,7 +37,7 @@ Row = tuple[int, list[str], list[str] | None]
 
 ADVICE: Final = (
     "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
-    "  what to do: make every change of the optimizer, and of what the model's code reads, on every rank; a scheduler that steps by a\n"
+    "  what to do: make every change of the optimizer on every rank, and of what the model's code reads; a scheduler that steps by a\n"
     "  metric needs the same metric everywhere (all-reduce it). Go on from a state that was saved before that step"
 )
 
