@@ -76,7 +76,6 @@ def home_of(mesh: DeviceMesh) -> Transfers | None:
 def note_drawn(value: DTensor) -> None:
     """Every rank has drawn the whole of this tensor by itself, and kept its part."""
     _DRAWS.written.add(value._local_tensor.data_ptr())
-    _DRAWS.count += not isinstance(home_of(value.device_mesh), StageTransfers)
 
 
 def pending() -> bool:
