@@ -57,12 +57,13 @@ def look_who_asks(model: nn.Module) -> str:
             "  what to do: program.save_pretrained(directory) on every rank"
         )
     _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
+    return ""
 
 
 def look_who_asks_optimizer(optimizer: torch.optim.Optimizer, stepped_by_program: bool) -> None:
     """Likewise before `state_dict` of an optimizer."""
     caller = _caller(sys._getframe(2))
-    if caller is None or asked_by_all():
+    if not isinstance(caller, FrameType) or asked_by_all():
         return
     if any(isinstance(value, DTensor) for slots in optimizer.state.values() for value in slots.values()):
         advice = ADVICE.format(part="optim") if stepped_by_program else OF_LOOPS_OPTIMIZER
@@ -77,7 +78,6 @@ def _warn(owner: nn.Module | torch.optim.Optimizer, caller: FrameType, why: str,
             f"rank's part of each split tensor, and no {kind} that is not on this mesh can load it\n{advice}"
         )
         warnings.warn_explicit(message, UserWarning, caller.f_code.co_filename, caller.f_lineno)
-    return ""
 
 
 def _caller(frame: FrameType | None) -> FrameType | str | None:
