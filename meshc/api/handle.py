@@ -329,8 +329,8 @@ class Program:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds that each pass of the last compilation took; on rank 0, where its program serves all. Beside these, as `LOOKED_AT`, how
-        many values of Python each call looks at, to see that they are as they were (docs/fixed.md)."""
+        """Seconds that each pass of the last compilation took; on rank 0, where its program serves all. Beside these, as "values
+        looked at in a call", how many values of Python each call looks at, to see that they are as they were (docs/fixed.md)."""
         return {**self.compilations.seconds, LOOKED_AT: float(self.compilations.value_keys.count)}
 
     @property
