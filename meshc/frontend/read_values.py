@@ -141,7 +141,7 @@ class Reads:
     def __init__(self, places: Sequence[Place], model: nn.Module, function: Function, numbers: Sequence[Number] = ()) -> None:
         """numbers: what of them are inputs of a program, whose values make no other."""
         self._roots: dict[str, Any] = {MODEL: model, FUNCTION: function}
-        inputs = {one.place for one in numbers}
+        inputs = dict.fromkeys(one.place for one in numbers)  # in their order, which ranks have alike
         self.inputs = tuple(numbers)
         self.places = (*(place for place in places if place not in inputs), *inputs)
         self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshc
+from meshc.frontend.read_places import ATTRIBUTE, MODEL, Place
+from meshc.frontend.read_values import Number, Reads
 
 X, TARGET = torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(1, 0, 24).reshape(6, 4)
 STEPS = 6
@@ -352,3 +354,14 @@ def test_verify_takes_numbers_as_they_are(mesh: DeviceMesh) -> None:
             model.temperature = value
             program(X)
     assert meshc.verify(program).ok
+
+
+def test_numbers_that_are_inputs_stand_in_their_order_whatever_a_process_hashes_them_to() -> None:
+    """Ranks compare them as one row."""
+    model = nn.Linear(2, 2)
+    for name in "abcdefgh":
+        setattr(model, name, 1.0)
+    numbers = [Number(f"model.{name}", Place(MODEL, ((ATTRIBUTE, name),)), whole=False) for name in "hgfeabcd"]
+    reads = Reads([one.place for one in numbers], model, model.forward, numbers)
+    reads.values()
+    assert [*reads.numbers()] == [f"model.{name}" for name in "hgfeabcd"]
