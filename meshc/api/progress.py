@@ -1,6 +1,7 @@
 """What a long compilation is at, on a terminal: one line that goes when it is over.
 
     |  meshc compiles TrainStep(GPT): differentiate  12 s        (capture 4.1 s)
+    |  meshc compiles TrainStep(GPT): a plan within 200 kB, linear program 3  31 s        (factorize 0.2 s)
 
 It is there from a compilation's third second on, on rank 0 alone, and where its errors go to a terminal: nothing is written to a file, a
 pipe or a notebook, nor where MESHC_LOG says what passes take. A pass is named as soon as the one before it has ended.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from meshc import environment
 from meshc.later import Later
 from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.single import Hook, heard_by
 
 if TYPE_CHECKING:
     from meshc.passes.driver import pipeline
@@ -46,7 +47,8 @@ def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | 
         line.at(name, phase.seconds.get(name, 0.0))
 
     try:
-        yield told
+        with heard_by(line.doing):
+            yield told
     finally:
         line.end()
 
@@ -65,6 +67,9 @@ class _Line:
         """A pass has ended."""
         behind = dict(zip(pipeline.NAMES, pipeline.NAMES[1:], strict=False))
         self._at, self._before = behind.get(done, done), f"({done} {seconds:.1f} s)"
+
+    def doing(self, what: str) -> None:
+        self._at = what
 
     def end(self) -> None:
         with self._lock:

@@ -177,6 +177,8 @@ def _same_rows(
 
 def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
     padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
+    if node.args[1] == 0:
+        return given  # on all ranks: it is whole, and no part
     place = places.get(node.args[1])
     if place is None or not place.counts_tiles(sizes):
         if declared is not None:

@@ -38,11 +38,12 @@ from meshc.passes.driver.run import run
 from meshc.passes.driver.search import SLOWER, may_remake
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.single import Hook, say
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.overlap import HIDDEN
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Found, Search
+from meshc.passes.planner.solve import Allowance
 from meshc.passes.planner.space import Option
 from meshc.passes.stages.fit import may_hold
 from meshc.plan.plan import Plan
@@ -71,16 +72,17 @@ def open_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(entry.axis for entry in plan.axes if entry.auto)
 
 
-def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower) -> Lowered:
-    """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget. Raises NothingFits if none
-    keeps the budget, with the least that one holds."""
+def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> Lowered:
+    """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget; `allowed`: what linear
+    programs within it may come to. Raises NothingFits if none keeps the budget, with the least that one holds."""
     known = placed.request.searched
     if known is not None:
         return lower(replace(placed, choices=known.at(placed.factors)), hook)
     start = time.process_time()
     axes = open_axes(placed.plan)
     with part("searching for a plan"):
-        search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes)
+        say(f"a plan for {', '.join(axes)}")
+        search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes, allowed=allowed or Allowance())
         _refuse_beaten(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
         finding = _Finding(placed, axes, judge, search, solved_s=time.process_time() - start)
@@ -89,7 +91,7 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower) -> Low
         finding.try_recipes()
     taken = judge.best
     if taken is None:
-        raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain))
+        raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed))
     taken.heard.tell(hook)
     left = as_asked(taken.lowered, placed, axes).noting(finding.note(taken.weighed))
     left = replace(left, weighed=tuple(judge.table()))

@@ -6,9 +6,11 @@ copies it first. Nothing writes into what the last pass has left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from meshc.passes.phases.outset import Outset
 
@@ -27,3 +29,20 @@ class Pass(Generic[Given, Left]):
 
 Hook = Callable[[str, Outset], None]
 """Called as hook(name of a pass, the phase that it left)."""
+
+_ONLOOKER: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("onlooker", default=None)
+
+
+@contextmanager
+def heard_by(onlooker: Callable[[str], None]) -> Iterator[None]:
+    """A context in which `onlooker` is told what a pass that takes long is at."""
+    before = _ONLOOKER.set(onlooker)
+    try:
+        yield
+    finally:
+        _ONLOOKER.reset(before)
+
+
+def say(what: str) -> None:
+    if (onlooker := _ONLOOKER.get()) is not None:
+        onlooker(what)

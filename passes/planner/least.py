@@ -20,6 +20,7 @@ from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
 from meshc.passes.planner.narrow import columns_of, decoded, together
+from meshc.passes.planner.solve import BRANCHES, Allowance
 from meshc.passes.planner.space import Floats, Numbers
 from meshc.passes.planner.weighed import Weighed
 
@@ -42,6 +43,7 @@ class Least:
     model: Model
     memory: Memory
     left: Sequence[Numbers]
+    allowed: Allowance = field(default_factory=Allowance)
     picks: dict[Pick, Floats] = field(default_factory=dict)
     bound: float = 0.0
 
@@ -92,6 +94,8 @@ class Least:
             return False
         known, kept = ascent.weighed.seconds(self.best), together([self.best], ascent)
         columns, _ = columns_of(ascent, known, kept, self.moments, self.held * (1 - CLOSE), most=PAIRS)
+        if not self.allowed.spend(columns, BRANCHES):
+            return False
         pick, _ = columns.whole(NODES)
         return pick is not None and self.note(pick)
 
@@ -105,9 +109,9 @@ class Least:
         return [float(one) for one in found.x[:-1]]
 
 
-def least(model: Model, memory: Memory, left: Sequence[Numbers], known: Sequence[Pick]) -> Least:
-    """From choices that are known."""
-    found = Least(model, memory, left)
+def least(model: Model, memory: Memory, left: Sequence[Numbers], known: Sequence[Pick], allowed: Allowance | None = None) -> Least:
+    """From choices that are known; `allowed`: what its programs may come to."""
+    found = Least(model, memory, left, allowed or Allowance())
     for pick in known:
         found.note(pick)
     found.moments = [int(found.picks[found.best].argmax())]

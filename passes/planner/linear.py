@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 else:
     optimize = Later("scipy.optimize")
 
-ITERATIONS: Final = 2_000_000
+ITERATIONS: Final = 20
+"""Of each way, at most so many for each row and column: one that has no answer by then goes round in circles."""
 ANSWERED, INFEASIBLE = 0, 2
 WAYS: Final[tuple[dict[str, Any], ...]] = (
     {"method": "highs"},
@@ -21,20 +22,22 @@ WAYS: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
-def solved(*program: Any, bounds: Any) -> optimize.OptimizeResult | None:
-    """What `scipy.optimize.linprog` says of a program; None if no choice keeps it.
+class Unsolved(CompileError):
+    """No way of solving a program has come to an answer."""
 
-    Raises CompileError where no way of solving it comes to an answer.
-    """
+
+def solved(*program: Any, bounds: Any) -> optimize.OptimizeResult | None:
+    """What `scipy.optimize.linprog` says of a program; None if no choice keeps it. Raises Unsolved."""
     said = []
+    most = ITERATIONS * sum(len(program[place]) for place in (0, 2, 4) if place < len(program) and program[place] is not None)
     for way in WAYS:
-        found = optimize.linprog(*program, bounds=bounds, method=way["method"], options={"maxiter": ITERATIONS, **way.get("options", {})})
+        found = optimize.linprog(*program, bounds=bounds, method=way["method"], options={"maxiter": most, **way.get("options", {})})
         if found.status == ANSWERED:
             return found
         if found.status == INFEASIBLE:
             return None
         said.append(found.message)
-    raise CompileError(
+    raise Unsolved(
         f"the search's linear program was not solved: {'; '.join(said)}. Give a plan, or another `Options(memory_budget=)`, in place of "
         "the one that is searched"
     )  # fmt: skip

@@ -131,7 +131,8 @@ def closed(found: Narrowed) -> Narrowed:
             break
         columns, everything = _program(found, reach)
         relaxed = columns.relaxed()
-        assert relaxed is not None, "a search without a budget has an answer"
+        if relaxed is None:
+            break  # it has an answer, but none was come to
         found = found.knowing(_note(known, _better(found.ascent, [columns.rounded(relaxed.shares)]), weighed))
         if not relaxed.whole:
             kept = together(sorted(known, key=lambda one: (known[one], one))[:CROSSED], found.ascent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -17,6 +17,7 @@ from meshc.cost.devices import Device
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Choices
 from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.single import say
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner import fold, overlap
@@ -29,6 +30,7 @@ from meshc.passes.planner.model import Model, Pick, build
 from meshc.passes.planner.moves import Moves
 from meshc.passes.planner.narrow import Narrowed, closed, narrow
 from meshc.passes.planner.operators import Operators
+from meshc.passes.planner.solve import Allowance
 from meshc.passes.planner.space import Key, Option, Space
 from meshc.passes.planner.survey import Base, searched_axes, survey
 from meshc.passes.planner.ties import plainest
@@ -70,6 +72,8 @@ class Search:
     """Whether backward may make values again: what is held is the least that this comes to."""
     least: float | None = None
     """The fewest bytes that any choice holds by the model, of those that were found. Where nothing keeps a budget, it is looked for."""
+    allowed: Allowance = field(default_factory=Allowance)
+    """What linear programs within budgets may come to, of this and of all searches that are made of it."""
 
     def __post_init__(self) -> None:
         placed = self.placed
@@ -137,7 +141,9 @@ class Search:
         picks, bound = near._within(budget)
         if not any(near.held(one) <= budget for one in picks):
             if not near._fewest:  # they are the same for any budget, and whatever counts of seconds
-                near._fewest.append(least(near.model, near.memory, near.everything, picks).best)
+                say("the fewest bytes of a plan")
+                with self.allowed.half() as allowed:
+                    near._fewest.append(least(near.model, near.memory, near.everything, picks, allowed).best)
             smallest = min([*near._fewest, *picks], key=near.held)
             self.smallest, picks = near._with_certificate(smallest, bound, budget), [*picks, smallest]
         fitting = [one for one in picks if near.held(one) <= budget]
@@ -147,7 +153,8 @@ class Search:
 
     def _within(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
         """`near`: whether one small linear program will do."""
-        return within(self.model, self.memory, budget, self._unbounded(), self._known, near)
+        with self.allowed.half() as allowed:
+            return within(self.model, self.memory, budget, self._unbounded(), self._known, near, allowed)
 
     def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
         """The fastest that fits, or else the one that holds least."""

@@ -5,12 +5,15 @@ sharding that several legs share; a form that several legs keep alive at a momen
 begin with a form add up to the options that give it, those that end with one to the options that want it; a shared change is there for
 each leg that uses it; what a rank holds at some moments is within the budget.
 
-Everything ends by iterations, nodes or a gap, never by seconds: one version of scipy gives one answer on every machine.
+Everything ends by iterations, nodes, a gap or an allowance of rows times columns, never by seconds: one version of scipy gives one answer
+on every machine. (Nodes do not end branch and bound soon: before the first it makes cuts, and solves programs of its own. The size of what
+it is given does.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -19,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshc.later import Later
-from meshc.passes.planner.linear import solved
+from meshc.passes.planner.linear import Unsolved, solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Group, Leg, Model, Pick
 from meshc.passes.planner.numbered import numbered
@@ -34,8 +37,33 @@ MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
 NODES: Final = 50
 GAP: Final = 1e-3
+BRANCHES: Final = 4
+"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare."""
 SHARE: Final = 1e-6
 """What a column that is whole may lack of it."""
+
+
+@dataclass
+class Allowance:
+    """Rows times columns that the linear programs of a search may still have, all together."""
+
+    left: float = 4e9
+
+    def spend(self, columns: Columns, times: int = 1) -> bool:
+        """Whether there is enough for so many programs of this size, which then counts."""
+        size = float(len(columns.rows)) * len(columns.cost) * times
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+    @contextmanager
+    def half(self) -> Iterator[Allowance]:
+        """Half of what is left, for one question: what it leaves is for those that follow."""
+        own = Allowance(self.left / 2)
+        given = own.left
+        yield own
+        self.left -= given - own.left
 
 
 @dataclass(frozen=True)
@@ -244,16 +272,19 @@ class Columns:
         return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
 
     def relaxed(self) -> Relaxed | None:
-        """The linear relaxation; None if not even that keeps the budget. (That no column is more than 1 follows from the rows: a limit of
-        its own would take part of what these charge.)"""
+        """The linear relaxation; None if not even that keeps the budget, or has no answer. (That no column is more than 1 follows from the
+        rows: a limit of its own would take part of what these charge.)"""
         matrix, least, most = self.matrix, np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
         equal = least == most
         above, below = ~equal & np.isfinite(least), ~equal & np.isfinite(most)
         limits = np.concatenate([-least[above], most[below]])
-        found = solved(
-            np.array(self.cost) * MILLI, sparse.vstack([-matrix[above], matrix[below]]) if len(limits) else None,
-            limits if len(limits) else None, matrix[equal], least[equal], bounds=(0, None),
-        )  # fmt: skip
+        try:
+            found = solved(
+                np.array(self.cost) * MILLI, sparse.vstack([-matrix[above], matrix[below]]) if len(limits) else None,
+                limits if len(limits) else None, matrix[equal], least[equal], bounds=(0, None),
+            )  # fmt: skip
+        except Unsolved:
+            return None
         if found is None:
             return None
         weights = -found.ineqlin.marginals[len(limits) - len(self.moments) :] * self.part / MILLI if self.moments else ()

@@ -17,14 +17,16 @@ from typing import Final
 
 import numpy as np
 
+from meshc.passes.phases.single import say
 from meshc.passes.planner.ascent import Ascent
 from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
 from meshc.passes.planner.narrow import MARGIN, Narrowed, columns_of, decoded, mixed, together
-from meshc.passes.planner.solve import Columns
+from meshc.passes.planner.solve import BRANCHES, Allowance, Columns
 from meshc.passes.planner.space import Floats
 from meshc.passes.planner.weighed import Weighed
+from meshc.report.tables import bytes_text
 
 START: Final = 1e-13
 """Seconds that a byte costs at first: a gigabyte a tenth of a millisecond."""
@@ -43,8 +45,8 @@ FEW_NODES: Final = 20
 """Of branch and bound."""
 CROSSED: Final = 4
 """So many of the best choices, and what relaxations mix, are open to branch and bound, beside"""
-PAIRS: Final = (5_000, 10_000)
-"""pairs of forms that cost least, at first and later."""
+PAIRS: Final = 5_000
+"""pairs of forms that cost least."""
 ENOUGH: Final = 5e-3
 """A gap of this part of the seconds is looked into no further."""
 
@@ -53,8 +55,10 @@ ENOUGH: Final = 5e-3
 class Within:
     """The search within one budget.
 
-    picks   choices, with their seconds and the bytes at each position
-    bound   no choice within the budget takes fewer seconds
+    bound    no choice within the budget takes fewer seconds
+    allowed  what its programs may come to
+    moments  that have a price
+    picks    choices, with their seconds and the bytes at each position
     """
 
     model: Model
@@ -62,6 +66,7 @@ class Within:
     budget: float
     ascent: Ascent
     bound: float
+    allowed: Allowance
     moments: list[int] = field(default_factory=list)
     weights: Sequence[float] = ()
     """The prices of the highest bound."""
@@ -152,35 +157,39 @@ class Within:
         return [float(one) * 1e-12 for one in found.x[:-1]], float(found.x[-1]) / 1e3
 
     def programs(self, sizes: tuple[int, ...] = PROGRAMS) -> None:
-        """Linear programs over what costs least beyond the bound, the second over more and so on, until one is over all that is left."""
+        """Linear programs over what costs least beyond the bound, the second over more and so on, until one is over all that is left, or
+        there is no allowance for the next."""
         for tried, most in enumerate((*sizes, *sizes[-1:] * MORE)):
             if self.close or (tried >= len(sizes) and self.best < np.inf):
                 return
             moments, known = len(self.moments), self.best + self.ascent.weighed.owed(self.budget)
             fitting = together([] if self.fitting is None else [self.fitting], self.ascent)
             columns, everything = columns_of(self.ascent, known, fitting, self.moments, self.budget, most=most)
-            relaxed = columns.relaxed()
+            say(f"a plan within {bytes_text(self.budget)}, linear program {tried + 1}")
+            relaxed = columns.relaxed() if self.allowed.spend(columns) else None
             if relaxed is None:
                 return
             bound = relaxed.bound
             self.note(columns.rounded(relaxed.shares))
             if not relaxed.whole and not self.near(bound, ENOUGH):
-                least = self._cross(columns, relaxed.shares, PAIRS[tried > 0])
+                least = self._cross(columns, relaxed.shares)
                 bound = max(bound, least) if everything else bound
             if everything:
                 self.bound = max(self.bound, min(bound, self.best))
             if not self.close and not self.at(self._between(relaxed.weights)) and everything and len(self.moments) == moments:
                 return
 
-    def _cross(self, columns: Columns, shares: Sequence[Floats], most: int) -> float:
+    def _cross(self, columns: Columns, shares: Sequence[Floats]) -> float:
         """Notes what is best of what costs least, of the options that relaxations mix, and of the best choices that are known. A bound, if
         that is all there is."""
         best = sorted(self.picks, key=lambda one: (max(self.picks[one][1].max(), self.budget), self.picks[one][0], one))[:CROSSED]
         self.mixed = mixed(columns, shares, self.mixed)
         kept = [mine | known for mine, known in zip(self.mixed, together(best, self.ascent), strict=True)]
         known = self.best + self.ascent.weighed.owed(self.budget)
-        few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=most)
-        pick, least = few.whole(FEW_NODES)
+        few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=PAIRS)
+        if not self.allowed.spend(few, BRANCHES):
+            return -np.inf
+        pick, least = few.whole(FEW_NODES, ENOUGH)
         if pick is not None:
             self.note(pick)
         return least if everything and least is not None else -np.inf
@@ -193,10 +202,16 @@ class Within:
 
 
 def within(
-    model: Model, memory: Memory, budget: float, free: Narrowed, known: Sequence[Pick] = (), near: bool = False
+    model: Model,
+    memory: Memory,
+    budget: float,
+    free: Narrowed,
+    known: Sequence[Pick] = (),
+    near: bool = False,
+    allowed: Allowance | None = None,
 ) -> tuple[list[Pick], float]:
     """Choices, and a bound on those that hold no more than the budget. `near`: with one small linear program at most."""
-    search = Within(model, memory, budget, free.whole, free.bound)
+    search = Within(model, memory, budget, free.whole, free.bound, allowed or Allowance())
     for pick in (free.pick, *known):
         search.note(pick)
     search.rise()

@@ -42,6 +42,25 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(lay_ports, "_lies", wait)
 
 
+def test_a_search_says_what_it_is_at(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshc.passes.planner.solve import Columns
+
+    real = Columns.relaxed
+
+    def slowly(self: Any) -> Any:
+        time.sleep(0.6)
+        return real(self)
+
+    monkeypatch.setattr("meshc.api.progress.AFTER_S", 0.0)
+    monkeypatch.setattr(Columns, "relaxed", slowly)
+    case = mlp()
+    case.model.requires_grad_(False)
+    with contextlib.redirect_stderr(terminal):
+        options = meshc.Options(memory_budget=12000)
+        meshc.compile(case.model, meshc.Mesh("dp=2"), plan="auto", kwargs=case.kwargs, options=options)
+    assert "meshc compiles MLP: a plan within 12.0 kB, linear program 1" in terminal.getvalue()
+
+
 def compile_on(terminal: Terminal) -> None:
     case = mlp()
     case.model.requires_grad_(False)

@@ -99,6 +99,17 @@ def test_a_reduction_that_is_gone_is_told_where_its_sum_is_read(
     assert names(said, lines, reader) and why in said, said
 
 
+def test_what_all_ranks_keep_is_no_part_of_a_sum(decoder: PlainProgram) -> None:
+    """A bias that each rank adds: of the line that keeps it no type says so."""
+
+    def change(lines: list[str]) -> None:
+        at = next(number for number, line in enumerate(lines) if line.strip().startswith("keep_first:"))
+        lines[at] = re.sub(r", \w+\)$", ", 0)", lines[at])
+
+    said, lines = told(decoder, change)
+    assert names(said, lines, "addmm_default_1:") and "keep_first is added on each rank to its part of a sum over tp" in said, said
+
+
 def test_what_was_overwritten_is_not_read(decoder: PlainProgram) -> None:
     def change(lines: list[str]) -> None:
         at = next(number for number, line in enumerate(lines) if "adam_many_(" in line)

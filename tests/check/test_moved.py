@@ -81,6 +81,7 @@ WRONG = [
     ('y: "f32[batch 8/dp, width 8]" = shard(w, 0, 2, r)', "r is not a rank's number among 2, by which it takes its tile"),
     ('y: "f32[batch 8/dp, width 8] pending(sum: tp)" = keep_first(p, r)', "it keeps what the first rank has, and r is no rank's number"),
     ('y: "f32[batch 8/dp, width 8]" = keep_first(p, 1)', "it keeps what the first rank has, and 1 is no rank's number"),
+    ('y: "f32[batch 8/dp, width 8] pending(sum: tp)" = keep_first(p, 0)', "its operator makes it pending over nothing, declared is pending(sum: tp)"),
     # what ranks have tiles or parts of
     ('y: "f32[batch 8/dp/tp, width 8]" = broadcast(x, ["dp"], 0)', "it sends one rank's tile to all of dp, and dp splits its operand"),
     ('y: "f32[batch 8, width 8] pending(sum: dp)" = broadcast(s, ["tp", "dp"], 1)', "it sends one rank's part to all of tp, dp, and its operand is pending(sum: dp)"),

@@ -18,7 +18,7 @@ from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model
 from meshc.passes.planner.narrow import closed, narrow
 from meshc.passes.planner.search import Search
-from meshc.passes.planner.solve import Columns
+from meshc.passes.planner.solve import BRANCHES, Allowance, Columns
 from meshc.passes.planner.weighed import Weighed
 from meshc.passes.planner.within import within
 from tests.passes.planner.drawn import GIGA, MILLI, best, choices, drawn
@@ -91,6 +91,57 @@ def test_what_a_price_shows_to_fit_nowhere_is_asked_of_no_program(seed: int, mon
         picks, bound = within(model, memory, budget, free)
         assert (bound > max(map(model.seconds, choices(model)))) == shown and bool(asked) <= (not shown)
         assert any(fullest(memory, pick) <= budget for pick in picks) <= (not shown)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_without_allowance_messages_say_a_bound_and_no_program_is_asked(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, memory = drawn(seed, classes=4)
+    free = closed(narrow(Weighed(model, memory), everything(model)))
+    held = sorted({fullest(memory, pick) for pick in choices(model)})
+    budget = (held[0] + min(fullest(memory, free.pick), held[-1])) / 2
+    monkeypatch.setattr(Columns, "relaxed", lambda self: pytest.fail("a program is asked"))
+    monkeypatch.setattr(Columns, "whole", lambda *given: pytest.fail("a program is asked"))
+    _, bound = within(model, memory, budget, free, allowed=Allowance(0.0))
+    assert free.bound <= bound <= best(model, lambda pick: fullest(memory, pick) <= budget) + CLOSE
+
+
+def test_programs_of_all_questions_together_keep_the_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are; what is found is the same each time, fits, and says how far from the best it may be."""
+    asked: list[int] = []
+
+    def counted(name: str, times: int) -> None:
+        real = getattr(Columns, name)
+
+        def program(self: Columns, *given: object) -> object:
+            asked.extend([times * len(self.rows) * len(self.cost)] if self.moments else [])  # those with a budget
+            return real(self, *given)
+
+        monkeypatch.setattr(Columns, name, program)
+
+    search = Search(two(1 << 10, 512, 2048, "dp=2,tp=2", "dp: auto\ntp: auto"), device("h100"))
+    (free,) = search.found()
+    counted("relaxed", 1)
+    counted("whole", BRANCHES)
+    budgets = [free.certificate.held * part for part in (0.9, 0.7, 0.5)]
+    found: list[list[tuple[object, ...]]] = []
+    for _ in range(2):
+        search.allowed = Allowance(1e6)
+        asked.clear()
+        answers = [each.found(budget) for each in (search, search.hiding()) for budget in budgets]
+        assert sum(asked) + search.allowed.left == 1e6 and search.allowed.left > 0
+        assert all(one.certificate.held <= one.certificate.budget for some in answers for one in some)
+        assert all(one.certificate.bound <= one.certificate.seconds for some in answers for one in some)
+        found.append([one.pick for some in answers for one in some])
+    assert found[0] == found[1] and found[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_program_that_nothing_answers_ends_a_search_with_what_is_known(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, memory = drawn(seed)
+    monkeypatch.setattr("meshc.passes.planner.linear.ITERATIONS", 0)
+    monkeypatch.setattr(narrowing, "CLOSE", -1.0)
+    found = closed(narrow(Weighed(model, memory), everything(model)))
+    assert found.bound <= best(model) + CLOSE <= found.seconds + 2 * CLOSE
 
 
 @pytest.mark.parametrize("seed", range(15))
