@@ -232,7 +232,9 @@ class _Writing:
         return None
 
     def _filled(self, node: Node, name: str, value: torch.Tensor) -> None:
-        (number,) = [one for one in node.all_input_nodes if one in self._tensors]
+        number, *others = [one for one in node.all_input_nodes if one in self._tensors]
+        if others:
+            raise self._refused(node)
         made = self._call(node, "to", self._tensors[number], value.dtype)
         if value.dim():
             ones = self._call(node, torch.ones, tuple(value.shape), dtype=value.dtype)

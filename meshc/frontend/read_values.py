@@ -23,14 +23,13 @@ from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
 from meshc.frontend import read_places
 from meshc.frontend.module_state import Same
 from meshc.frontend.reachable_code import is_stock_class, name_of
-from meshc.frontend.reachable_values import digest, is_plain, of_tensor, shown
+from meshc.frontend.reachable_values import is_plain, of_tensor, shown
 from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, NTH, TYPE, Place, Step
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import Guard
@@ -38,7 +37,7 @@ from meshc.optimizer.spec import Guard
 LARGEST: Final = 1 << 53
 """Whole numbers up to here are numbers of double precision."""
 MOST: Final = 1 << 16
-"""Elements of a list, or bytes of an array, that are compared one by one."""
+"""Elements of a list, or of a tensor, that are compared one by one."""
 FEW: Final = 8
 FIXED: Final = frozenset(("__closure__", "__mro__", "__class__", "__name__", "__func__", "__self__", "__dict__", "fget", "func", "args"))
 """Attributes that stay as long as what has them."""
@@ -128,7 +127,6 @@ class Values:
         bases = {base for place, _ in found for base in place.bases}
         return [line for place, line in found if place not in bases]  # of a list, which of its items
 
-
     def numbers_changed(self, before: Values) -> list[Place]:
         """Where a number is another."""
         rows = zip(self.places, before.described, self.described, strict=True)
@@ -205,10 +203,8 @@ class Reads:
         if is_plain(value):
             return type(value), repr(value)
         if isinstance(value, torch.Tensor):
-            return "tensor" if self._is_state(value) else (value.dtype, tuple(value.shape), of_tensor(value) or Same(value))
-        if isinstance(value, np.ndarray):
-            return str(value.dtype), value.shape, digest(value.tobytes()) if value.nbytes <= MOST else Same(value)
-        if isinstance(value, np.generic | enum.Enum):
+            return "tensor" if self._is_state(value) else (value.dtype, tuple(value.shape), *_held(value))
+        if isinstance(value, enum.Enum):
             return type(value), repr(value)
         code = code_of(value)
         if code is not None:
@@ -218,6 +214,12 @@ class Reads:
         if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
             return Same(value)
         return Same(type(value))
+
+
+def _held(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What a tensor holds: a hash of a small one, of others how often they were written to."""
+    digest = of_tensor(tensor) if tensor.numel() <= MOST else None
+    return (Same(tensor), tensor._version) if digest is None else (digest,)
 
 
 def code_of(value: Any) -> types.CodeType | None:
@@ -297,7 +299,7 @@ def _base(place: Place) -> Place:
 
 
 def _said(value: Any) -> str:
-    if is_plain(value) or isinstance(value, np.generic | enum.Enum | _Nothing):
+    if is_plain(value) or isinstance(value, enum.Enum | _Nothing):
         return shown(repr(value))
     if isinstance(value, torch.Tensor):
         few = type(value) is torch.Tensor and value.numel() <= FEW and not value.is_meta
@@ -412,7 +414,6 @@ class _Look:
         self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
         self._keys: dict[int, tuple[Any, tuple[Any, ...]]] = {}
         self._versions: dict[int, torch.Tensor] = {}
-        self._arrays: dict[int, np.ndarray[Any, Any]] = {}
         self._codes: dict[int, types.FunctionType] = {}
 
     def note(self, base: Any, step: tuple[str, Any], value: Any) -> None:
@@ -442,8 +443,6 @@ class _Look:
                 self._lists[id(value)] = value
         elif isinstance(value, torch.Tensor) and not elsewhere:
             self._versions[id(value)] = value
-        elif isinstance(value, np.ndarray) and value.nbytes <= MOST:
-            self._arrays[id(value)] = value
         elif isinstance(value, types.FunctionType) and not _is_installed(value):
             self._codes[id(value)] = value
 
@@ -464,10 +463,9 @@ class _Look:
         self._asked, self._whats, self._has_then = [one[0] for one in own], [one[1] for one in own], [one[2] for one in own]
         self._tensors = list(self._versions.values())
         self._versions_then = list(map(_version, self._tensors))
-        self._bytes = [(each, each.tobytes()) for each in self._arrays.values()]
         self._functions = list(self._codes.values())
         self._codes_then = list(map(_code, self._functions))
-        self.count = sum(map(len, (self._then, found, self._asked, self._key_lists, self._tensors, self._bytes, self._functions)))
+        self.count = sum(map(len, (self._then, found, self._asked, self._key_lists, self._tensors, self._functions)))
         self.count += sum(len(then) for _, then in self._tables)
 
     def holds(self) -> bool:
@@ -481,7 +479,6 @@ class _Look:
                 and all(tuple(held) == then for held, then in self._key_lists)
                 and list(map(len, self._sized)) == self._lengths_then
                 and all(all(map(is_, each, then)) for each, then in self._tables)
-                and all(each.tobytes() == then for each, then in self._bytes)
             )
         except (LookupError, AttributeError):
             return False
