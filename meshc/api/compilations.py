@@ -19,6 +19,7 @@ from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
+from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.module_watch import State
 from meshc.frontend.read_values import Reads
 from meshc.frontend.stock_caches import LENGTH
@@ -344,7 +345,7 @@ class Compilations:
             about = note.partition(" (")[0] if note.startswith("axis ") else note  # whatever its sizes are this time
             if any(words in note for words in WARNED) and about not in self.world.warned:
                 self.world.warned.add(about)
-                warnings.warn(note, stacklevel=6)
+                warn_at_users_line(note)
         self.seconds = dict(made.seconds or {})
         return made
 

@@ -104,7 +104,7 @@ class Program:
             return
         tell_trainer(called)
         stock.tell_generate(called)
-        self._run = as_trainer_counts(self.__call__, self._parts) if is_told(called) else self.__call__
+        self._run = as_trainer_counts(self.__call__, self._batch_parts) if is_told(called) else self.__call__
         run_calls(called, self._run)
         if called is self.asked.module:
             tell_accelerate(called)
@@ -221,14 +221,14 @@ class Program:
         return session.structured(session.parts(leaves, dealt), tensors)
 
     @property
-    def _parts(self) -> int:
-        """How many a batch has that ranks pass."""
+    def _batch_parts(self) -> int:
+        """How many parts a batch has, of which each rank passes one."""
         return self.asked.data_ranks if self.asked.inputs == "local" else 1
 
     def _look_at_schedules(self, store: Store) -> None:
         """At the second call in training, before which a loop has its schedulers."""
         self._trained += 1
-        if self._trained == 2 and (note := schedule_note(self._parts, store.parameter_key)):
+        if self._trained == 2 and (note := schedule_note(self._batch_parts, store.parameter_key)):
             warn_at_users_line(note)
 
     def _train(
