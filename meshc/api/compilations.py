@@ -106,7 +106,8 @@ class Compilations:
         self.seconds: dict[str, float] = {}
         """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
-        self._known: dict[Key, str] = {}
+        self._known: dict[Key, dict[str, str]] = {}
+        """What ranks have agreed on before each."""
         self._several = False
         """Whether those kept are for inputs of several forms."""
         self._called: Stream | None = None
@@ -199,10 +200,10 @@ class Compilations:
                 with self.world.refusable():
                     self._refuse_changed()
                 self._follow_store()
-                if self.world.board is not None:
-                    self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
-                self.kept[key] = self._compile(args, kwargs, key)
-                self._known[key] = calling.describe_inputs(args, kwargs)
+                told = agreed.before_compiling(self.asked, args, kwargs, key)
+                self.world.agree_on_request(told, partial(self._refusal, told))
+                self.kept[key] = self._compile(args, kwargs, key, told)
+                self._known[key] = told
                 if len(self.kept) > self.asked.options.kept_sizes:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
@@ -244,7 +245,8 @@ class Compilations:
         self.asked = self.asked.on(mesh, plan)
         self.world.move(mesh)
 
-    def _refusal(self, difference: Disagreement) -> MeshcError:
+    def _refusal(self, told: Mapping[str, str], difference: Disagreement) -> MeshcError:
+        """What a difference is raised as. told: what this rank is about to compile from."""
         if difference.field != agreed.INPUTS:
             return StateError(str(difference))
         if difference.alone and not self._known:
@@ -253,7 +255,10 @@ class Compilations:
                 "  what to do: call it on every rank, evaluation too: all ranks compute it together, and each has the result"
             )
         if difference.alone:
-            known = " or ".join(self._known.values())
+            setting = self._other_setting(told, difference.other)
+            if setting is not None:
+                return setting
+            known = " or ".join(one[agreed.INPUTS] for one in self._known.values())
             text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {known}"
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
@@ -264,6 +269,16 @@ class Compilations:
             '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
         )
 
+    def _other_setting(self, told: Mapping[str, str], other: int) -> StateError | None:
+        """Where this rank passes what a program takes, and compiles since something else is not as it was: what that is, of the program
+        that was called last, if it takes this."""
+        for known in (self._known[key] for key in reversed(self.kept)):
+            if known[agreed.INPUTS] == told[agreed.INPUTS]:
+                fields = [name for name in told if told[name] != known.get(name)]
+                rows = [(str(Disagreement(name, told[name], other, known.get(name, "nothing"))), agreed.advice(name)) for name in fields]
+                return StateError("\n".join(f"{text}\n  what to do: {advice}" for text, advice in rows)) if rows else None
+        return None
+
     # -------------------------------------------------------------------------------------------------------------- compiling
 
     def request(self, args: tuple[object, ...], kwargs: dict[str, object], **changes: Any) -> Request:
@@ -271,7 +286,7 @@ class Compilations:
         store = self.store or Store.of(self.asked.module)
         return self.asked.request(args, kwargs, self.spec, store, **changes)
 
-    def _compile(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Compilation:
+    def _compile(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key, told: Mapping[str, str]) -> Compilation:
         asked = self.asked
         if asked.step is not None:
             with self.world.refusable():
@@ -288,7 +303,6 @@ class Compilations:
         examples = self._examples((args, kwargs))
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
-            told = agreed.before_compiling(asked, args, kwargs, key)
             self.general[general_key] = self._compile_general(*examples, told)
         made = self.general[general_key]
         asked.note_batch(made.program)
