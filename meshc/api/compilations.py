@@ -115,7 +115,8 @@ class Compilations:
         """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
         self.value_keys = ValueKeys(asked.module)
-        self._known: dict[Key, str] = {}
+        self._known: dict[Key, dict[str, str]] = {}
+        """What ranks have agreed on before each."""
         self._several = False
         """Whether those kept are for inputs of several forms."""
         self._called: Stream | None = None
@@ -210,19 +211,19 @@ class Compilations:
                 with self.world.refusable():
                     self._refuse_changed()
                 self._follow_store()
-                if self.world.board is not None:
-                    told = agreed.before_compiling(self.asked, args, kwargs, key) | {agreed.VALUES: "; ".join(changed)}
-                    self.world.agree_on_request(told, self._refusal, agreed.VALUES if changed else agreed.INPUTS)
+                told = agreed.before_compiling(self.asked, args, kwargs, key)
+                because = agreed.VALUES if changed else agreed.INPUTS
+                self.world.agree_on_request(told | {agreed.VALUES: "; ".join(changed)}, partial(self._refusal, told), because)
                 if changed or self.value_keys.stale():
                     self.__dict__.pop("_sizes", None)  # what they share was traced with other values
-                key, compilation = self._compile(call, changed)
+                key, compilation = self._compile(call, changed, told)
                 self.kept[key] = compilation
-                self._known[key] = calling.describe_inputs(args, kwargs)
+                self._known[key] = told
                 if len(self.kept) > self.asked.options.kept_sizes:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
         elif changed:
-            self.world.agree("call", {agreed.VALUES: "; ".join(changed)}, error=self._refusal)
+            self.world.agree("call", {agreed.VALUES: "; ".join(changed)}, error=partial(self._refusal, {}))
         self.value_keys.note(key)
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
@@ -262,7 +263,8 @@ class Compilations:
         self.asked = self.asked.on(mesh, plan)
         self.world.move(mesh)
 
-    def _refusal(self, difference: Disagreement) -> MeshcError:
+    def _refusal(self, told: Mapping[str, str], difference: Disagreement) -> MeshcError:
+        """What a difference is raised as. told: what this rank is about to compile from."""
         if difference.field == agreed.VALUES:
             return StateError(agreed.other_values(difference.mine, difference.other, difference.theirs, difference.alone))
         if difference.field != agreed.INPUTS:
@@ -273,7 +275,10 @@ class Compilations:
                 "  what to do: call it on every rank, evaluation too: all ranks compute it together, and each has the result"
             )
         if difference.alone:
-            known = " or ".join(self._known.values())
+            setting = self._other_setting(told, difference.other)
+            if setting is not None:
+                return setting
+            known = " or ".join(one[agreed.INPUTS] for one in self._known.values())
             text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {known}"
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
@@ -284,6 +289,16 @@ class Compilations:
             '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
         )
 
+    def _other_setting(self, told: Mapping[str, str], other: int) -> StateError | None:
+        """Where this rank passes what a program takes, and compiles since something else is not as it was: what that is, of the program
+        that was called last, if it takes this."""
+        for known in (self._known[key] for key in reversed(self.kept)):
+            if known[agreed.INPUTS] == told[agreed.INPUTS]:
+                fields = [name for name in told if told[name] != known.get(name)]
+                rows = [(str(Disagreement(name, told[name], other, known.get(name, "nothing"))), agreed.advice(name)) for name in fields]
+                return StateError("\n".join(f"{text}\n  what to do: {advice}" for text, advice in rows)) if rows else None
+        return None
+
     # -------------------------------------------------------------------------------------------------------------- compiling
 
     def request(self, args: tuple[object, ...], kwargs: dict[str, object], **changes: Any) -> Request:
@@ -291,7 +306,7 @@ class Compilations:
         store = self.store or Store.of(self.asked.module)
         return self.asked.request(args, kwargs, self.spec, store, **changes)
 
-    def _compile(self, call: Admitted, changed: list[str]) -> tuple[Key, Compilation]:
+    def _compile(self, call: Admitted, changed: list[str], told: Mapping[str, str]) -> tuple[Key, Compilation]:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
         args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
         if changed:
@@ -312,7 +327,6 @@ class Compilations:
         examples = self._examples((args, kwargs))
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
-            told = agreed.before_compiling(asked, args, kwargs, key)
             made = self._compile_general(*examples, told)
             if made.kept_fixed:
                 warnings.warn(value_keys.kept_fixed(self.value_keys.inputs, made), stacklevel=5)

@@ -91,7 +91,11 @@ FOLDERS: Final = ("cache",)
 INPUTS: Final = "inputs"
 VALUES: Final = "what has changed of what the model's code reads"
 COMPILED: Final = "the compiled program"
+EVALUATION: Final = "the modules in evaluation (training=False)"
+FROZEN: Final = "the parameters that take no gradient (requires_grad=False)"
 ADVICE: Final[Mapping[str, str]] = {
+    EVALUATION: "call model.train() and model.eval() alike on every rank; every rank makes every call, evaluation too",
+    FROZEN: "call requires_grad_() alike on every rank, between the same calls",
     "the versions": "install the same versions on every machine",
     "the environment": "set these variables alike on every rank: in the launcher's environment, before it starts",
     "torch's settings": "make the same settings on every rank, before meshc.compile",
@@ -202,8 +206,8 @@ def _model(module: nn.Module) -> dict[str, str]:
     modules = dict(module.named_modules())
     return {
         "the model": _listed(tensors),
-        "the modules in evaluation": _among([name or "the model itself" for name, m in modules.items() if not m.training], len(modules)),
-        "the parameters that take no gradient": _among([name for name, p in parameters.items() if not p.requires_grad], len(parameters)),
+        EVALUATION: _among([name or "the model itself" for name, m in modules.items() if not m.training], len(modules)),
+        FROZEN: _among([name for name, p in parameters.items() if not p.requires_grad], len(parameters)),
     }
 
 

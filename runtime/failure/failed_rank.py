@@ -31,7 +31,7 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from meshc.errors import MeshcError, PeerError, RanksDifferError
+from meshc.errors import MeshcError, PeerError, RanksDifferError, StateError
 from meshc.runtime.failure.one_thread import Turn
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
 from meshc.runtime.failure.restarts import place_of_this_start
@@ -91,6 +91,16 @@ class FailureBoard(Watch):
                 began = time.monotonic()
         return self._talk
 
+    def refuse_fork(self) -> None:
+        """Raises StateError in a process that this one has forked: it has neither the threads that follow the other ranks, nor connections
+        to them of its own."""
+        if not self._closed and os.getpid() != self._process_id:
+            raise StateError(
+                f"this process ({os.getpid()}) was forked from the one that has the program ({self._process_id}), as a worker of a\n"
+                "  DataLoader is, and cannot run it: its connections to the other ranks are that process's\n"
+                "  what to do: call the program in the loop itself, on what the loader gives; or DataLoader(..., num_workers=0)"
+            )
+
     def refuse_gone(self, rank: int, came: Callable[[], bool]) -> None:
         """Raises PeerError if a rank for which this one waits has ended its program, or destroyed its process group, before it `came`."""
         beat = self._beat(rank)
@@ -146,6 +156,7 @@ class FailureBoard(Watch):
             return
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
+        self.interrupts.close()
         uncaught = getattr(sys, "last_value", None) if not hasattr(sys, "ps1") else None
         if uncaught is not None and self._failure is None:
             self.fail(uncaught)
@@ -236,6 +247,7 @@ class _Guard:
 
     def __enter__(self) -> None:
         board = self._board
+        board.refuse_fork()
         board.check()
         board.turn.take(self._instruction)
         self._before = (board.step, board.instruction)
@@ -256,6 +268,10 @@ class _Guard:
             board._inside -= 1
             board._be_at(*self._before)
             board.turn.give()
+            if exception is not None:
+                board.interrupts.drop()
+        if not board._inside:
+            board.interrupts.raise_pending()
 
 
 _BOARDS: Final[dict[ProcessGroup, FailureBoard]] = {}

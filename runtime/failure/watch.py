@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import own_groups
+from meshc.runtime.failure.interrupts import Interrupts
 from meshc.runtime.failure.numbers import Numbers, Row
 from meshc.runtime.failure.peers import ENDED, KNOWS, Beat, Failure, Neighbours, Page, Peer, doing, users_line
 
@@ -72,6 +73,7 @@ class Watch:
         self._page: Page | None = None
         self._inside = 0  # how many guards the main thread is in
         self.numbers = Numbers(rank)
+        self.interrupts = Interrupts(lambda: self._inside > 0, self._print)
         self.began = 0
         """Calls of programs, and backwards, that this rank has begun to run: what `ahead` compares."""
         self._call = ""  # the last of them, in words
@@ -121,6 +123,7 @@ class Watch:
         self._arrived = threading.Event()
 
     def _start(self) -> None:
+        self.interrupts.install()
         self._threads = [
             threading.Thread(target=self._report, name="meshc-reporter", daemon=True),
             threading.Thread(target=self._watch, name="meshc-watcher", daemon=True),
@@ -151,6 +154,11 @@ class Watch:
         self._calls[what] += 1
         self._call = f"call {self._calls[what]} of {what}"
         self.began += 1
+
+    @property
+    def called(self) -> str:
+        """What this rank has begun to run last: a program's name, or a backward."""
+        return self._call.partition(" of ")[2]
 
     def _be_at(self, step: int | None, instruction: str) -> None:
         self._step, self._instruction = step, instruction
@@ -323,6 +331,8 @@ class Watch:
                 self._stood_still(slept - BEAT_S)
             for rank in exited:
                 self._look_into_exit(rank)
+            if self._failure is None and self.interrupts.overdue(GRACE_S):
+                self._declare(Failure(self.rank, self._step, self._instruction, "KeyboardInterrupt, in a call that did not end"))
             if self._failure is None and not self._closing and not self._has_left:
                 self._look_for_silence()
                 self._look_for_late()
@@ -402,7 +412,20 @@ class Watch:
             where = self.awaited[1] if self.awaited is not None else self._call
             for rank in late:
                 if not self._peers.get(rank, Peer()).named:
-                    self._print(f"waits since {waited:.0f} s for rank {rank}, which has not come to {where}; {doing(self._beat(rank))}")
+                    text = f"waits since {waited:.0f} s for rank {rank}, which has not come to {where}; {doing(self._beat(rank))}"
+                    self._print(text + (self._alone(rank, late) if self._late_at == 2 * LATE_S else ""))
+
+    def _alone(self, rank: int, late: Sequence[int]) -> str:
+        """What may be behind it that a rank is in code of its own while this one is in a call: the call was made on some ranks only."""
+        beat, line = self._beat(rank), users_line()
+        if beat is None or beat["instruction"] or not line:
+            return ""
+        who = f"only rank {self.rank} has" if len(late) == self.world_size - 1 else f"rank {self.rank} has, and rank {rank} has not,"
+        return (
+            f"\n  where: {who} made the call at {line}\n"
+            "  what to do: nothing, if it comes; make this call on every rank, if it stands under `if rank == 0:` (evaluation and saving\n"
+            "  too, since all ranks compute together and each has the result), and print or write on one rank"
+        )
 
     def _late(self) -> list[int]:
         """Ranks that have not come where this one waits, as far as it can tell."""

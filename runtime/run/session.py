@@ -7,7 +7,7 @@ executor, and hands outputs back as the model would.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from meshc.cost.memory import uses_host
-from meshc.errors import InputError
+from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend.admission import foreign_tensor
 from meshc.frontend.module_watch import State
 from meshc.frontend.output_tree import AS_PASSED, OutputTree
@@ -59,6 +59,10 @@ class _EmptyIsNothing(TorchFunctionMode):
 OF_WHOLE: Final = (
     'but inputs="global" takes the same on every rank.\n'
     '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'
+)
+OTHER_CALL: Final = (
+    "this rank calls {called}, and rank {other} calls something else at the same time: all ranks make the same calls in one order\n"
+    "  what to do: call it on every rank, evaluation too: all ranks compute it together, and each has the result"
 )
 OF_COMMON: Final = (
     "which has no dim of the batch, so that it is the same on every rank.\n"
@@ -253,19 +257,24 @@ class Session:
         self.calls += 1
         if not _due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._common or self._parts.open):
             return
-        common = [(port, tensor) for port, tensor in zip(self.inputs, tensors, strict=True) if port.name in self._common]
         plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
-        digest = torch.tensor([[digest_of(plain), *(digest_of([x]) for _, x in common)]], dtype=torch.int64, device=self.device)
+        common = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name in self._common]
+        called = self.executor.board.called if self.executor.board is not None else ""
+        told = [digest_of(plain), digest_of(common), _digest([called.encode()])]
         with self.executor.guarded(self.store.step, "compare inputs"):
-            digests = collectives.all_gather(digest, self.store.transfers.groups.world).wait().tolist()
-        for place, (port, _) in enumerate(common, start=1):
-            other = next((rank for rank, row in enumerate(digests) if row[place] != digests[0][place]), None)
-            if other is not None:
-                raise _everywhere(f"ranks 0 and {other} passed different {port.name}, " + OF_COMMON.format(name=port.name))
+            told_here = torch.tensor([told], dtype=torch.int64, device=self.device)
+            digests = collectives.all_gather(told_here, self.store.transfers.groups.world).wait().tolist()
+        other = next((rank for rank, row in enumerate(digests) if row[2] != told[2]), None)
+        if other is not None:
+            raise _everywhere(StateError(OTHER_CALL.format(called=called, other=other)))
+        other = next((rank for rank, row in enumerate(digests) if row[1] != digests[0][1]), None)
+        if other is not None:
+            names = " or ".join(sorted(self._common))
+            raise _everywhere(InputError(f"ranks 0 and {other} passed different {names}, {OF_COMMON.format(name=min(self._common))}"))
         found = next(((ranks[0], rank) for ranks in self._partners for rank in ranks if digests[rank][0] != digests[ranks[0]][0]), None)
         if found is not None:
             why = OF_PARTS if self.program.info.get("inputs") == "local" else OF_WHOLE
-            raise _everywhere(f"ranks {found[0]} and {found[1]} passed different inputs, {why}")
+            raise _everywhere(InputError(f"ranks {found[0]} and {found[1]} passed different inputs, {why}"))
         self._parts.compare([row[0] for row in digests])
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
@@ -404,8 +413,7 @@ def _common(program: PlainProgram) -> frozenset[str]:
     return frozenset(port.name for port in ports if port.sharding is None or not axes & port.sharding.split_axes())
 
 
-def _everywhere(text: str) -> InputError:
-    error = InputError(text)
+def _everywhere(error: MeshcError) -> MeshcError:
     error.everywhere = True  # all have the same digests
     return error
 
@@ -433,8 +441,12 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
     """Of what tensors hold, whole, as ranks compare it: 64 bits."""
+    plain = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return _digest(x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in plain)
+
+
+def _digest(values: Iterable[bytes]) -> int:
     state = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        state.update(plain.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for value in values:
+        state.update(value)
     return int.from_bytes(state.digest(), "big", signed=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import meshc
 from meshc.runtime.failure import watch
+from meshc.runtime.run import session
 from tests.models import Case, mlp
 from tests.processes.reference import sgd
 from tests.processes.session import device_mesh
@@ -62,6 +67,57 @@ def destroyed(_: str) -> None:
         print("finished", flush=True)
 
 
+def extra(_: str) -> None:
+    """Rank 0 evaluates once more than rank 1, which is at a barrier of its own by then, and gives up after a while."""
+    mesh, case = device_mesh("dp=2"), mlp()
+    program = meshc.compile(case.model.requires_grad_(False), mesh, kwargs=case.kwargs)
+    program(**case.kwargs)
+    if dist.get_rank() == 0:
+        program(**case.kwargs)
+    else:
+        threading.Timer(8.0, os._exit, (0,)).start()
+    dist.barrier()
+
+
+def another_call(_: str) -> None:
+    """Rank 0 evaluates while rank 1 takes its next step: both programs are there."""
+    mesh, case = device_mesh("dp=2"), mlp()
+    program = step_of(case, mesh)
+    with torch.no_grad():
+        case.model(**case.kwargs)
+    program(**case.call_kwargs)
+    with torch.no_grad():
+        case.model(**case.kwargs) if dist.get_rank() == 0 else program(**case.call_kwargs)
+
+
+def interrupted(_: str) -> None:
+    """A Ctrl-C comes to all ranks in the third step, and its state is saved behind it; another to rank 1, in a step that rank 0 does not
+    come to."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    mesh, case = device_mesh("dp=2"), mlp()
+    program = step_of(case, mesh)
+    work, calls = session.Session.work, itertools.count(1)
+
+    def at_work(self: session.Session, *args: Any) -> Any:
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return work(self, *args)
+
+    setattr(session.Session, "work", at_work)  # noqa: B010 - as in ending.py
+    try:
+        while True:
+            program(**case.call_kwargs)
+    except KeyboardInterrupt:
+        state = program.state_dict(full=True)
+    finally:
+        dist.barrier()
+    print("saved", program.store.step, "model" in state, flush=True)
+    if dist.get_rank() == 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        program(**case.call_kwargs)
+    evaluate(60)
+
+
 def wrong_argument(_: str) -> None:
     """Rank 1 misspells an argument that is looked at before anything else."""
     mesh, case = device_mesh("dp=2"), mlp()
@@ -101,6 +157,6 @@ def saves_beside(folder: str) -> None:
 def run(name: str, argument: str = "") -> None:
     watch.LATE_S = 1.5
     dist.init_process_group("gloo")
-    ways = (late, out_of_data, destroyed, wrong_argument, busy_elsewhere, saves_beside)
+    ways = (late, out_of_data, destroyed, extra, another_call, interrupted, wrong_argument, busy_elsewhere, saves_beside)
     next(way for way in ways if way.__name__ == name)(argument)
     sys.stdout.flush()

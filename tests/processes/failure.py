@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import meshc
 from tests.models import Case, mlp
@@ -107,6 +108,40 @@ def other_dtype(mesh: Any) -> None:
     program(x=case.kwargs["x"].double() if dist.get_rank() == 1 else case.kwargs["x"], **case.target_kwargs)
 
 
+def other_mode(mesh: Any) -> None:
+    """Rank 1 alone goes into evaluation, and freezes a layer."""
+    case = mlp()
+    program = program_of(case, mesh)
+    program(**case.call_kwargs)
+    if dist.get_rank() == 1:
+        case.model.eval()
+        case.model.down.requires_grad_(False)
+    program(**case.call_kwargs)
+
+
+def in_a_worker(mesh: Any) -> None:
+    """A data set runs a program in a worker that its loader has forked; the loop itself goes on."""
+    case = mlp()
+    program = meshc.compile(case.model.requires_grad_(False), mesh, kwargs=case.kwargs)
+    program(**case.kwargs)
+
+    class Features(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, place: int) -> Tensor:
+            found: Tensor = program(**case.kwargs)
+            return found
+
+    try:
+        for _ in DataLoader(Features(), num_workers=1, multiprocessing_context="fork"):
+            pass
+    except meshc.StateError as error:
+        print(str(error).splitlines()[-3:], flush=True)
+    program(**case.kwargs)
+    raise meshc.StateError("the end")
+
+
 def other_structure(mesh: Any) -> None:
     model = TwoNames()
     program = meshc.compile(meshc.TrainStep(model, optimizer=sgd(model.parameters())), mesh)
@@ -187,7 +222,8 @@ class Branching(nn.Module):
 
 WAYS: tuple[Callable[[Any], None], ...] = (
     killed, killed_in_a_pipeline, raises_in_a_pipeline, other_schedule_in_a_pipeline,
-    other_values, other_shape, other_shape_at_first, other_dtype, other_structure, other_model, other_setting, other_code,
+    other_values, other_shape, other_shape_at_first, other_dtype, other_mode, in_a_worker,
+    other_structure, other_model, other_setting, other_code,
     compile_fails, other_outputs, other_outputs_at_first, wrong_world,
 )  # fmt: skip
 

@@ -1,11 +1,14 @@
-"""Runs the Python of the pages as its reader would, block after block: on ranks that have nothing set up, in a folder of their own."""
+"""Runs the Python of the pages as its reader would, block after block: on ranks that have nothing set up, in one folder."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +38,21 @@ def blocks(page: str, *kinds: str) -> list[Block]:
     return [block for block in found if not kinds or block.kind in kinds]
 
 
+@contextlib.contextmanager
+def _folder(name: str) -> Iterator[None]:
+    """Works in a folder that the ranks of a launch share, which goes with the last of them."""
+    path = Path(tempfile.gettempdir()) / f"page-{name}-{os.environ.get('MASTER_PORT', os.getpid())}"
+    path.mkdir(exist_ok=True)
+    os.chdir(path)
+    try:
+        yield
+        if dist.is_initialized():
+            dist.barrier()
+    finally:
+        os.chdir(DOCS)
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def run(*names: str) -> None:
     """Scenes by their names, one after the other."""
     scenes = {scene.name: scene for scene in SCENES}
@@ -43,11 +61,9 @@ def run(*names: str) -> None:
         sys.modules[module.__name__] = module  # which a trace of a class of it looks for
         python = blocks(scene.page, "python")
         parts = [scene.before, *("\n" * python[number].before + python[number].text for number in scene.blocks), scene.after]
-        with tempfile.TemporaryDirectory() as folder:  # what a page writes
-            os.chdir(folder)
+        with _folder(scene.name):  # what a page writes
             for part in parts:
                 exec(compile(part, str(DOCS / scene.page), "exec"), vars(module))
-            os.chdir(DOCS)
         print(f"ran {scene.name}")
     if dist.is_initialized():
         dist.barrier()

@@ -53,6 +53,40 @@ inputs = {"input_ids": ids, "labels": ids}
 batches = [inputs] * 100
 """
 
+LOOP: Final = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import meshc
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 8), torch.randint(4, (24,)))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+"""
+
+BY_DDP: Final = """
+by_ddp = DistributedDataParallel(build())
+optimizer = torch.optim.AdamW(by_ddp.parameters(), lr=1e-2)
+for x, y in loader:
+    F.cross_entropy(by_ddp(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(by_ddp.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+if dist.get_rank() == 0:
+    torch.testing.assert_close(dict(found), dict(by_ddp.module.state_dict()))
+"""
+
 STATISTICS: Final = """
 from collections.abc import Sequence
 from math import inf
@@ -122,7 +156,14 @@ class Scene:
 
 SCENES: Final = (
     Scene("../README.md", (0,), ranks=4),
-    Scene("../README.md", (1,), ranks=4, before=LLAMA + TWO_AXES, after="""
+    Scene("../README.md", (1,), ranks=2, before=LOOP, after="assert loss > 0"),
+    Scene("../README.md", (2,), ranks=2, before=LOOP, after="""
+found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+""" + BY_DDP),
+    Scene("../README.md", (3,), ranks=2, before=LOOP, after="""
+found = program.state_dict(full=True).get("model")  # on rank 0
+""" + BY_DDP),
+    Scene("../README.md", (4,), ranks=4, before=LLAMA + TWO_AXES, after="""
 assert 'dp: batch' in str(program.asked.plan) and program(**inputs) > 0
 """),
     Scene("add-a-rule.md", (1, 2, 3, 4), before="""
@@ -172,6 +213,26 @@ program = meshc.compile(step, mesh, args=args, kwargs=kwargs)
 """, after="assert takes.total > 0 and memory.by_rank(program.compiled)"),
     Scene("data.md", (0,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
     Scene("data.md", (1,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
+    Scene("data.md", (2,), ranks=2, before="""
+import torch
+from torch import nn
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import meshc
+
+class Tags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(12, 8), nn.LSTM(8, 8)
+
+    def forward(self, src):
+        return self.lstm(self.embed(src))[0]
+
+tags, loss = Tags(), lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+step = meshc.TrainStep(tags, optimizer=torch.optim.AdamW(tags.parameters()), loss=loss)
+""" + GROUP, after="""
+assert program(torch.randint(12, (6, 2)), target=torch.randint(8, (6, 2))) > 0
+"""),
     Scene("does-not-compile.md", (0,), often=True),
     Scene("dynamic-sizes.md", (0,), ranks=2, before=LLAMA + TWO_AXES),
     Scene("experts.md", (0,)),
@@ -186,7 +247,7 @@ from tests.zoo.experts import FAMILIES
 case = FAMILIES["deepseek_v3"].case("deepseek_v3")
 step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=lambda output: output.loss)
 """, after='meshc.compile(step, meshc.Mesh("ep=2"), kwargs=case.call_kwargs, options=options)'),
-    Scene("from-ddp.md", (0, 1, 2), ranks=2),
+    Scene("from-ddp.md", (0, 1, 2, 3, 4), ranks=2),
     Scene("from-deepspeed.md", (0,), ranks=2),
     Scene("from-fsdp2.md", (0, 1, 2), ranks=2),
     Scene("from-megatron.md", (0,), ranks=2),

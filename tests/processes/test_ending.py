@@ -58,6 +58,28 @@ def test_a_rank_that_is_late_is_named() -> None:
     then = r"waits since \d+ s for rank 1, which has not come to call 3 of TrainStep\(\w+\); it is doing something of its own, evaluate"
     assert re.search(first, run.ranks[0].err) and re.search(then + r" \(apart.py:\d+\), since \d+ s", run.ranks[0].err), run
     assert "waits since" not in run.ranks[1].err, run
+    where = r"where: only rank 0 has made the call at late \(apart.py:\d+\)\n.*make this call on every rank"
+    assert re.search(where, run.ranks[0].err), run
+
+
+def test_a_call_that_one_rank_makes_before_a_barrier() -> None:
+    """Seen while both wait, with the line of the call and what rank 1 is at."""
+    run = launch("tests.processes.apart:run", "extra", ranks=2, timeout_s=90)
+    said = r"for rank 1, which has not come to call 2 of MLP; it is doing something of its own, extra \(apart.py:\d+\), since \d+ s"
+    assert re.search(said + r"\n  where: only rank 0 has made the call at extra \(apart.py:\d+\)", run.ranks[0].err), run
+
+
+def test_a_call_of_another_program_on_one_rank() -> None:
+    run = launch("tests.processes.apart:run", "another_call", ranks=2, timeout_s=90)
+    for rank, called in enumerate(("MLP", "TrainStep(MLP)")):
+        assert f"StateError: this rank calls {called}, and rank {1 - rank} calls something else" in run.ranks[rank].err, run
+
+
+def test_a_state_can_be_saved_after_ctrl_c() -> None:
+    """Of the step in which it came to all ranks; one that comes to a rank which waits for another that will not come ends the run."""
+    run = launch("tests.processes.apart:run", "interrupted", ranks=2, timeout_s=90)
+    assert [end.out for end in run.ranks] == ["saved 3 True\n", "saved 3 False\n"] and not run.timed_out, run
+    assert re.search("rank 1 failed at step 3, .*: KeyboardInterrupt, in a call that did not end", run.ranks[0].err), run
 
 
 @pytest.mark.parametrize("way, how", [("out_of_data", "ended its program"), broad("destroyed", "destroyed its process group")])

@@ -49,6 +49,24 @@ def test_another_dtype_on_one_rank() -> None:
     check("other_dtype", "InputError", "x float64 [6, 24]", "x float32 [6, 24]")
 
 
+def test_another_mode_on_one_rank() -> None:
+    """The flags by name, with both values, and not the inputs, which are alike."""
+    check(
+        "other_mode",
+        "StateError: ranks differ in the modules in evaluation (training=False): this rank has all ", ", rank 0 has none",
+        "the parameters that take no gradient (requires_grad=False): this rank has down.weight; down.bias, rank 0 has none",
+        "call model.train() and model.eval() alike on every rank",
+    )
+
+
+def test_a_program_that_is_called_in_a_forked_worker() -> None:
+    """Refused there, and the ranks go on."""
+    ended = go_wrong("in_a_worker")
+    for end in ended.ranks:
+        assert "was forked from the one that has the program" in end.out and "num_workers=0" in end.out, ended
+        assert "StateError: the end" in end.out and end.code == STOPPED, ended
+
+
 @pytest.mark.broad
 def test_another_structure_on_one_rank() -> None:
     check("other_structure", "InputError", "x float32 [4, 8], extra float32 [4, 8]")

@@ -1,0 +1,89 @@
+"""Ctrl-C in a call: it comes when the call has ended, so that ranks that are all interrupted stop behind the same call, with whole state.
+
+    main thread   call ...... SIGINT ...... the call ends ──> KeyboardInterrupt ──> the user's own except or finally, which may save
+    watcher       a call that does not end in time, since it waits for ranks that have stopped elsewhere, is a failure like any other
+
+Where the user has a handler of SIGINT of his own, or sets one later, that one is called, and nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+TOLD_S: Final = 1.0
+"""A call that goes on for so long after a Ctrl-C is said to be waited for."""
+
+
+class Interrupts:
+    """`inside`: whether the main thread is in a call. `tell` prints a line."""
+
+    def __init__(self, inside: Callable[[], bool], tell: Callable[[str], None]) -> None:
+        self._inside, self._tell = inside, tell
+        self._since: float | None = None
+        self._told = False
+        self._own: object = self._handle
+        self._pipe: tuple[int, int] | None = None
+        self._unseen: float | None = None
+        """Since when a signal is there that Python's handler has not seen: the main thread waits in a collective."""
+        self._lock = threading.RLock()
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            if before != -1:  # an event loop's
+                signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        with self._lock:
+            self._came()
+            self._unseen = None
+        if self._inside() and self._since is None:
+            self._since = time.monotonic()
+            return
+        self._since = None
+        signal.default_int_handler(number, frame)
+
+    def _came(self) -> bool:
+        """Whether the kernel has brought a signal since this was last asked."""
+        there = self._pipe is not None and select.select([self._pipe[0]], [], [], 0)[0]
+        return self._pipe is not None and bool(there) and signal.SIGINT in os.read(self._pipe[0], 4096)
+
+    def raise_pending(self) -> None:
+        """The main thread has left a call. Raises KeyboardInterrupt if there was a Ctrl-C in it."""
+        if self._since is not None and threading.current_thread() is threading.main_thread():
+            self._since = None
+            raise KeyboardInterrupt
+
+    def drop(self) -> None:
+        """The call has raised something else."""
+        self._since = None
+
+    def overdue(self, grace_s: float) -> bool:
+        """The watcher's look: whether a call goes on for longer than that after a Ctrl-C; before, it says that it is waited for."""
+        with self._lock:
+            if self._came():
+                self._unseen = time.monotonic()
+        since = self._since or self._unseen
+        waited = 0.0 if since is None else time.monotonic() - since
+        self._told = self._told and since is not None
+        if waited > TOLD_S and not self._told:
+            self._told = True
+            end = f"this call may end first, within {grace_s:.0f} s, so that the state can be saved"
+            self._tell(f"interrupted; {end} (Ctrl-C again: at once)")
+        return waited > grace_s
+
+    def close(self) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == self._own:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.set_wakeup_fd(-1)
