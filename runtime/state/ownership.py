@@ -180,13 +180,15 @@ def _look_who_asks(model: nn.Module, *_: object) -> None:
     store = _STORES.get(model)
     if store is None or store.filling:  # a copy of the model has the hook and plain parameters
         return
-    who = look_who_asks(model)
-    if who != "program" and threading.current_thread() is threading.main_thread():
-        with together(current_board(), "state_dict"):
-            if who == "all":
-                store.changes.compare(SETTLED_S)
-            else:
-                store.changes.compare_if_asked()
+    who, board = look_who_asks(model), current_board()
+    beside = threading.current_thread() is not threading.main_thread()
+    if board is None or board.lost or beside or who == "program":  # whoever has caught that a rank failed may save what is there
+        return
+    with together(board, "state_dict"):
+        if who == "all":
+            store.changes.compare(SETTLED_S)
+        else:
+            store.changes.compare_if_asked()
 
 
 def _look_who_asks_optimizer(optimizer: torch.optim.Optimizer) -> None:
