@@ -185,7 +185,7 @@ def _dispatched(func: OpOverload, types: object, args: Sequence[Any] = (), kwarg
 
 def _version(value: DTensor) -> int:
     """Changes with what is written through the DTensor, and with what a program writes to its memory."""
-    return value._version + value._local_tensor._version
+    return sum(one._version for one in (value, value._local_tensor) if not one.is_inference())
 
 
 def _as_gathered(value: Any) -> Any:

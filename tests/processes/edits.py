@@ -62,6 +62,7 @@ class Pair:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             if model is self.models[0] and self.step is not None:
                 found.append(self.step(X, Y).detach())
+                self.step.sync()  # what is seen of uneven tiles is a copy
                 continue
             loss = model(X, Y)
             loss.backward()
@@ -159,11 +160,10 @@ def edited(mesh: Any) -> None:
 
 
 def edited_beside_a_step(mesh: Any) -> None:
-    """Likewise where a program steps, over pipeline stages too: what each stage holds is edited. What is seen may be a copy."""
+    """Likewise where a program steps, over pipeline stages too: what each stage holds is edited."""
     pair = Pair(mesh, step=True)
     for edit in (EDITS[0], EDITS[4], lambda w: w.data[3].fill_(2), assigned, chosen):
         pair.train()
-        pair.step.sync()
         for mine, twin in pair.tensors():
             with torch.no_grad():
                 edit(twin)
