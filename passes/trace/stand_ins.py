@@ -31,6 +31,9 @@ from meshc.ops.signatures import bound, placed, signatures
 LIES: Final = ("out", "device", "layout", "pin_memory", "memory_format", "requires_grad", "names", "generator")
 """What torch is told of where and how a result lies, and of what it draws from: a program decides that. What of it shows is compared."""
 
+NOTHING: Final = "NoneType"
+"""In the place of a result that no one reads, as a statistic of `flex_attention`."""
+
 
 def read_by_place(node: Node) -> None:
     """The arguments of a call as torch's signature has them, by position up to the first that is left out."""
@@ -70,9 +73,9 @@ class StandIns:
         except CompileError as error:
             what, _, rest = str(error).partition("\n")
             raise CompileError(f"{what}\n  in your model: {source_of(node)}\n{rest}") from error
-        mine, torchs = (", ".join(map(self._described, trees.leaves(value))) for value in (made, wanted))
-        if mine != torchs:
-            raise TypeError(f"what stands for this call gives {mine}, where torch gives {torchs}")
+        mine, torchs = ([*map(self._described, trees.leaves(value))] for value in (made, wanted))
+        if len(mine) != len(torchs) or any(one not in (other, NOTHING) for one, other in zip(mine, torchs, strict=True)):
+            raise TypeError(f"what stands for this call gives {', '.join(mine)}, where torch gives {', '.join(torchs)}")
 
     def _run(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._example)
