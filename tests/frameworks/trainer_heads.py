@@ -174,7 +174,7 @@ HEADS: Final[dict[str, Head]] = {
     "BertForQuestionAnswering": means(answers), "LlamaForQuestionAnswering": means(answers), "BertForMultipleChoice": means(choices),
     "BertForNextSentencePrediction": means(of_texts), "ViTForImageClassification": Head(images),
     "ConvNextForImageClassification": means(images), "DeiTForMaskedImageModeling": means(hidden_patches),
-    "SegformerForSemanticSegmentation": means(segments), "VivitForVideoClassification": means(videos),
+    "SegformerForSemanticSegmentation": means(segments), "VivitForVideoClassification": Head(videos),
     "Wav2Vec2ForSequenceClassification": means(sounds), "Wav2Vec2ForCTC": means(speech), "CLIPModel": means(captions),
     "PatchTSTForPrediction": means(series),
 }  # fmt: skip
