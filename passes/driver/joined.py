@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from meshc.errors import CaptureError, CompileError, MeshcError
+from meshc.errors import CaptureError, CompileError, CompilerFault, MeshcError
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.passes.phases.placed import Placed
@@ -33,6 +33,8 @@ def joined(request: Request, run: Callable[[Request], Answer], forward: Callable
     except JoinedElsewhere as found:
         dims = found.dims
     except (CaptureError, CompileError) as error:
+        if type(error) not in (CaptureError, CompileError, CompilerFault):  # what says more, as of a plan that does not fit
+            raise
         dims = _dims_of_part(request, forward)
         if not dims:
             raised = _with_dims(error, request)
