@@ -33,10 +33,14 @@ if TYPE_CHECKING:
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as graph_capture
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.source import AttrSource, LocalSource
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.higher_order_ops import LocalMapWrappedHigherOrderVariable
+    from torch._dynamo.variables.lazy import LazyCache
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
     from torch._functorch._aot_autograd.descriptors import (
         BackwardTokenAOTInput,
         BackwardTokenAOTOutput,
@@ -76,13 +80,18 @@ NAMES: Final[Mapping[str, str]] = {
     "graph_capture": "torch._dynamo.functional_export:_dynamo_graph_capture_for_export",
     "CheckFunctionManager": "torch._dynamo.guards:CheckFunctionManager",
     "SideEffects": "torch._dynamo.side_effects:SideEffects",
+    "AttrSource": "torch._dynamo.source:AttrSource",
+    "LocalSource": "torch._dynamo.source:LocalSource",
     "AttributeMutationExisting": "torch._dynamo.variables.base:AttributeMutationExisting",
     "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
+    "VariableBuilder": "torch._dynamo.variables.builder:VariableBuilder",
     "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
     "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
+    "LazyCache": "torch._dynamo.variables.lazy:LazyCache",
     "DebuggingVariable": "torch._dynamo.variables.misc:DebuggingVariable",
     "LoggingLoggerVariable": "torch._dynamo.variables.misc:LoggingLoggerVariable",
     "StringFormatVariable": "torch._dynamo.variables.misc:StringFormatVariable",
+    "SymNodeVariable": "torch._dynamo.variables.tensor:SymNodeVariable",
     **{
         name: f"torch._functorch._aot_autograd.descriptors:{name}"
         for name in (
@@ -132,7 +141,9 @@ REPLACED: Final = (
     "torch._dynamo.functional_export:_suggest_or_raise_constraint_violation",
     "torch._dynamo.side_effects:SideEffects.codegen_update_mutated", "torch._dynamo.side_effects:SideEffects._get_modified_vars",
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
-    "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.utils:_compilation_metrics",
+    "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.variables.builder:VariableBuilder._wrap",
+    "torch._dynamo.variables.lazy:LazyConstantVariable.create",
+    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.utils:_compilation_metrics",
     "torch.distributed.tensor._random:_rng_tracker",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",
     "torch.fx.graph_module:_loader.eval_cache", "torch.nn.attention.flex_attention:_validate_device",

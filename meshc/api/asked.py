@@ -22,6 +22,7 @@ from meshc.frontend.expert_slots import give_slots, slots_of, spare_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
 from meshc.frontend.listed_experts import looped
 from meshc.frontend.module_watch import State, Watch
+from meshc.frontend.read_values import Values
 from meshc.frontend.stock_caches import LENGTH
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir import trees
@@ -46,15 +47,16 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 @dataclass(frozen=True, eq=False)
 class Key:
     """What a compilation is kept under, hashed once: structure, shapes and dtypes of a call's inputs, what else of the module decides its
-    program, the optimizer's flags and branches."""
+    program, the optimizer's flags and branches, and what stands where its trace has read Python (None: not known yet)."""
 
     inputs: calling.InputKey
     module: calling.ModuleKey
     optimizer: tuple[tuple[str, Hashable], ...]
+    values: Values | None = None
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.inputs, self.module, self.optimizer)))
+        object.__setattr__(self, "_hash", hash((self.inputs, self.module, self.optimizer, self.values)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -62,7 +64,7 @@ class Key:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Key):
             return NotImplemented
-        mine, theirs = ((one.inputs, one.module, one.optimizer) for one in (self, other))
+        mine, theirs = ((one.inputs, one.module, one.optimizer, one.values) for one in (self, other))
         return self is other or (self._hash == other._hash and mine == theirs)
 
 

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshc.api import cached_calls, module_mode, parts, shared
+from meshc.api import cached_calls, module_mode, parts, shared, value_keys
 from meshc.api.apart import finer
 from meshc.api.asked import Arguments, Asked, Key
 from meshc.api.made import Made
+from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.module_watch import State
+from meshc.frontend.read_values import Reads
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.forms import Form
 from meshc.ir.mesh import Mesh
@@ -53,7 +55,7 @@ OTHER_SIZES = (
     '  what to do: load the same batches on every rank, or compile with inputs="local" if each rank has its own part. Go on from a state\n'
     "  that was saved before that step"
 )
-WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, EXPOSED)
+WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, side_effects.NOT_LOOKED_AT, EXPOSED)
 """Words of the notes of a compilation that are warnings."""
 
 
@@ -64,11 +66,13 @@ class Compilation:
     program  at the sizes of its calls
     made     what was compiled: what serves all sizes, and under which request
     session  the program at work on this rank; None without a process group
+    reads    what of Python it was made of, as this rank has it
     """
 
     program: PlainProgram
     made: Made
     session: Session | None
+    reads: Reads
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class Admitted:
     """What a call passes.
 
     args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
-    key           of its compilation
+    base          the key of its compilation, but for the Python values that its program reads
+    key           with these
     tensors       what this rank has passed
     form          one object for all calls that look like it, of which one may stand for the others; None where nobody knows
     state         likewise for the module as it is
@@ -85,6 +90,7 @@ class Admitted:
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
+    base: Key
     key: Key
     tensors: list[torch.Tensor]
     form: Form | None
@@ -93,7 +99,8 @@ class Admitted:
 
 
 class Compilations:
-    """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches."""
+    """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches, and the Python
+    values that the program was made of."""
 
     def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
         """adopted: what is done when the model's parameters have become this rank's parts."""
@@ -106,6 +113,7 @@ class Compilations:
         self.seconds: dict[str, float] = {}
         """By pass, of the last that was compiled; rank 0's, if its program was taken."""
         self.store: Store | None = None
+        self.value_keys = ValueKeys(asked.module)
         self._known: dict[Key, str] = {}
         self._several = False
         """Whether those kept are for inputs of several forms."""
@@ -115,7 +123,7 @@ class Compilations:
 
     @cached_property
     def _sizes(self) -> sizes.Sizes:
-        """What they share, where passes run here."""
+        """What those share that read the same, where passes run here."""
         return sizes.Sizes()
 
     def _describe(self) -> OptimizerSpec | None:
@@ -165,9 +173,10 @@ class Compilations:
             if asked.dynamic:
                 asked.dynamic.sizes(asked.shapes(*self._examples(whole)))
             state = asked.state
-            key = asked.key(*whole, self.spec, form, state)
+            base = asked.key(*whole, self.spec, form, state)
+            key = self.value_keys.key(base, self.kept)
             tensors = [leaf for leaf in passed.leaves if isinstance(leaf, torch.Tensor)]
-            return Admitted(*whole, key, tensors, form, state, None if counts is None else self._dealt(counts))
+            return Admitted(*whole, base, key, tensors, form, state, None if counts is None else self._dealt(counts))
 
     def _counts(self, passed: Arguments) -> list[int] | None:
         """Rows of each data rank's part, where they may differ. Where they may not, and this rank has several sizes, they are compared."""
@@ -194,18 +203,26 @@ class Compilations:
     def prepare(self, call: Admitted) -> Compilation:
         """The compilation for a call that `admit` has taken. All ranks call it."""
         args, kwargs, key = call.args, call.kwargs, call.key
+        changed = self.value_keys.changes(key)
         if key not in self.kept:
             with self.guarded("compile"):
                 with self.world.refusable():
                     self._refuse_changed()
                 self._follow_store()
                 if self.world.board is not None:
-                    self.world.agree_on_request(agreed.before_compiling(self.asked, args, kwargs, key), self._refusal)
-                self.kept[key] = self._compile(args, kwargs, key)
+                    told = agreed.before_compiling(self.asked, args, kwargs, key) | {agreed.VALUES: "; ".join(changed)}
+                    self.world.agree_on_request(told, self._refusal, agreed.VALUES if changed else agreed.INPUTS)
+                if changed or self.value_keys.stale():
+                    self.__dict__.pop("_sizes", None)  # what they share was traced with other values
+                key, compilation = self._compile(call, changed)
+                self.kept[key] = compilation
                 self._known[key] = calling.describe_inputs(args, kwargs)
                 if len(self.kept) > self.asked.options.kept_sizes:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
+        elif changed:
+            self.world.agree("call", {agreed.VALUES: "; ".join(changed)}, error=self._refusal)
+        self.value_keys.note(key)
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
 
@@ -245,6 +262,8 @@ class Compilations:
         self.world.move(mesh)
 
     def _refusal(self, difference: Disagreement) -> MeshcError:
+        if difference.field == agreed.VALUES:
+            return StateError(agreed.other_values(difference.mine, difference.other, difference.theirs, difference.alone))
         if difference.field != agreed.INPUTS:
             return StateError(str(difference))
         if difference.alone and not self._known:
@@ -271,8 +290,12 @@ class Compilations:
         store = self.store or Store.of(self.asked.module)
         return self.asked.request(args, kwargs, self.spec, store, **changes)
 
-    def _compile(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Compilation:
-        asked = self.asked
+    def _compile(self, call: Admitted, changed: list[str]) -> tuple[Key, Compilation]:
+        """For a call, and the key of what it is for. changed: what its model reads, since the last."""
+        args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
+        if changed:
+            warnings.warn("meshc compiles again, because of what the model's code reads: " + value_keys.shown(changed), stacklevel=5)
+            self.value_keys.open(key)
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)
@@ -289,18 +312,25 @@ class Compilations:
         general_key = asked.general_key(args, kwargs, key)
         if general_key not in self.general:
             told = agreed.before_compiling(asked, args, kwargs, key)
-            self.general[general_key] = self._compile_general(*examples, told)
-        made = self.general[general_key]
+            made = self._compile_general(*examples, told)
+            if made.kept_fixed:
+                warnings.warn(value_keys.kept_fixed(self.value_keys.inputs, made), stacklevel=5)
+            key, reads = self.value_keys.learn(call.base, made)
+            general_key = asked.general_key(args, kwargs, key)
+        else:
+            made = self.general[general_key]
+            key, reads = self.value_keys.learn(call.base, made)
         with self.world.refusable():
             own = instance.fitting(made.program, dict(asked.shapes(*examples)))
         if not self.world.has_ranks:
-            return Compilation(own, made, None)
+            self.general[general_key] = made
+            return key, Compilation(own, made, None, reads)
         made = self.general[general_key] = self._adopt(own, made)
-        return Compilation(own, made, self._load(own, made))
+        return key, Compilation(own, made, self._load(own, made), reads)
 
     def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> Made:
         asked = self.asked
-        request = self.request(args, kwargs)
+        request = self.request(args, kwargs, numbers=self.value_keys.inputs)
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)

@@ -42,6 +42,8 @@ from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program
 from meshc.runtime.state.store import Store
 from meshc.text import show
 
+LOOKED_AT = "values looked at in a call"
+
 if TYPE_CHECKING:
     from meshc.api import explaining
     from meshc.passes.driver import compile as driver
@@ -192,7 +194,8 @@ class Program:
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         call = self.compilations.admit(args, kwargs)
-        session, tensors, dealt = self.compilations.prepare(call).session, call.tensors, call.dealt
+        compilation, tensors, dealt = self.compilations.prepare(call), call.tensors, call.dealt
+        session, own = compilation.session, compilation.reads.numbers()
         assert session is not None
         with self.world.refusable():
             session.check(tensors, dealt, call.form, call.state)
@@ -203,21 +206,23 @@ class Program:
                 tensors = session.tiles(tensors, dealt)
         session.compare_inputs(tensors)
         if self.step is not None:
-            return self._train(self.step, session, tensors, dealt)
+            return self._train(self.step, session, tensors, dealt, own)
         if session.backwards is not None:
-            leaves = self._differentiable(session, tensors)
+            leaves = self._differentiable(session, tensors, own)
         else:
-            leaves = session.leaves(session.run(tensors, {}), tensors)
+            leaves = session.leaves(session.run(tensors, own), tensors)
         session.store.step += 1
         return session.structured(session.parts(leaves, dealt), tensors)
 
-    def _train(self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
+    def _train(
+        self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: Dealt | None, own: Mapping[str, float]
+    ) -> torch.Tensor:
         with self.world.refusable():
             refuse_pre_hooks(step.optimizers)
         counts = self._counts = self._counts or Counts(session.store, step.optimizers)
         counts.take()
         rows = enumerate(numbers(step.optimizers))
-        values = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
+        values = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
         env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
         if self.asked.adds:
@@ -260,11 +265,12 @@ class Program:
         self.metrics = self._adding.metrics
         return loss
 
-    def _differentiable(self, session: Session, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _differentiable(self, session: Session, tensors: list[torch.Tensor], own: Mapping[str, float]) -> Sequence[torch.Tensor]:
         parameters = [port for port in session.program.inputs if port.kind == "parameter" and port.requires_grad]
         live = [session.store.live_of(port.key) for port in parameters]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
-        call = Call(session, parameters, [port for port, _ in wanting], self._scales(session), self._times([port for port, _ in wanting]))
+        inputs = [port for port, _ in wanting]
+        call = Call(session, parameters, inputs, self._scales(session), self._times(inputs), own)
         leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
         return leaves
 
@@ -306,8 +312,9 @@ class Program:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds that each pass of the last compilation took; on rank 0, where its program serves all."""
-        return self.compilations.seconds
+        """Seconds that each pass of the last compilation took; on rank 0, where its program serves all. Beside these, as "values
+        looked at in a call", how many values of Python each call looks at, to see that they are as they were (docs/fixed.md)."""
+        return {**self.compilations.seconds, LOOKED_AT: float(self.compilations.value_keys.count)}
 
     @property
     def compiled(self) -> PlainProgram:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshc import environment, kept_programs
@@ -73,7 +73,7 @@ class Entry:
         except NoData:
             return None
         seconds = {"taken from disk": time.process_time() - began}
-        return Made.told(program, request, tree, told, seconds), ran
+        return Made.of_told(program, request, tree, told, seconds), ran
 
     def keep(self, made: Made, ran: Ran) -> Made:
         """Put there for a next start; what cannot be has a note that says why."""
@@ -83,9 +83,7 @@ class Entry:
             why = "its backward is made anew for each set of outputs that receive gradients"
         if not why:
             try:
-                searched = {"tried": [asdict(one) for one in made.tried], "weighed": [asdict(one) for one in made.weighed]}
-                told = {"environment": dict(ran.environment), "tree": output_tree_data.described(made.tree), **searched}
-                why = kept_programs.write(self._folder, self._name, made.program, told)
+                why = kept_programs.write(self._folder, self._name, made.program, {"environment": dict(ran.environment), **made.told()})
             except (ArtifactError, NoData) as error:
                 why = str(error)
         if not why:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load, save
 
 from meshc.errors import StateError
-from meshc.frontend import output_tree_data
+from meshc.frontend import output_tree_data, read_places, read_values
 from meshc.frontend.output_tree import OutputTree
+from meshc.frontend.read_places import Place
+from meshc.frontend.read_values import Number
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec
@@ -25,9 +27,10 @@ from meshc.runtime.state.ownership import calls_allowed
 from meshc.text import described, libraries, show
 
 if TYPE_CHECKING:
+    from meshc.passes.depth import standing
     from meshc.passes.driver import compile as driver
 else:
-    driver = Later("meshc.passes.driver.compile")
+    driver, standing = Later("meshc.passes.driver.compile"), Later("meshc.passes.depth.standing")
 
 _LENGTH_BYTES: Final = 8
 
@@ -41,6 +44,8 @@ class Made:
     tried    what was searched for a pipeline
     weighed  plans that were compared for axes that were left open
     seconds  by pass; of rank 0's, if the program is rank 0's
+    reads    what of Python the program was made of, beside inputs and the model's tensors
+    numbers  what of Python are inputs of it;  kept_fixed  why those that were to be are none
     lowered  what the passes have left; None if they have not run here
     given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
     """
@@ -51,19 +56,35 @@ class Made:
     tried: tuple[Tried, ...] = ()
     weighed: tuple[Weighed, ...] = ()
     seconds: Mapping[str, float] | None = None
+    reads: tuple[Place, ...] = ()
+    numbers: tuple[Number, ...] = ()
+    kept_fixed: str = ""
     lowered: Lowered | None = None
     given: bool = False
 
     @staticmethod
     def of(program: PlainProgram, lowered: Lowered) -> Made:
         """By this rank's passes."""
-        return Made(program, lowered.request, lowered.model.output_tree, lowered.tried, lowered.weighed, dict(lowered.seconds), lowered)
+        reads = standing.whole_places(lowered.depth, lowered.request.module, lowered.model.reads)
+        tree, seconds = lowered.model.output_tree, dict(lowered.seconds)
+        numbers = tuple(lowered.model.numbers.values())
+        return Made(program, lowered.request, tree, lowered.tried, lowered.weighed, seconds, reads, numbers, lowered=lowered)
 
     @staticmethod
-    def told(program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]) -> Made:
-        """By another's passes: `told` has what was tried and weighed, as JSON."""
+    def of_told(program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]) -> Made:
+        """By another's passes: `told` has what its `told` says, as JSON."""
         tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
-        return Made(program, request, tree, tried, tuple(Weighed(**row) for row in told["weighed"]), seconds)
+        weighed = tuple(Weighed(**row) for row in told["weighed"])
+        reads, numbers = read_places.read(told["reads"]), read_values.read_back(told["numbers"])
+        return Made(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])
+
+    def told(self) -> dict[str, object]:
+        """What else a compilation leaves, as JSON holds it."""
+        return {
+            "tree": output_tree_data.described(self.tree), "tried": [asdict(each) for each in self.tried],
+            "weighed": [asdict(each) for each in self.weighed], "reads": read_places.described(self.reads),
+            "numbers": read_values.describe_numbers(self.numbers), "kept_fixed": self.kept_fixed,
+        }  # fmt: skip
 
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
         """The same for what an optimizer has become when it was adopted."""
@@ -110,11 +131,9 @@ def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
 def taken(data: bytes, request: Request) -> Made:
     """Rank 0's program on another rank. Raises ArtifactError, or NoData, for what this process does not have."""
     program, head = unpacked(data, request.mesh)
-    return replace(Made.told(program, request, output_tree_data.read(head["tree"]), head, head["seconds"]), given=True)
+    return replace(Made.of_told(program, request, output_tree_data.read(head["tree"]), head, head["seconds"]), given=True)
 
 
 def given(made: Made) -> bytes:
     """What `taken` takes. Raises ArtifactError, or NoData, for what is no data."""
-    tried = [asdict(each) for each in made.tried]
-    weighed = [asdict(each) for each in made.weighed]
-    return packed(made.program, tree=output_tree_data.described(made.tree), tried=tried, weighed=weighed, seconds=dict(made.seconds or {}))
+    return packed(made.program, **made.told(), seconds=dict(made.seconds or {}))

@@ -51,7 +51,7 @@ def _buffers(program: Program) -> dict[str, torch.Tensor]:
 
 
 def beginnings(program: Program) -> Info:
-    """What a saved program begins with: seed, the optimizer's numbers, and what each fresh state is filled with.
+    """What a saved program begins with: seed, numbers of the optimizer and of Python, and what each fresh state is filled with.
 
     A fill of None is a copy of the parameter. State that the optimizer holds already is not saved.
     """
@@ -61,11 +61,16 @@ def beginnings(program: Program) -> Info:
     if experts := program.options.of_experts():
         found["experts"] = experts
     spec = program.compilations.spec
+    reads = program.compilations.last.reads
+    own, branches = reads.numbers(), [(-1, each.number, each.relation, each.constant) for one in reads.inputs for each in one.guards]
+    if own:
+        found["numbers"], found["guards"] = own, branches
     if program.step is None or spec is None:
         return found
     rows = enumerate(numbers(program.step.optimizers))
-    found["numbers"] = {f"{index}.{name}": value for index, row in rows for name, value in row.items()}
-    found["guards"] = [(group.index, guard.number, guard.relation, guard.constant) for group in spec.groups for guard in group.guards]
+    found["numbers"] = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
+    of_groups = [(group.index, guard.number, guard.relation, guard.constant) for group in spec.groups for guard in group.guards]
+    found["guards"] = [*branches, *of_groups]
     if program.options.keeping != AS_IT_IS:
         found["optimizer_state"], found["master_weights"] = program.options.optimizer_state, program.options.master_weights
     if program.options.keep_gradients or program.options.accumulate:

@@ -28,7 +28,7 @@ from meshc.api import kept, made, progress
 from meshc.api.asked import Asked
 from meshc.api.kept import Ran
 from meshc.api.made import Made
-from meshc.errors import ArtifactError, MeshcError, PeerError
+from meshc.errors import ArtifactError, CaptureError, MeshcError, PeerError
 from meshc.frontend import reachable, stock
 from meshc.frontend.output_tree_data import NoData
 from meshc.frontend.spared import fewer_collections
@@ -71,7 +71,7 @@ def _compiled(
     first = board is None or board.rank == 0
     folder = kept.folder(asked.options) if first else None
     if board is None and folder is None:
-        return Made.of(*sizes().compile(request, hook))
+        return _made(sizes, request, hook)
     stock.learn_trees(request.module)
     mine = reachable.reachable(request.module, _roots(asked, request))
     if first:
@@ -80,7 +80,20 @@ def _compiled(
         return new()[0] if board is None else _given(board, mine, new)
     assert board is not None
     found = _taken(board, request, mine)
-    return Made.of(*sizes().compile(request, listening(board, _watching()))) if found is None else found
+    return _made(sizes, request, listening(board, _watching())) if found is None else found
+
+
+def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Made:
+    """By this rank's passes. Where a number of Python cannot be an input of a program, those are none that came last, down to it."""
+    why = ""
+    for count in range(len(request.numbers), -1, -1):
+        try:
+            return replace(Made.of(*sizes().compile(replace(request, numbers=request.numbers[:count]), hook)), kept_fixed=why)
+        except CaptureError as error:
+            if not count:
+                raise
+            why = ", ".join(line.strip() for line in str(error).splitlines()[:2])
+    raise AssertionError
 
 
 def _watching() -> Hook | None:
@@ -95,7 +108,7 @@ def _new(
     taken = None if entry is None else entry.taken()
     if taken is not None:
         return taken
-    found = Made.of(*sizes().compile(request, hook))
+    found = _made(sizes, request, hook)
     assert found.lowered is not None
     code = (*found.lowered.model.code, *reachable.forwards(request.module))  # of layers that were proved equal some are not traced
     ran = Ran(mine.why or mine.beyond(code), reachable.environment(code))

@@ -173,7 +173,8 @@ def _verify_there(
     args, kwargs = widen_inputs((args, kwargs), double)
     seed = store.seed if store else 0
     function = one_device(program.asked.function(kwargs), program.asked.options.capacity)
-    reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, hooks=ask.hooks)
+    of_python = program.compilations.last.reads.numbers()
+    reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, None, ask.hooks, of_python)
     computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32
@@ -205,7 +206,8 @@ def _verify_there(
 def _chosen(program: Program) -> dict[str, object]:
     """What the compiler has chosen, of axes left open and of a pipeline; it might choose otherwise for float64, and for a CPU."""
     choices, pipeline = program.lowered.placed.choices, program.general.pipeline
-    found: dict[str, object] = {"plan": program.lowered.request.plan, **_chunks(program.lowered)}
+    asked = program.lowered.request
+    found: dict[str, object] = {"plan": asked.plan, "numbers": asked.numbers, **_chunks(program.lowered)}
     if choices is not None:
         found["searched"] = Known.of(choices)
     if pipeline is None:

@@ -86,9 +86,10 @@ class World:
         if self.board is not None:
             agree(self.board, what, mine, **how)
 
-    def agree_on_request(self, mine: dict[str, str], refusal: Callable[[Disagreement], MeshcError]) -> None:
-        """Before a compilation: that every rank is about to make it, for the same inputs and the same model."""
-        self.agree("compile", mine, advice=agreed.advice, ahead=agreed.INPUTS, error=refusal)
+    def agree_on_request(self, mine: dict[str, str], refusal: Callable[[Disagreement], MeshcError], because: str) -> None:
+        """Before a compilation: that every rank is about to make it, for the same inputs and the same model. because: the field by which
+        it is another than those that there are."""
+        self.agree("compile", mine, advice=agreed.advice, ahead=because, error=refusal)
 
     def agree_on_program(self, compiled: PlainProgram, module: nn.Module) -> None:
         """After it: that every rank has compiled the same."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType
 from typing import Any, Literal, cast
@@ -28,6 +28,9 @@ from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
+from meshc.frontend.read_numbers import Opened
+from meshc.frontend.read_places import Place
+from meshc.frontend.read_values import Number, methods
 from meshc.frontend.replaced import replaced
 from meshc.frontend.side_effects import leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
@@ -87,6 +90,8 @@ class TorchGraph:
     leaves    the flat inputs, python values included
     tensors   fake parameters and buffers by qualified name
     code      what has run of Python
+    reads     what has been read of Python
+    numbers   what of that are inputs, by the attributes of the graph that stand for them
     """
 
     module: torch.fx.GraphModule
@@ -101,6 +106,8 @@ class TorchGraph:
     notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
     code: tuple[CodeType, ...] = ()
+    reads: tuple[Place, ...] = ()
+    numbers: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -209,10 +216,11 @@ def torch_graph(
     autocast: Sequence[tuple[str, torch.dtype]] = (),
     double: bool = False,
     dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
+    numbers: Sequence[Place] = (),
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
-    `dynamic` has the dims of inputs, by path, whose size is left open.
+    `dynamic` has the dims of inputs, by path, whose size is left open; `numbers` says where numbers stand that are inputs.
     """
     from meshc.private import graph_capture
 
@@ -224,7 +232,9 @@ def torch_graph(
     fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = trees.leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    root = _rooted(module, function, autocast)
+    root, inputs_of_python = _rooted(module, function, autocast), Opened(numbers, module, function)
+    with mode:
+        inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
         stock.prepared(module),
@@ -236,10 +246,12 @@ def torch_graph(
         apart(), unasked(), unwritten(), untraceable.said_once(),
     ):  # fmt: skip
         try:
-            with replaced(bool(opened)) as seen:
+            with replaced(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
+            reads = tuple(dict.fromkeys((*seen.places, *methods(seen.places, module, function, seen.code))))
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
+    inputs_of_python.write(graph, seen.constants)
     targets_in_rows(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
     leave_out_checks(graph)
@@ -248,7 +260,10 @@ def torch_graph(
     tree = _arrange_outputs(graph, leaves)
     if double:
         widen(graph)
-    traced = TorchGraph(graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code)
+    traced = TorchGraph(
+        graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree, notes=tuple(notes), code=seen.code, reads=reads,
+        numbers=inputs_of_python.by_attribute,
+    )  # fmt: skip
     return _opened(traced, opened) if opened else traced
 
 
@@ -417,7 +432,12 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
     if isinstance(description, BufferAOTInput):
         name = qualified(description.target)
         if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
-            return ("random", name) if name == SEED_STEP else ("constant", description.target)
+            if description.target in traced.numbers:
+                return "number", traced.numbers[description.target].name
+            if name == SEED_STEP:
+                return "random", name
+            untraceable.refuse_array(traced.module, description.target, source_of)
+            return "constant", description.target
         return "buffer", name
     if isinstance(description, PlainAOTInput):
         return "input", traced.inputs[_tensor_index(traced, description.idx)][0]
@@ -467,28 +487,9 @@ def _output_name(description: object, qualified: Callable[[str], str], traced: T
     mutated = getattr(description, "mutated_input", None)
     if mutated is not None:
         kind, name = _input_name(mutated, qualified, traced)
-        _refuse_change(kind, name, traced)
+        untraceable.refuse_change_in_place(kind, name, traced.trainable)
         return kind, name
     raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
-
-
-def _refuse_change(kind: str, name: str, traced: TorchGraph) -> None:
-    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
-    if kind == "constant":
-        raise CaptureError(
-            f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
-            "  what to do: make it a buffer (register_buffer)"
-        )
-    if kind == "input":
-        raise CaptureError(
-            f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"
-            f"  what to do: work on a copy in the model ({name} = {name}.clone()), or return the new value"
-        )
-    if kind == "parameter" and name in traced.trainable and torch.is_grad_enabled():
-        raise CaptureError(
-            f"the model changes its parameter {name} in place while it is differentiated\n"
-            "  what to do: change it outside the model between calls, or keep it as a buffer"
-        )
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

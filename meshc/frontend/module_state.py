@@ -5,7 +5,7 @@
     torch's own layers                   what their classes list as `__constants__`: p of a Dropout, momentum of a BatchNorm
     adapters of PEFT                     which is active, disabled, merged, and how it is scaled
 
-What else forward reads is a constant from the first call on, as in torch.export.
+These count for every program of a model, whether its forward reads them or not; what else it reads, for those that have (`read_values.py`).
 """
 
 from __future__ import annotations

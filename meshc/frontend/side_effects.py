@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Final
@@ -29,6 +29,7 @@ import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.left_out import left_out
+from meshc.frontend.read_places import Place, constants_of, places_of, without_place
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
@@ -46,6 +47,8 @@ SHOWN: Final = 5
 
 LEFT_OUT: Final = "and a program leaves that out: no call"
 """By these words a note is known to be a warning."""
+NOT_LOOKED_AT: Final = "what stands here is fixed, since it cannot be looked at again at each call (docs/fixed.md)"
+"""Likewise."""
 ASSERTS: Final = ("_assert", "_assert_async", "_assert_scalar")
 """What an `assert` on what tensors hold is in a trace, and a branch that only raises (`left_out.py`)."""
 
@@ -57,11 +60,16 @@ class Seen:
     changes  lines that change what a program does not hold
     said     calls that say something, as the attempt at a trace (Dynamo begins anew at times) and what is to be done
     code     what has run of Python
+    places   what has been read of Python;  constants  of that the values that are constants of the trace
+    without_place  what nobody can look at again
     """
 
     changes: list[Source] = field(default_factory=list)
     said: list[tuple[Any, Source, str, Callable[[], None]]] = field(default_factory=list)
     code: tuple[CodeType, ...] = ()
+    places: Sequence[Place] = ()
+    constants: Set[Place] = frozenset()
+    without_place: Sequence[str] = ()
 
     def notes(self) -> list[str]:
         last = self.said[-1][0] if self.said else None
@@ -69,6 +77,9 @@ class Seen:
         found = [f"{place}: {name} was carried out once, while the model was traced; calls of the program do not" for place, name in places]
         if self.changes:
             found.append(_told(self.changes))
+        if self.without_place:
+            more = f" and {len(self.without_place) - SHOWN} more" if len(self.without_place) > SHOWN else ""
+            found.append(f"{NOT_LOOKED_AT}: {', '.join(self.without_place[:SHOWN])}{more}")
         return found
 
     def say(self) -> None:
@@ -138,6 +149,8 @@ def observed() -> Iterator[Seen]:
     def account(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.changes = _changes(self)  # of the last attempt
         seen.code = tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
+        guards = TracingContext.get().guards_context.dynamo_guards
+        seen.places, seen.constants, seen.without_place = places_of(guards), constants_of(guards), without_place(guards)
         return write(self, *args, **kwargs)
 
     def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,7 +21,7 @@ from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import is_torch, is_users
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source, trees
-from meshc.private import HigherOrderOperator
+from meshc.private import FakeTensor, HigherOrderOperator
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -281,3 +281,36 @@ def _place(source: Source) -> str:
 
 def _name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def refuse_change_in_place(kind: str, name: str, trainable: Collection[str]) -> None:
+    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
+    if kind == "constant":
+        raise CaptureError(
+            f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
+            "  what to do: make it a buffer (register_buffer)"
+        )
+    if kind == "input":
+        raise CaptureError(
+            f"the model changes its input {name} in place; a program takes its inputs as they are and gives them back unchanged\n"
+            f"  what to do: work on a copy in the model ({name} = {name}.clone()), or return the new value"
+        )
+    if kind == "parameter" and name in trainable and torch.is_grad_enabled():
+        raise CaptureError(
+            f"the model changes its parameter {name} in place while it is differentiated\n"
+            "  what to do: change it outside the model between calls, or keep it as a buffer"
+        )
+
+
+def refuse_array(graph: GraphModule, target: str, source_of: Callable[[Node], Source]) -> None:
+    """A tensor that a trace has made of an array of numpy's that is no argument: it has no values. Raises CaptureError."""
+    held = getattr(graph, target)
+    reader = next((user for node in graph.graph.find_nodes(op="get_attr", target=target) for user in node.users), None)
+    if not isinstance(held, FakeTensor) or reader is None:
+        return
+    raise CaptureError(
+        f"the model reads an array of numpy's, of shape {list(held.shape)}, that is not among its arguments\n"
+        f"  in your model: {source_of(reader)}\n"
+        "  why: a trace makes a tensor of it that has no values\n"
+        "  what to do: make it a tensor outside of the model, torch.from_numpy(array), and a buffer if it changes (register_buffer)"
+    )

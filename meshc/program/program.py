@@ -33,7 +33,7 @@ class Port:
     name      `model.layers.0.mlp.up_proj.weight`; inputs and outputs have their path (`input_ids`, `logits`, `past_key_values.0.0`)
     shape     global
     sharding  how it lies where it enters or leaves (storage)
-    of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry` of the optimizer
+    of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry`, or its name in Python
     host      it lies on the host between calls, and within one where nothing reads it;  disk  so it does, in a file
     """
 

@@ -28,6 +28,8 @@ def with_depth(outset: Outset, whole_ends: bool = False) -> Outset:
     """With what is captured of the model, or a note of what is in the way."""
     if outset.request.depth == "whole":
         return outset
+    if any(str(name).isdecimal() for place in outset.request.numbers for _, name in place.steps):
+        return outset.noting(whole_note("a number that is an input is one layer's"))
     try:
         return replace(outset, depth=prove(outset.request, whole_ends))
     except Unequal as difference:

@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from torch import nn
 from torch.fx import Node
 
+from meshc.frontend.read_places import ATTRIBUTE, ITEM, MODEL, Place, Step
 from meshc.ir import records
 from meshc.ir.graph import placeholders
 from meshc.passes.depth.blocks import blocks_of
@@ -86,3 +88,30 @@ def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
             )
         ]
     return tuple(names)
+
+
+def whole_places(depth: Depth | None, model: nn.Module, places: Sequence[Place]) -> tuple[Place, ...]:
+    """What a trace of the captured layers has read of Python, in the whole model: the captured under their own numbers, and of each that is
+    left out what was read of the layers inside, of which it is a copy."""
+    found = list(places)
+    if depth is None:
+        return tuple(found)
+    for path, numbers in depth.captured.items():
+        steps = tuple(step for name in path.split(".") for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
+        inside = {each for one in depth.stretches if one.path == path for each in range(len(numbers)) if one.block(each) == 1}
+        left_out = [number for number, _ in enumerate(model.get_submodule(path).children()) if number not in numbers]
+        found = [own for place in found for own in _of_layers(place, (*steps, (ATTRIBUTE, "_modules")), numbers, inside, left_out)]
+    return tuple(dict.fromkeys(found))
+
+
+def _of_layers(
+    place: Place, steps: Sequence[Step], numbers: Sequence[int], inside: Collection[int], left_out: Sequence[int]
+) -> Iterator[Place]:
+    """A place in a layer of the list at `steps`, in those that the layer stands for; any other as it is."""
+    at = len(steps)
+    if place.root != MODEL or len(place.steps) <= at or place.steps[:at] != steps:
+        yield place
+        return
+    layer = int(place.steps[at][1])
+    for number in (numbers[layer], *(left_out if layer in inside else ())):
+        yield replace(place, steps=(*steps, (ITEM, str(number)), *place.steps[at + 1 :]))

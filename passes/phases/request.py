@@ -12,6 +12,7 @@ from meshc.frontend.clipping import Clip
 from meshc.frontend.dynamic import DynamicDims
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.gradient_hooks import Hooks
+from meshc.frontend.read_places import Place
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
@@ -56,6 +57,7 @@ class Request:
     chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says
     spare         bytes of that budget that are left to what passes after `recompute` and `stages` add
     beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
+    numbers       where numbers of Python stand that are inputs of the program
     owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
     """
 
@@ -104,6 +106,7 @@ class Request:
     chunks: int | None = None
     spare: int = 0
     beaten_s: float | None = None
+    numbers: tuple[Place, ...] = ()
 
     @property
     def count(self) -> int:

@@ -36,7 +36,7 @@ def capture(outset: Outset) -> Traced:
     with sliced(ask.module, outset.depth), _formed(outset, (args, kwargs)):
         model = torch_graph(
             ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
-            dynamic=opened,
+            dynamic=opened, numbers=ask.numbers,
         )  # fmt: skip
     if ask.train:
         refuse_empty(model.inputs)

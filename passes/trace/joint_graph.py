@@ -104,9 +104,8 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
     inputs: list[Port] = []
     for node, (kind, name) in zip(placeholders(graph), joint.placeholders, strict=True):
         value = node.meta["val"]
-        inputs.append(
-            Port(kind, name, shape_of(node), value.dtype, of=name if kind == "tangent" else "", requires_grad=name in traced.trainable)
-        )
+        of = name if kind in ("tangent", "number") else ""
+        inputs.append(Port(kind, name, shape_of(node), value.dtype, of=of, requires_grad=name in traced.trainable))
         node._rename(_identifier(name if kind != "tangent" else f"tangent_{name}"))
     output = output_of(graph)
     flat = [*leaves(output.args[0])]

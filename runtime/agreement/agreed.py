@@ -89,6 +89,7 @@ VARIABLES: Final = (
 FOLDERS: Final = ("cache",)
 """Options that are paths, which may differ between machines; rank 0's is used."""
 INPUTS: Final = "inputs"
+VALUES: Final = "what has changed of what the model's code reads"
 COMPILED: Final = "the compiled program"
 ADVICE: Final[Mapping[str, str]] = {
     "the versions": "install the same versions on every machine",
@@ -101,6 +102,10 @@ ADVICE: Final[Mapping[str, str]] = {
     INPUTS: (
         "pass the same structure, shapes, dtypes and plain values on every rank: parts of a batch padded to one length "
         '(padding="max_length", or to a\n  multiple that all reach), or the length of the longest part on any rank'
+    ),
+    VALUES: (
+        "change them on every rank, before the same call; what follows from a rank's own data (a loss, a norm) is brought to all first:\n"
+        "  torch.distributed.all_reduce, or broadcast"
     ),
     COMPILED: "see what a rank's own code has made different: a branch on the rank, or values that forward reads",
 }
@@ -235,6 +240,17 @@ def stable(value: object) -> str:
     if hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     return _ADDRESS.sub("", repr(value))
+
+
+def other_values(mine: str, other: int, theirs: str, alone: bool) -> str:
+    """What to say where values that the model's code reads have changed otherwise on another rank. alone: there they have not."""
+    there = "has gone on with what it had before" if alone or not theirs else f"has {theirs}"
+    return (
+        f"what the model's code reads has changed on this rank and not on rank {other}: {mine or 'nothing'} on this rank, "
+        f"rank {other} {there}\n"
+        "  why: these values are part of the program, and every rank runs a part of one program\n"
+        f"  what to do: {ADVICE[VALUES]}"
+    )
 
 
 def advice(field: str) -> str:

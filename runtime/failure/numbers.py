@@ -37,8 +37,8 @@ Row = tuple[int, list[str], list[str] | None]
 
 ADVICE: Final = (
     "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
-    "  what to do: make every change of the optimizer on every rank; a scheduler that steps by a metric needs the same metric everywhere\n"
-    "  (all-reduce it). Go on from a state that was saved before that step"
+    "  what to do: make every change of the optimizer on every rank, and of what the model's code reads; a scheduler that steps by a\n"
+    "  metric needs the same metric everywhere (all-reduce it). Go on from a state that was saved before that step"
 )
 
 
@@ -60,7 +60,7 @@ class Difference:
         if not self.name:
             return f"ranks {first[0]} and {second[0]} differ in {what}, at its step {self.count} or before{self.advice}"
         group, _, number = self.name.rpartition(".")
-        name = f"{number} of group {group}" if group else number
+        name = f"{number} of group {group}" if group.isdigit() else self.name
         values = f"{first[1]} on rank {first[0]} and {second[1]} on rank {second[0]}"
         return f"ranks differ in {what}: at its step {self.count}, {name} is {values}{self.advice}"
 

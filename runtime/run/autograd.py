@@ -50,15 +50,16 @@ class Call:
 
     def __init__(
         self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None],
-        times: Mapping[str, float],
+        times: Mapping[str, float], numbers: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """scale: what gradients of outputs are multiplied by, and times: those of inputs, by the ports' names (`Program._scales`)."""
+        """scale: what gradients of outputs are multiplied by, and times: those of inputs, by the ports' names (`Program._scales`);
+        numbers: those of Python that it takes."""
         self.session = session
         self.step = session.store.step
         self.moves = session.store.moves
         self.parameters = list(parameters)
         self.inputs = list(inputs)
-        self.scale, self.times = dict(scale), dict(times)
+        self.scale, self.times, self.numbers = dict(scale), dict(times), dict(numbers)
         self.saved: dict[str, torch.Tensor] = {}
         self.tangents = {port.name: port for port in session.program.inputs if port.kind == "tangent"}
         self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
@@ -107,7 +108,7 @@ class ProgramFunction(torch.autograd.Function):
     def forward(ctx: _Context, call: Call, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         session = call.session
         ctx.set_materialize_grads(False)
-        env = {**session.values(tensors, {}), **session.executor.constants}
+        env = {**session.values(tensors, call.numbers), **session.executor.constants}
         given = {key: env[key] for key in session.of_users if key in env}
         began = {_memory(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
         with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):

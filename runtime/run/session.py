@@ -146,7 +146,7 @@ class Session:
                 values[port.key] = self._taken(place, port, tensor)
         for key, tensor in self.numbers.items():
             tensor.fill_(numbers[name_of(key)])
-            values[key] = tensor
+            values[key] = tensor if self.backwards is None else tensor.clone()  # a backward comes after other calls, maybe
         if self.random is not None:
             self.seed_step.copy_(seed_step(self.store.seed, self.store.step))
             # a backward that draws again comes after other calls, maybe

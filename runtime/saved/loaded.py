@@ -126,7 +126,8 @@ class Loaded:
 
     def learning_rates(self) -> list[float]:
         """One for each of the optimizer's groups."""
-        return [float(number) for key, number in self.numbers.items() if key.endswith(".lr")]
+        names = {name_of(key).partition("."): number for key, number in self.numbers.items()}
+        return [float(number) for (group, _, name), number in names.items() if group.isdigit() and name == "lr"]
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         """What the optimizer's numbers are from the next call on, by name."""
@@ -137,7 +138,7 @@ class Loaded:
         numbers = self.program.info.get("numbers", {})
         if port.name not in numbers:
             raise StateError(
-                f"the program was saved without the optimizer's number {port.name}: save it with program.save(), which writes them"
+                f"the program was saved without the number {port.name}: save it with program.save(), which writes them"
             )
         return torch.tensor(float(numbers[port.name]), dtype=torch.float64)
 

@@ -6,6 +6,7 @@
 
 The file has a row a line, or is a JSON list of rows. Steps are the program's own, which a saved state goes on counting, so one file serves
 a job that is resumed. A number that no row has named yet is the one that the program was saved with.
+Numbers of Python that the program takes are named as it names them: {"step": 0, "model.temperature": 1.0}.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class NumbersByStep:
         self.saved: dict[str, float] = dict(program.info.get("numbers", {}))
         self.names = [port.name for port in program.inputs if port.kind == "number"]
         if not self.names:
-            raise InputError(f"--numbers {path}: the program has no optimizer's numbers; it is no training step, or its optimizer has none")
+            raise InputError(f"--numbers {path}: the program has no numbers: it is no training step, or its optimizer has none")
         rows, faults = _rows(path), list[str]()
         self.changes = [(self._step(row, line, faults), self._named(row, line, faults)) for line, row in enumerate(rows, 1)]
         steps = [step for step, _ in self.changes]
@@ -63,7 +64,7 @@ class NumbersByStep:
             if name == "step":
                 continue
             if not mine:
-                faults.append(f"row {line}: {name} is no number of the program's optimizer")
+                faults.append(f"row {line}: {name} is no number of the program")
             elif len(values) != len(mine):
                 faults.append(f"row {line}: {name} has {len(values)} values, and {len(mine)} groups have it")
             elif not all(isinstance(one, int | float) and not isinstance(one, bool) and isfinite(one) for one in values):
@@ -73,20 +74,22 @@ class NumbersByStep:
         return found
 
     def _check_guards(self, program: PlainProgram) -> None:
-        """What the optimizer's Python branched on is compiled in: a number on the other side of the branch needs another program."""
+        """What Python branched on, the optimizer's or the model's (its numbers are of no group: -1), is compiled in: a number on the other
+        side of the branch needs another program."""
         faults = []
         for group, number, relation, constant in program.info.get("guards", []):
-            guard = Guard(number, relation, constant)
-            now = guard.outcome({number: self.saved[f"{group}.{number}"]})
+            name = number if group < 0 else f"{group}.{number}"
+            guard = Guard(name, relation, constant)
+            now = guard.outcome(self.saved)
             for step, _ in self.changes:
-                if guard.outcome({number: self.at(step)[f"{group}.{number}"]}) != now:
+                if guard.outcome(self.at(step)) != now:
                     what = "another value than it was saved with" if relation == "is" else f"{number} {relation} {constant:g} is {not now}"
-                    faults.append(f"from step {step}: {group}.{number} = {self.at(step)[f'{group}.{number}']:g}, where {what}")
+                    faults.append(f"from step {step}: {name} = {self.at(step)[name]:g}, where {what}")
         if faults:
             raise StateError(
                 f"--numbers {self.path} asks for what the program was not compiled for:\n    " + "\n    ".join(lines_of(faults, 4)) + "\n"
-                "  why: the optimizer's code branches on that number, and one branch was compiled\n"
-                "  what to do: save a second program with the optimizer as it is from that step on, and go on with --state"
+                "  why: the code that reads this number branches on it, and one branch was compiled\n"
+                "  what to do: save a second program with the number as it is from that step on, and go on with --state"
             )
 
 

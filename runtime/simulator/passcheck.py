@@ -123,7 +123,8 @@ def _value(port: Port, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if port.kind == "constant":
         return constants[port.name]
     if port.kind == "number":
-        return torch.tensor(NUMBERS.get(port.name.split(".")[-1], 0.0), dtype=torch.float64)
+        of_optimizer = port.name[:1].isdigit()
+        return torch.tensor(NUMBERS.get(port.name.split(".")[-1], 0.0) if of_optimizer else 0.5, dtype=torch.float64)
     if port.kind == "tangent":
         return torch.ones(port.shape, dtype=port.dtype)
     if port.kind == "random":

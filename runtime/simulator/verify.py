@@ -213,6 +213,7 @@ class Reference:
     parts      how a step that is the mean of its microbatches cuts its inputs
     perturbed  roundings are changed at random, from this seed (`sensitivity.py`)
     hooks      what gradients are given to between backward and the optimizer, by parameter
+    numbers    those of Python that are inputs of a program, by name
     """
 
     module: nn.Module
@@ -224,6 +225,7 @@ class Reference:
     parts: Parts | None = None
     perturbed: int | None = None
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -309,6 +311,8 @@ def input_values(program: PlainProgram, reference: Reference, step: int) -> dict
             values[port.key] = inputs[port.name].detach()
         elif port.kind == "random":
             values[port.key] = seed_step(reference.seed, step)
+        elif port.kind == "number" and port.name in reference.numbers:
+            values[port.key] = torch.tensor(reference.numbers[port.name], dtype=torch.float64)
     return values
 
 
@@ -377,7 +381,7 @@ def compare_steps(
     for step in range(steps):
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
         row = {key_of("number", f"{i}.{name}"): value for i, group in enumerate(numbers()) for name, value in group.items()}
-        values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.kind == "number"})
+        values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.key in row})
         found = report.simulated(program, values)
         reference.module.zero_grad(set_to_none=True)
         before = _parameters(reference)

@@ -91,7 +91,7 @@ def test_a_second_start_takes_the_program_of_the_first(folder: Path, tmp_path: P
     assert not was_taken(first) and kept_programs.size(folder).programs == 1
     second = start(folder, net(MODEL, file))
     assert was_taken(second) and text(second) == text(first) and "net.py:25" in text(second)
-    assert list(second.timings) == ["taken from disk"]
+    assert [name for name in second.timings if name != "values looked at in a call"] == ["taken from disk"]
     assert second.compiled.notes == first.compiled.notes and second.summary() == first.summary()
     meshc.verify(second, {"x": torch.randn(4, 8), "target": torch.randn(4, 4)})
     assert "linear" in second.explain("linear.weight")

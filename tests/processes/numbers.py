@@ -55,6 +55,42 @@ def a_scheduler_on_one_rank(mesh: Any) -> None:
             scheduler.step()
 
 
+def with_weight(mesh: Any) -> tuple[Callable[[], torch.Tensor], dict[str, float]]:
+    """A step whose loss is weighed by what stands in a dict."""
+    case, weights = mlp(), {"beta": 0.0}
+    optimizer = sgd(case.model.parameters())
+    loss = case.loss
+    assert loss is not None
+    step = meshc.TrainStep(case.model, optimizer=optimizer, loss=lambda out, target: loss(out, target) * (1 + weights["beta"]))
+    program = meshc.compile(step, mesh, kwargs=case.call_kwargs)
+    return lambda: program(**case.call_kwargs), weights
+
+
+def a_weight_of_the_loss(mesh: Any) -> None:
+    """Ranks change it together, to and fro; then rank 1 alone."""
+    step, weights = with_weight(mesh)
+    for weights["beta"] in (0.0, 1.0, 0.0):
+        step()
+    if dist.get_rank() == 1:
+        weights["beta"] = 1.0
+    for_ever(step)
+
+
+def a_new_weight_of_the_loss(mesh: Any) -> None:
+    step, weights = with_weight(mesh)
+    step()
+    weights["beta"] = 1.0 + dist.get_rank()
+    for_ever(step)
+
+
+def a_weight_that_is_an_input(mesh: Any) -> None:
+    step, weights = with_weight(mesh)
+    for weights["beta"] in (0.0, 1.0, 2.0, 3.0):
+        step()
+    weights["beta"] = 4.0 + dist.get_rank()
+    for_ever(step)
+
+
 def saved_after_another_rate(mesh: Any) -> None:
     """For one step, before the state is saved: nothing is given away."""
     program, optimizer, case = trained(mesh)
@@ -156,8 +192,8 @@ def all_is_well(mesh: Any) -> None:
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (
-    another_rate, a_scheduler_on_one_rank, saved_after_another_rate, another_rate_in_module_mode, another_size, two_threads,
-    a_draw_on_one_rank, a_save_beside_a_step, all_is_well,
+    another_rate, a_weight_of_the_loss, a_new_weight_of_the_loss, a_weight_that_is_an_input, a_scheduler_on_one_rank,
+    saved_after_another_rate, another_rate_in_module_mode, another_size, two_threads, a_draw_on_one_rank, a_save_beside_a_step, all_is_well,
 )  # fmt: skip
 
 

@@ -34,6 +34,27 @@ def test_another_number_on_one_rank(way: str, said: str) -> None:
         assert end.code == TOLD and said in end.out and "what to do: make every change of the optimizer on every rank" in end.out, ended
 
 
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("a_weight_of_the_loss", "['beta']: 0.0 -> 1.0 on this rank, rank 0 has gone on with what it had before"),
+        broad("a_new_weight_of_the_loss", "['beta']: 0.0 -> 2.0"),
+    ],
+)  # fmt: skip
+def test_another_value_of_python_on_one_rank(way: str, said: str) -> None:
+    """It is refused before that rank sends anything, and the others end with its message."""
+    ended = go(way)
+    for end in ended.ranks:
+        assert end.code == TOLD and said in end.out and "what to do: change them on every rank" in end.out, ended
+
+
+@pytest.mark.broad
+def test_another_value_of_a_number_that_is_an_input() -> None:
+    ended = go("a_weight_that_is_an_input")
+    for end in ended.ranks:
+        assert end.code == TOLD and "['beta'] is 4.0 on rank 0 and 5.0 on rank 1" in end.out, ended
+
+
 @pytest.mark.broad
 def test_a_draw_on_one_rank() -> None:
     """Replicas wait for the first one's values: those that have drawn nothing do not come, and the ranks are told why."""

@@ -83,7 +83,7 @@ def test_what_is_no_schedule(tmp_path: Path) -> None:
     rows: list[tuple[Any, str]] = [
         ([{"lr": 1.0}], 'row 1 has no "step"'),
         ([{"step": 3, "lr": 1.0}, {"step": 1, "lr": 1.0}], "row 2: step 1 comes after step 3"),
-        ([{"step": 0, "rate": 1.0}], "row 1: rate is no number of the program's optimizer\n  it has the numbers 0.lr, 0.beta1"),
+        ([{"step": 0, "rate": 1.0}], "row 1: rate is no number of the program\n  it has the numbers 0.lr, 0.beta1"),
         ([{"step": 0, "lr": [1.0]}], "row 1: lr has 1 values, and 2 groups have it"),
         ([{"step": 0, "lr": "fast"}], "row 1: lr is 'fast', no number"),
         ([], "has no rows"),

@@ -1,0 +1,117 @@
+"""Keys of calls, with what Python holds now of all that the programs of a model were made of (`meshc.frontend.read_values`).
+
+    first call      nothing is known yet         compiled: what its trace has read is known from here on, and is part of its key
+    like it         all as it was                the same key
+    temperature = 2 something is not as it was   another key: compiled, or found again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from meshc.api.asked import Key
+from meshc.api.made import Made
+from meshc.frontend import read_values
+from meshc.frontend.read_places import Place
+from meshc.frontend.read_values import Number, Reads, Values
+
+
+class ValueKeys:
+    """Those of one program's calls. `base` is a key without values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._all: dict[tuple[tuple[Place, ...], tuple[Number, ...]], Reads] = {}
+        self._of: dict[Key, list[Reads]] = {}
+        """By base: what its compilations have read, the last first: a branch may read more than the other."""
+        self._last: Reads | None = None
+        self._ran: dict[Reads, Values] = {}
+        """At the last call."""
+        self._changed: set[Place] = set()
+        """Numbers that a compilation was made for because they had changed."""
+        self.inputs: tuple[Place, ...] = ()
+        """Where numbers stand that have changed again, and are inputs of what is compiled from then on."""
+        self._fixed: set[Place] = set()
+        """Those of them that no program could take."""
+
+    @property
+    def count(self) -> int:
+        """How many values a call like the last one looks at."""
+        return 0 if self._last is None else len(self._last)
+
+    def key(self, base: Key, kept: Container[Key]) -> Key:
+        """That of a call now: of a compilation that is kept, if what that has read is as it was."""
+        known = self._of.get(base)
+        if known is None:
+            known = [] if self._last is None else [self._last]
+        found = base
+        for reads in known:
+            values = reads.values()
+            key = values.keys.get(base)
+            if key is None:
+                key = values.keys[base] = replace(base, values=values)
+            if key in kept:
+                return key
+            found = key if found is base else found
+        return found
+
+    def learn(self, base: Key, made: Made) -> tuple[Key, Reads]:
+        """The key of what was compiled for a call, and what it has read."""
+        read = made.reads, made.numbers
+        reads = self._all.get(read)
+        if reads is None:
+            reads = self._all[read] = Reads(made.reads, self._model, made.request.function, made.numbers)
+        taken = {one.place for one in made.numbers}
+        if made.kept_fixed:
+            self._fixed |= {place for place in self.inputs if place not in taken}
+            self.inputs = tuple(place for place in self.inputs if place in taken)
+        known = self._of.setdefault(base, [])
+        if reads in known:
+            known.remove(reads)
+        known.insert(0, reads)
+        return replace(base, values=reads.values()), reads
+
+    def note(self, key: Key) -> None:
+        """A call with this key runs."""
+        for reads in self._all.values():
+            if key.values is not None and reads.places is key.values.places:
+                self._last, self._ran[reads] = reads, key.values
+
+    def changes(self, key: Key) -> list[str]:
+        """What has changed since the last call whose program has read the same, one line each."""
+        for reads, then in self._ran.items():
+            if key.values is not None and key.values is not then and reads.places is key.values.places:
+                return key.values.changes(then)
+        return []
+
+    def open(self, key: Key) -> None:
+        """Before a compilation for what has changed: numbers that have changed before are to be inputs of it."""
+        for reads, then in self._ran.items():
+            if key.values is not None and key.values is not then and reads.places is key.values.places:
+                for place in key.values.numbers_changed(then):
+                    if place in self._changed and place not in self._fixed and place not in self.inputs:
+                        self.inputs = (*self.inputs, place)
+                    self._changed.add(place)
+
+    def stale(self) -> list[str]:
+        """What has changed since the last call, of all that any program has read."""
+        return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
+
+
+def kept_fixed(wanted: Sequence[Place], made: Made) -> str:
+    """What to say of numbers that keep changing and are no inputs."""
+    taken = {one.place for one in made.numbers}
+    names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted if place not in taken]
+    return (
+        f"{shown(names)} keeps changing, and cannot be an input of the program, which is compiled for each value: {made.kept_fixed}\n"
+        "  what to do: nothing, if it takes few values; else compute with it (multiply, divide, add, compare with a constant), or pass a\n"
+        "  tensor of no dims as an argument"
+    )
+
+
+def shown(lines: Sequence[str], most: int = 5) -> str:
+    """For people."""
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")

@@ -1,0 +1,279 @@
+"""Numbers of Python that are inputs of a program: read by a trace as numbers without a value, and written into its graph as tensors.
+
+    beta = 0.3        loss = mse + beta * kl            traced with its value      mul(kl, 0.3)
+                                                        as an input                mul(kl, beta.to(float32))     beta: "f64[]"
+
+Python computes with them as it does with any number (torch's symbolic floats: `1 - beta`, `min(1.0, step / 100)`), and what comes of it has
+the dtype that it had. A comparison with a constant that a branch asks for has the outcome that it has now, which is then part of the key.
+What takes the number itself, and no tensor (a size, an index, `range`, the probability of a dropout), cannot have it as an input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, Final
+from unittest import mock
+
+import sympy
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from meshc.errors import CaptureError
+from meshc.frontend.read_places import Place, place_of
+from meshc.frontend.read_values import Number, is_number, name_at
+from meshc.frontend.sources import source_of
+from meshc.ir.functions import Function, Target
+from meshc.optimizer.spec import Guard
+from meshc.private import FakeTensor
+
+BUFFER: Final = "meshc_number_"
+_RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
+    sympy.StrictGreaterThan: (">", "<"), sympy.GreaterThan: (">=", "<="), sympy.StrictLessThan: ("<", ">"),
+    sympy.LessThan: ("<=", ">="), sympy.Equality: ("==", "=="), sympy.Unequality: ("!=", "!="),
+}  # fmt: skip
+"""How a relation is written, and how with its sides exchanged."""
+
+_NUMBERS: Final[Mapping[Target, Target]] = {
+    **{one: one for one in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.abs)},
+    **{one: one for one in (operator.floordiv, operator.mod, operator.pos)},
+    math.sqrt: torch.sqrt, torch.sym_max: torch.clamp_min, torch.sym_min: torch.clamp_max,
+}  # fmt: skip
+"""What Python makes a number of numbers with, and how it is made of tensors."""
+_TWO: Final[Mapping[Target, Target]] = {torch.sym_max: torch.maximum, torch.sym_min: torch.minimum}
+_NAMES: Final = frozenset(
+    "add sub rsub mul multiply div divide true_divide truediv pow iadd isub imul itruediv subtract add_ sub_ mul_ div_ gt ge lt le eq ne "
+    "where masked_fill clamp clip clamp_min clamp_max".split()
+)
+"""Operators, functions and methods of tensors that take a tensor where they take a number."""
+
+
+class Opened:
+    """The numbers of one trace that are inputs."""
+
+    def __init__(self, places: Sequence[Place], model: nn.Module, function: Function) -> None:
+        found = [(place, *name_at(place, model, function)) for place in places]
+        kept = [(place, name, value) for place, name, value in found if is_number(value)]
+        names = _unique([name for _, name, _ in kept])
+        self.values: dict[str, float] = {name: value for name, (_, _, value) in zip(names, kept, strict=True)}
+        self._numbers = {place: Number(name, place, type(value) is int) for name, (place, _, value) in zip(names, kept, strict=True)}
+        self._symbols: dict[sympy.Symbol, Number] = {}
+        self._guards: dict[Guard, None] = {}
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        rows = self._numbers.values()
+        return tuple(replace(one, guards=tuple(each for each in self._guards if each.number == one.name)) for one in rows)
+
+    @property
+    def by_attribute(self) -> dict[str, Number]:
+        """By the attribute of a graph that stands for each."""
+        return {f"{BUFFER}{at}": one for at, one in enumerate(self.numbers)}
+
+    def register(self, root: nn.Module) -> None:
+        """What stands for them while a model is traced. Under the trace's fake tensors."""
+        for at, one in enumerate(self._numbers.values()):
+            root.register_buffer(f"{BUFFER}{at}", torch.zeros((), dtype=torch.int64 if one.whole else torch.float64))
+
+    @contextlib.contextmanager
+    def read_as_inputs(self, root: nn.Module) -> Iterator[None]:
+        """Around one trace."""
+        if not self._numbers:
+            yield
+            return
+        from meshc.private import AttrSource, LazyCache, LocalSource, SymNodeVariable, VariableBuilder, variables
+
+        lazy = variables.LazyConstantVariable.create
+        wrap, evaluate = VariableBuilder._wrap, SymNodeVariable.evaluate_expr
+        order = {place: at for at, place in enumerate(self._numbers)}
+
+        def wrapped(self_: Any, value: object) -> Any:
+            place = place_of(self_.source) if type(value) in (int, float) else None
+            if place not in order:
+                return wrap(self_, value)
+            name = f"{BUFFER}{order[place]}"
+            tensor = VariableBuilder(self_.tx, AttrSource(AttrSource(LocalSource("self"), "_export_root"), name))(getattr(root, name))
+            found: Any = tensor.call_method(self_.tx, "item", [], {})
+            self._symbols[found.sym_num.node.expr] = self._numbers[place]
+            return found
+
+        def put_off(value: object, source: Any, **options: Any) -> Any:
+            """Until it is used; torch puts constants off in a way of their own, by which they stay constants."""
+            if place_of(source) not in order:
+                return lazy(value, source, **options)
+            return variables.LazyVariableTracker(LazyCache(value, source), source=source, **options)
+
+        def evaluated(self_: Any, *given: Any, **named: Any) -> Any:
+            outcome = self._outcome(self_.sym_num) if isinstance(self_.sym_num, torch.SymBool) else None
+            return evaluate(self_, *given, **named) if outcome is None else outcome
+
+        with (
+            mock.patch.object(VariableBuilder, "_wrap", wrapped),
+            mock.patch.object(variables.LazyConstantVariable, "create", staticmethod(put_off)),
+            mock.patch.object(SymNodeVariable, "evaluate_expr", evaluated),
+        ):
+            yield
+
+    def _outcome(self, asked: torch.SymBool) -> bool | None:
+        """Of a comparison of one of them with a constant, from now on a guard; None for anything else."""
+        expr = asked.node.expr
+        if type(expr) not in _RELATIONS:
+            return None
+        written, turned = _RELATIONS[type(expr)]
+        for one, other, relation in ((expr.lhs, expr.rhs, written), (expr.rhs, expr.lhs, turned)):
+            if one in self._symbols and other.is_number:
+                guard = Guard(self._symbols[one].name, relation, float(other))
+                self._guards[guard] = None
+                return bool(guard.outcome(self.values))
+        return None
+
+    def write(self, graph: GraphModule, constants: Set[Place]) -> None:
+        """Makes inputs of them in a graph that was traced so: attributes of it, by `BUFFER` and number. Raises CaptureError, also for one
+        that is among the constants of the trace."""
+        fixed = [one.name for place, one in self._numbers.items() if place in constants]
+        if fixed:
+            raise CaptureError(f"{', '.join(fixed)}: its value decides what is traced")
+        if self._numbers:
+            _Writing(graph).write()
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for name in names:
+        times = next(times for times in range(1, sys.maxsize) if (name if times == 1 else f"{name}_{times}") not in found)
+        found[name if times == 1 else f"{name}_{times}"] = None
+    return list(found)
+
+
+class _Writing:
+    """One graph: its numbers become tensors of no dims, in double precision."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._module, self._graph = module, module.graph
+        self._tensors: dict[Node, Node] = {}
+        """Of each number of the graph the tensor that stands for it."""
+        examples = [one.meta.get("example_value") for one in self._graph.nodes]
+        self._mode = next(one.fake_mode for one in examples if isinstance(one, FakeTensor))
+
+    def write(self) -> None:
+        nodes = list(self._graph.nodes)
+        for node in nodes:
+            value = node.meta.get("example_value")
+            if node.op == "get_attr" and BUFFER in node.name:
+                self._begin(node)
+            elif isinstance(value, torch.SymInt | torch.SymFloat):
+                self._number(node)
+            elif not isinstance(value, torch.SymBool) and any(one in self._tensors for one in node.all_input_nodes):
+                self._user(node)
+        for node in reversed(nodes):
+            if isinstance(node.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool) or BUFFER in node.name:
+                if not node.users:
+                    self._graph.erase_node(node)
+        self._module.recompile()
+
+    def _begin(self, node: Node) -> None:
+        name = BUFFER + node.name.rpartition(BUFFER)[2]
+        with self._mode:
+            tensor = torch.zeros((), dtype=torch.float64)
+        self._module.register_buffer(name, tensor)
+        with self._graph.inserting_before(node):
+            made = self._graph.get_attr(name)
+        made.meta["example_value"] = tensor
+        for item in node.users:
+            self._tensors[item] = made
+
+    def _number(self, node: Node) -> None:
+        if node in self._tensors or not any(one in self._tensors for one in node.all_input_nodes):
+            return
+        target = node.target
+        if getattr(target, "__name__", "") in ("_sym_sqrt", "sym_sqrt"):
+            target = math.sqrt
+        if getattr(target, "__name__", "") == "sym_float":
+            self._tensors[node] = self._tensors[node.all_input_nodes[0]]
+            return
+        if node.op != "call_function" or target not in _NUMBERS or node.kwargs:
+            raise self._refused(node)
+        args = [self._tensors.get(one, one) if isinstance(one, Node) else one for one in node.args]
+        made = _NUMBERS[target]
+        if target in _TWO:
+            args = sorted(args, key=lambda one: not isinstance(one, Node))  # the tensor first
+            made = _TWO[target] if all(isinstance(one, Node) for one in args) else made
+        self._tensors[node] = self._call(node, made, *args)
+
+    def _user(self, node: Node) -> None:
+        """What makes a tensor of a number and of others."""
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.Tensor):
+            raise self._refused(node)
+        if name in ("full", "full_like", "tensor", "_to_tensor", "scalar_tensor", "as_tensor"):
+            return self._filled(node, name, value)
+        alpha = node.kwargs.get("alpha")
+        if isinstance(alpha, Node) and alpha in self._tensors and len(node.args) == 2:
+            scaled = self._call(node, operator.mul, node.args[1], self._cast(node, alpha, [node.args[1]], value))
+            node.args, node.kwargs = (node.args[0], scaled), {one: given for one, given in node.kwargs.items() if one != "alpha"}
+        if name not in _NAMES:
+            raise self._refused(node)
+        others = [one for one in node.all_input_nodes if one not in self._tensors]
+        cast = {one: self._cast(node, one, others, value) for one in node.all_input_nodes if one in self._tensors}
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda one: cast.get(one, one))
+        try:
+            found = self._example(node.op, node.target, node.args, node.kwargs)
+        except (RuntimeError, TypeError) as error:
+            raise self._refused(node) from error
+        if not _alike(found, value):
+            raise self._refused(node)
+        return None
+
+    def _filled(self, node: Node, name: str, value: torch.Tensor) -> None:
+        number, *others = [one for one in node.all_input_nodes if one in self._tensors]
+        if others:
+            raise self._refused(node)
+        made = self._call(node, "to", self._tensors[number], value.dtype)
+        if value.dim():
+            ones = self._call(node, torch.ones, tuple(value.shape), dtype=value.dtype)
+            made = self._call(node, torch.mul, ones, made)
+        if not _alike(made.meta["example_value"], value) or any(isinstance(extent, torch.SymInt) for extent in value.shape):
+            raise self._refused(node)
+        node.replace_all_uses_with(made)
+        self._graph.erase_node(node)
+
+    def _cast(self, user: Node, number: Node, others: Sequence[Any], value: torch.Tensor) -> Node:
+        """A number as an operand: beside a tensor with dims of the result's dtype it is none that decides the result's."""
+        tensor = self._tensors[number]
+        examples = [one.meta.get("example_value") for one in others]
+        if any(isinstance(one, torch.Tensor) and one.dim() and one.dtype == value.dtype for one in examples):
+            return tensor
+        dtype = value.dtype
+        if not dtype.is_floating_point:
+            dtype = next((one.dtype for one in examples if isinstance(one, torch.Tensor) and one.dtype.is_floating_point), torch.float64)
+        if dtype in (torch.float16, torch.bfloat16):
+            raise self._refused(user)
+        return self._call(user, "to", tensor, dtype)
+
+    def _call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call before `like`, as of its line; of a method by its name."""
+        with self._graph.inserting_before(like):
+            made = self._graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
+        made.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "unbacked_bindings")}
+        made.meta["example_value"] = self._example(made.op, made.target, made.args, made.kwargs)
+        return made
+
+    def _example(self, op: str, target: Any, args: Any, kwargs: Any) -> Any:
+        given, named = map_arg((args, kwargs), lambda one: one.meta["example_value"])
+        with self._mode:
+            return getattr(given[0], target)(*given[1:], **named) if op == "call_method" else target(*given, **named)
+
+    def _refused(self, node: Node) -> CaptureError:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        return CaptureError(f"{source_of(node)}: {name} takes the number itself, and no tensor")
+
+
+def _alike(one: object, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and one.dtype == other.dtype and tuple(one.shape) == tuple(other.shape)

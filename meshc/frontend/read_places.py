@@ -1,0 +1,195 @@
+"""Places of Python that a trace has read, as Dynamo's guards name them: data that other ranks and other starts look up for themselves.
+
+    L['self']._modules['_export_root']._modules['module'].config.alpha      model     .config .alpha
+    G['__import_train'].D['beta']                                           train     .D ['beta']
+    ....function.__closure__[0].cell_contents                               function  .__closure__ [0] .cell_contents
+    dict(type(....module).__dict__)['temp']                                 model     type .__dict__ ['temp']
+
+Left out is what is looked at elsewhere or stays as it is: which modules, parameters, buffers and hooks a model has and in which mode it is
+(`module_watch.py`), inputs, Python's builtins, and what torch and meshc have of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from meshc.frontend.frames import STANDARD
+
+MODEL: Final = "model"
+FUNCTION: Final = "function"
+"""Roots beside the modules of Python: the model that is compiled, and the function that is traced."""
+ATTRIBUTE: Final = "."
+ITEM: Final = "[]"
+TYPE: Final = "type"
+HAS_ITEM: Final = "in"
+HAS_ATTRIBUTE: Final = "has"
+KEYS: Final = "keys"
+NTH: Final = "nth"
+
+_EXPORTED: Final = "L['self']._modules['_export_root']"
+_MODEL: Final = f"{_EXPORTED}._modules['module']"
+_IMPORT: Final = "__import_"
+_WATCHED: Final = frozenset(
+    "_parameters _buffers training forward _forward_hooks_with_kwargs _forward_pre_hooks_with_kwargs _forward_hooks_always_called "
+    "_non_persistent_buffers_set __call__ _call_impl _compiled_call_impl".split()
+)
+"""Of a model's modules, what is looked at at each call in any case, or what torch calls by itself."""
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Likewise; but not what a hook reads."""
+_OWN: Final = ("torch", "meshc", "builtins", "typing", "types", "abc", "collections", "functools", "dataclasses", "contextlib", "enum")
+"""Packages whose globals nobody changes."""
+_CONSTANT: Final = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
+_LARGEST_KEY: Final = 1 << 32
+"""Numbers beyond are identities of objects, which are others in each process."""
+
+Step = tuple[str, Any]
+"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None), ("nth", number of an entry): what is read of what
+stands before."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """root: MODEL, FUNCTION, or the name of a module of Python."""
+
+    root: str
+    steps: tuple[Step, ...]
+
+    @property
+    def bases(self) -> Iterator[Place]:
+        """What it stands in, outermost first."""
+        return (Place(self.root, self.steps[:length]) for length in range(1, len(self.steps)))
+
+    def then(self, *steps: Step) -> Place:
+        return Place(self.root, (*self.steps, *steps))
+
+
+def places_of(guards: Iterable[Any]) -> list[Place]:
+    """What guards of a trace are about, and what that stands in."""
+    found: dict[Place, None] = {}
+    for guard in guards:
+        place = place_of(guard.originating_source)
+        if place is None:
+            continue
+        for one in (place, *_contained(place, guard)):
+            if not _is_left_out(one):
+                found |= dict.fromkeys((*one.bases, one))
+    return [place for place in found if place.steps]
+
+
+def constants_of(guards: Iterable[Any]) -> set[Place]:
+    """Of those the places whose values a trace has taken for constants."""
+    found = {place_of(guard.originating_source) for guard in guards if _kind(guard)[0] in _CONSTANT}
+    return {place for place in found if place is not None}
+
+
+def _kind(guard: Any) -> tuple[str, list[object]]:
+    """The name of a guard's kind, and what it is given."""
+    make: Any = guard.create_fn
+    given: list[object] = []
+    if isinstance(make, functools.partial):
+        make, given = make.func, [*make.keywords.values(), *make.args]
+    return getattr(make, "__name__", ""), given
+
+
+def without_place(guards: Iterable[Any]) -> list[str]:
+    """Constants of a trace that stand where nobody can look again, in the model or in files of its user's: as Dynamo calls them."""
+    names = [str(_name(guard)) for guard in guards if _kind(guard)[0] in _CONSTANT and place_of(guard.originating_source) is None]
+    return [name.replace(_MODEL, MODEL) for name in dict.fromkeys(names) if _is_users(name)]
+
+
+def _is_users(name: str) -> bool:
+    found = re.search(r"G\['__import_([^']+)'\]", name)
+    if found is None:
+        return _MODEL in name and "-packages" not in name
+    module = found[1].replace("_dot_", ".")
+    file = str(getattr(sys.modules.get(module), "__file__", "-packages"))
+    return module.partition(".")[0] not in _OWN and "-packages" not in file and not file.startswith(STANDARD)
+
+
+def _name(guard: Any) -> str:
+    name = guard.originating_source.name
+    return name if isinstance(name, str) else str(name())
+
+
+def place_of(source: Any) -> Place | None:
+    """Where Dynamo has a value from; None for an input, and for what has no place."""
+    text = source.name if isinstance(source.name, str) else source.name()
+    if not text or text.startswith(("L['flat_args']", "L['self'].in_spec")):
+        return None
+    try:
+        return _place(ast.parse(text.replace(_EXPORTED, "ROOT"), mode="eval").body)
+    except (_Other, SyntaxError):
+        return None
+
+
+def described(places: Iterable[Place]) -> list[list[Any]]:
+    """As JSON holds them."""
+    return [[place.root, [list(step) for step in place.steps]] for place in places]
+
+
+def read(rows: Sequence[Sequence[Any]]) -> tuple[Place, ...]:
+    """What `described` was given."""
+    return tuple(Place(str(root), tuple((str(kind), what) for kind, what in steps)) for root, steps in rows)
+
+
+class _Other(Exception):
+    """A guard of something that is no place of this kind."""
+
+
+def _contained(place: Place, guard: Any) -> Iterator[Place]:
+    """Whether a dict has a key, an object an attribute of its own."""
+    kind, given = _kind(guard)
+    if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"):
+        yield place.then((KEYS, None))
+    name = next((one for one in given if isinstance(one, str)), None)
+    if name is not None and kind in ("DICT_CONTAINS", "SET_CONTAINS", "DICT_NOT_CONTAINS", "SET_NOT_CONTAINS"):
+        yield place.then((HAS_ITEM, name))
+    elif name is not None and kind in ("NOT_PRESENT_IN_GENERIC_DICT", "HASATTR"):
+        yield place.then((HAS_ATTRIBUTE, name))
+
+
+def _place(node: ast.expr) -> Place:
+    match node:
+        case ast.Name(id="ROOT"):
+            return Place("", ())
+        case ast.Attribute(value=value, attr=name):
+            return _rooted(_place(value).then((ATTRIBUTE, name)))
+        case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=str(name))) if name.startswith(_IMPORT):
+            return Place(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
+        case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as key)) if isinstance(key, str) or key < _LARGEST_KEY:
+            return _rooted(_place(value).then((ITEM, key)))
+        case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
+            return _rooted(_place(value).then((NTH, number)))
+        case ast.Call(func=ast.Name(id="dict"), args=[value]):
+            return _place(value)
+        case ast.Call(func=ast.Name(id="type"), args=[value]):
+            return _place(value).then((TYPE, None))
+    raise _Other(ast.unparse(node))
+
+
+def _rooted(place: Place) -> Place:
+    """What is traced holds the model and the function (`meshc.frontend.capture.Root`)."""
+    if place.root:
+        return place
+    match place.steps:
+        case ((_, "_modules"), (_, "module"), *rest):
+            return Place(MODEL, tuple(rest))
+        case ((_, "function"), *rest):
+            return Place(FUNCTION, tuple(rest))
+        case ((_, "_modules"),):
+            return place
+    raise _Other(str(place))
+
+
+def _is_left_out(place: Place) -> bool:
+    if place.root == MODEL:
+        names = [what for kind, what in place.steps if kind in (ATTRIBUTE, HAS_ATTRIBUTE)]
+        of_hooks = any((ATTRIBUTE, name) in place.steps[-2:] for name in _HOOKS)
+        return not _WATCHED.isdisjoint(names) or (ATTRIBUTE, "_modules") in place.steps[-2:] or of_hooks
+    return place.root != FUNCTION and (not place.root or place.root.partition(".")[0] in _OWN)

@@ -1,0 +1,492 @@
+"""What a trace has read of Python, looked at again at each call: values by place, the same object as long as nothing has changed.
+
+    reads = Reads(places, model, function)
+    reads.values() is reads.values()             as long as every place holds the object that it held
+    model.temperature = 2.0; reads.values()      another object, which equals one of before if all places hold the same again
+
+The look goes by identity, a container at a time; what a changed container holds is described anew, and only a description that differs is
+another value: `model.config = copy.copy(model.config)` is none. What a place is called, its messages say: `beta of the closure of loss`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import re
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, contains, is_, itemgetter
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshc.frontend import read_places
+from meshc.frontend.module_state import Same
+from meshc.frontend.reachable_code import is_stock_class, name_of
+from meshc.frontend.reachable_values import is_plain, of_tensor, shown
+from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, NTH, TYPE, Place, Step
+from meshc.ir.functions import Function
+from meshc.optimizer.spec import Guard
+
+LARGEST: Final = 1 << 53
+"""Whole numbers up to here are numbers of double precision."""
+MOST: Final = 1 << 16
+"""Elements of a list, or of a tensor, that are compared one by one."""
+FEW: Final = 8
+FIXED: Final = frozenset(("__closure__", "__mro__", "__class__", "__name__", "__func__", "__self__", "__dict__", "fget", "func", "args"))
+"""Attributes that stay as long as what has them."""
+
+UNSAID: Final = ("_modules", "__dict__", "__closure__", "__func__", "__mro__", "__defaults__", "__kwdefaults__", "keywords")
+"""Attributes that what stands in them is not called by."""
+
+
+class _Nothing:
+    """What stands where nothing does."""
+
+    def __repr__(self) -> str:
+        return "nothing there"
+
+
+NOTHING: Final = _Nothing()
+
+
+@dataclass(frozen=True)
+class Number:
+    """
+    name    of the input
+    place   where it stands
+    whole   whether it is an int
+    guards  outcomes of comparisons that branches have asked for
+    """
+
+    name: str
+    place: Place
+    whole: bool
+    guards: tuple[Guard, ...] = ()
+
+    def fits(self, value: object) -> bool:
+        """Whether a value may be given for it."""
+        return is_number(value) and type(value) is (int if self.whole else float)
+
+    def outcomes(self, value: float) -> tuple[object, ...]:
+        return tuple(guard.outcome({self.name: value}) for guard in self.guards)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value may be an input."""
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST)
+
+
+def describe_numbers(numbers: Sequence[Number]) -> list[list[Any]]:
+    """As JSON holds them."""
+    places = read_places.described(one.place for one in numbers)
+    guards = [[[each.relation, each.constant] for each in one.guards] for one in numbers]
+    return [[one.name, place, one.whole, row] for one, place, row in zip(numbers, places, guards, strict=True)]
+
+
+def read_back(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
+    """What `describe_numbers` was given."""
+    return tuple(
+        Number(name, place, whole, tuple(Guard(name, relation, float(constant)) for relation, constant in guards))
+        for (name, _, whole, guards), place in zip(rows, read_places.read([row[1] for row in rows]), strict=True)
+    )
+
+
+class Values:
+    """What places held at one time, hashed once. `texts` are for people, by what they call a place."""
+
+    __slots__ = ("__weakref__", "_hash", "described", "keys", "places", "texts")
+
+    def __init__(self, places: tuple[Place, ...], described: tuple[Hashable, ...], texts: dict[str, str]) -> None:
+        self.places, self.described, self.texts = places, described, texts
+        self.keys: dict[Hashable, Any] = {}
+        """Keys of calls at these values, by what else decides them."""
+        self._hash = hash((places, described))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Values):
+            return NotImplemented
+        if self is other:
+            return True
+        return self._hash == other._hash and (self.places, self.described) == (other.places, other.described)
+
+    def changes(self, before: Values) -> list[str]:
+        """One line a difference: `model.temperature: 1.0 -> 2.0`."""
+        rows = zip(self.texts.items(), before.described, self.described, strict=False)
+        then = [*before.texts.values()]
+        found = [(self.places[at], f"{name}: {then[at]} -> {now}") for at, ((name, now), a, b) in enumerate(rows) if a != b]
+        bases = {base for place, _ in found for base in place.bases}
+        return [line for place, line in found if place not in bases]  # of a list, which of its items
+
+    def numbers_changed(self, before: Values) -> list[Place]:
+        """Where a number is another."""
+        rows = zip(self.places, before.described, self.described, strict=True)
+        return [place for place, a, b in rows if a != b and all(isinstance(x, tuple) and x[:1] in ((int,), (float,)) for x in (a, b))]
+
+
+class Reads:
+    """Places as this rank has them."""
+
+    def __init__(self, places: Sequence[Place], model: nn.Module, function: Function, numbers: Sequence[Number] = ()) -> None:
+        """numbers: what of them are inputs of a program, whose values make no other."""
+        self._roots: dict[str, Any] = {MODEL: model, FUNCTION: function}
+        inputs = {one.place for one in numbers}
+        self.inputs = tuple(numbers)
+        self.places = (*(place for place in places if place not in inputs), *inputs)
+        self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []
+        self._look: _Look | None = None
+        self._values: Values | None = None
+        self._tensors = frozenset(map(id, chain(model.parameters(), model.buffers())))
+
+    def __len__(self) -> int:
+        """How many values are looked at in a call."""
+        return 0 if self._look is None else self._look.count
+
+    def values(self) -> Values:
+        """What stands there now."""
+        if self._look is None or self._values is None or not (self._look.holds() and self._numbers_fit()):
+            self._look, found = self._resolved()
+            if found != self._values or self._values is None:
+                self._values = found
+        return self._values
+
+    def numbers(self) -> dict[str, float]:
+        """Those that are inputs, as they are now, by name. Behind `values`, which finds those that are none any more."""
+        found = {number.name: float(get()) for number, get, _, _ in self._numbers}
+        for (_, _, _, text), value in zip(self._numbers, found.values(), strict=True):
+            self.values().texts[text] = repr(value)
+        return found
+
+    def _numbers_fit(self) -> bool:
+        return all(_as_input(number, get()) == then for number, get, then, _ in self._numbers)
+
+    def _resolved(self) -> tuple[_Look, Values]:
+        there, self._numbers = _Resolved(self._roots), []
+        inputs = {one.place: one for one in self.inputs}
+        by_items = {_base(place) for place in self.places if place.steps[-1][0] == ITEM}
+        self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
+        look, described, texts = _Look(), list[Hashable](), dict[str, str]()
+        for place in self.places:
+            value, text = there.at(place)
+            if _stays(place, there):
+                described.append("")
+                texts[f"{text} ({len(described)})" if text in texts else text] = ""
+                continue
+            number = inputs.get(place)
+            shallow = place in by_items and isinstance(value, list | tuple)
+            described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._described(value))
+            text = f"{text} ({len(described)})" if text in texts else text
+            texts[text] = _said(value)
+            if number is not None:
+                get = functools.partial(_taken, there.at(_base(place))[0], place.steps[-1])
+                self._numbers.append((number, get, described[-1], text))
+                continue
+            look.note(there.at(_base(place))[0], place.steps[-1], value)
+            look.follow(value, shallow or (isinstance(value, torch.Tensor) and self._is_state(value)))
+        look.close()
+        return look, Values(self.places, tuple(described), texts)
+
+    def _is_state(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the model's, or somebody's parameter: a program has its values elsewhere."""
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._tensors
+
+    def _described(self, value: Any) -> Hashable:
+        if is_plain(value):
+            return type(value), repr(value)
+        if isinstance(value, torch.Tensor):
+            return "tensor" if self._is_state(value) else (value.dtype, tuple(value.shape), *_held(value))
+        if isinstance(value, enum.Enum):
+            return type(value), repr(value)
+        code = code_of(value)
+        if code is not None:
+            return Same(code)
+        if isinstance(value, list | tuple | AbstractSet):
+            return _shape(value)
+        if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+            return Same(value)
+        return Same(type(value))
+
+
+def _held(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What a tensor holds: a hash of a small one, of others how often they were written to."""
+    digest = of_tensor(tensor) if tensor.numel() <= MOST else None
+    return (Same(tensor), tensor._version) if digest is None else (digest,)
+
+
+def code_of(value: Any) -> types.CodeType | None:
+    """That of a function, also of one that a class makes something else of."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    return value.__code__ if isinstance(value, types.FunctionType) else None
+
+
+def methods(places: Iterable[Place], model: nn.Module, function: Function, traced: Iterable[types.CodeType]) -> list[Place]:
+    """Of code that a trace has run, where classes of what it has met have it. Dynamo takes it that these keep their methods."""
+    there, ran = _Resolved({MODEL: model, FUNCTION: function}), frozenset(traced)
+    modules = [Place(MODEL, _steps_to(path)) for path, _ in model.named_modules()]
+    found: dict[type, Place] = {}
+    for place in (*modules, *places):
+        found.setdefault(type(there.at(place)[0]), place)
+    return [
+        place.then((TYPE, None), (ATTRIBUTE, "__mro__"), (ITEM, at), (ATTRIBUTE, "__dict__"), (ITEM, name))
+        for kind, place in found.items()
+        for at, owner in enumerate(kind.__mro__)
+        if not is_stock_class(owner)
+        for name, value in vars(owner).items()
+        if code_of(value) in ran
+    ]
+
+
+def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, Any]:
+    """What is to be found somewhere, and a short name for it: `beta` of a closure, `model.config.alpha`."""
+    there = _Resolved({MODEL: model, FUNCTION: function})
+    value, text = there.at(place)
+    return re.sub(r" \([^()]*\)", "", text).removeprefix("default of "), value  # without of which function
+
+
+def _steps_to(path: str) -> tuple[Step, ...]:
+    """From a model to a module in it."""
+    return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
+
+
+def _stays(place: Place, there: _Resolved) -> bool:
+    """Whether nobody changes what stands there: the closures and defaults of an installed package's functions, by themselves, and which
+    names its classes have."""
+    kind, what = place.steps[-1]
+    if kind == ATTRIBUTE and what in ("cell_contents", "__closure__", "__defaults__", "__kwdefaults__"):
+        up = 3 if what == "cell_contents" else 1
+        return _is_installed(there.at(Place(place.root, place.steps[:-up]))[0])
+    if kind == ITEM and place.steps[-2:-1] and place.steps[-2][1] in ("__closure__", "__defaults__", "__kwdefaults__"):
+        return _is_installed(there.at(Place(place.root, place.steps[:-2]))[0])
+    if kind in (HAS_ITEM, HAS_ATTRIBUTE) and (TYPE, None) in place.steps:
+        return _is_installed(there.at(Place(place.root, place.steps[: place.steps.index((TYPE, None)) + 1]))[0])
+    return False
+
+
+def _is_installed(value: Any) -> bool:
+    """Whether a function or class is of a package that is installed, not of a project's own files."""
+    code = code_of(value)
+    if code is None and isinstance(value, type):
+        return "-packages" in str(getattr(sys.modules.get(value.__module__), "__file__", ""))
+    return code is not None and "-packages" in code.co_filename
+
+
+def _shape(value: Any) -> Hashable:
+    """Of what is read by its items."""
+    return type(value), len(value)
+
+
+def _as_input(number: Number, value: object) -> Hashable:
+    """What makes another program of a number that is an input."""
+    return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))  # type: ignore[arg-type]
+
+
+def _base(place: Place) -> Place:
+    return Place(place.root, place.steps[:-1])
+
+
+def _said(value: Any) -> str:
+    if is_plain(value) or isinstance(value, enum.Enum | _Nothing):
+        return shown(repr(value))
+    if isinstance(value, torch.Tensor):
+        few = type(value) is torch.Tensor and value.numel() <= FEW and not value.is_meta
+        return f"a tensor {value.tolist()}" if few else f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return f"{name_of(value)} ({_line(value)})" if isinstance(value, types.FunctionType) else name_of(value)
+    return f"a {name_of(type(value))}" + (f" of {len(value)}" if isinstance(value, list | tuple | dict) else "")
+
+
+def _line(function: types.FunctionType) -> str:
+    return f"{function.__code__.co_filename.rpartition('/')[2]}:{function.__code__.co_firstlineno}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------- at a place
+
+
+class _Resolved:
+    """Values by place, each looked up once, with what it is called."""
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._found = {Place(name, ()): (value, MODEL if name == MODEL else name_of(value)) for name, value in roots.items()}
+
+    def at(self, place: Place) -> tuple[Any, str]:
+        found = self._found.get(place)
+        if found is None:
+            if not place.steps:
+                found = _module(place.root), place.root
+            else:
+                base, text = self.at(_base(place))
+                found = _taken(base, place.steps[-1]), self._called(place, base, text)
+            self._found[place] = found
+        return found
+
+    def _called(self, place: Place, base: Any, text: str) -> str:
+        kind, what = place.steps[-1]
+        if kind == ATTRIBUTE:
+            if what == "cell_contents" and len(place.steps) > 2:
+                function = self.at(_base(_base(_base(place))))[0]
+                names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+                at = place.steps[-2][1]
+                name = names[at] if isinstance(at, int) and at < len(names) else what
+                return name if _is_ours(function) else f"{name} (closure of {name_of(function)})"
+            return text if what in UNSAID else f"{text}.{what}"
+        if kind == ITEM:
+            within = place.steps[-2][1] if len(place.steps) > 1 else ""
+            if within in ("_modules", "__dict__"):
+                return f"{text}.{what}"
+            if within in ("__defaults__", "__kwdefaults__"):
+                return _default(self.at(_base(_base(place)))[0], what)
+            return name_of(base[what]) if within == "__mro__" and isinstance(base, tuple) else f"{text}[{what!r}]"
+        if kind in (HAS_ITEM, HAS_ATTRIBUTE):
+            return f"{what!r} in {text}" if kind == HAS_ITEM else f"whether {text} has a {what} of its own"
+        if kind == NTH:
+            return f"{text}, entry {what}"
+        return f"the keys of {text}" if kind == KEYS else name_of(type(base))
+
+
+def _default(function: Any, which: Any) -> str:
+    code = getattr(function, "__code__", None)
+    name = which
+    if code is not None and isinstance(which, int):
+        name = code.co_varnames[code.co_argcount - len(function.__defaults__ or ()) + which]
+    return f"default of {name} ({name_of(function)})"
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "meshc"
+
+
+def _module(name: str) -> Any:
+    return sys.modules.get(name, NOTHING)
+
+
+def _taken(base: Any, step: tuple[str, Any]) -> Any:
+    """What stands there; nothing is changed, and no code of a user's runs but what attributes of theirs are made by."""
+    kind, what = step
+    if base is NOTHING:
+        return NOTHING
+    try:
+        if kind == ATTRIBUTE:
+            held = getattr(base, "__dict__", None)
+            return held[what] if type(held) is dict and what in held else getattr(base, what)
+        if kind == ITEM:
+            if isinstance(base, dict):
+                return dict.__getitem__(base, what)
+            return base[what] if isinstance(base, list | tuple | types.MappingProxyType) else NOTHING
+        if kind == HAS_ITEM:
+            return what in base
+        if kind == HAS_ATTRIBUTE:
+            return what in getattr(base, "__dict__", ())
+        if kind == KEYS:
+            return tuple(base)
+        if kind == NTH:
+            return [one for one in base.values() if not hasattr(one, "of_meshc")][what]
+        return type(base)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return NOTHING
+
+
+# ------------------------------------------------------------------------------------------------------------------------- the look
+
+
+class _Look:
+    """Whether places hold the objects that they held: identities, read a container at a time by loops that are not Python's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}
+        self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._lists: dict[int, list[Any]] = {}
+        self._sizes: dict[int, list[Any]] = {}
+        self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
+        self._keys: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._versions: dict[int, torch.Tensor] = {}
+        self._codes: dict[int, types.FunctionType] = {}
+
+    def note(self, base: Any, step: tuple[str, Any], value: Any) -> None:
+        """What stands where."""
+        kind, what = step
+        if base is NOTHING:
+            return
+        if kind == ATTRIBUTE:
+            held = getattr(base, "__dict__", None)
+            if type(held) is dict and what in held:
+                self._items.setdefault(id(held), (held, {}))[1][what] = value
+            elif what not in FIXED and not isinstance(value, types.MethodType) and value is not NOTHING:
+                self._attributes[id(base), what] = base, what, value
+        elif kind == ITEM and isinstance(base, dict | types.MappingProxyType | list):
+            if value is not NOTHING:
+                self._items.setdefault(id(base), (base, {}))[1][what] = value
+        elif kind in (HAS_ITEM, HAS_ATTRIBUTE) and value is not NOTHING:
+            self._own[id(base), what] = (base if kind == HAS_ITEM else base.__dict__), what, value
+        elif kind == KEYS and value is not NOTHING:
+            self._keys[id(base)] = base, value
+
+    def follow(self, value: Any, elsewhere: bool) -> None:
+        """What a value holds. elsewhere: that is looked at by itself, or somewhere else."""
+        if isinstance(value, list):
+            self._sizes[id(value)] = value
+            if not elsewhere:
+                self._lists[id(value)] = value
+        elif isinstance(value, torch.Tensor) and not elsewhere:
+            self._versions[id(value)] = value
+        elif isinstance(value, types.FunctionType) and not _is_installed(value):
+            self._codes[id(value)] = value
+
+    def close(self) -> None:
+        """Nothing more is noted."""
+        rows = [(held, list(names.items()) * (2 if len(names) == 1 else 1)) for held, names in self._items.values()]  # a getter of tuples
+        self._held = [held for held, _ in rows]
+        self._getters: list[Callable[[Any], Any]] = [itemgetter(*(name for name, _ in names)) for _, names in rows]
+        self._then = [value for _, names in rows for _, value in names]
+        found = list(self._attributes.values())
+        self._objects, self._attribute_getters = [one[0] for one in found], [attrgetter(one[1]) for one in found]
+        self._attributes_then = [one[2] for one in found]
+        self._key_lists = list(self._keys.values())
+        self._tables = [(each, list(each)) for each in self._lists.values() if len(each) <= MOST]
+        self._sized = list(self._sizes.values())
+        self._lengths_then = list(map(len, self._sized))
+        own = list(self._own.values())
+        self._asked, self._whats, self._has_then = [one[0] for one in own], [one[1] for one in own], [one[2] for one in own]
+        self._tensors = list(self._versions.values())
+        self._versions_then = list(map(_version, self._tensors))
+        self._functions = list(self._codes.values())
+        self._codes_then = list(map(_code, self._functions))
+        self.count = sum(map(len, (self._then, found, self._asked, self._key_lists, self._tensors, self._functions)))
+        self.count += sum(len(then) for _, then in self._tables)
+
+    def holds(self) -> bool:
+        try:
+            return (
+                all(map(is_, chain.from_iterable(map(_call, self._getters, self._held)), self._then))
+                and all(map(is_, map(_call, self._attribute_getters, self._objects), self._attributes_then))
+                and all(map(is_, map(_code, self._functions), self._codes_then))
+                and list(map(_version, self._tensors)) == self._versions_then
+                and list(map(contains, self._asked, self._whats)) == self._has_then
+                and all(tuple(held) == then for held, then in self._key_lists)
+                and list(map(len, self._sized)) == self._lengths_then
+                and all(all(map(is_, each, then)) for each, then in self._tables)
+            )
+        except (LookupError, AttributeError):
+            return False
+
+
+_version: Final = attrgetter("_version")
+_code: Final = attrgetter("__code__")
+
+
+def _call(get: Callable[[Any], Any], held: Any) -> Any:
+    return get(held)
