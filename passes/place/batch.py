@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.fx import Node
 
 from meshc.errors import CompileError
-from meshc.ir import op_name, records
+from meshc.ir import op_name, operands, records
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import BatchDims
 from meshc.passes.phases.request import Joined, Request
 from meshc.passes.place.written_out import written_out
+from meshc.passes.rules.bounds import BOUNDS, origin
 from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
 
@@ -70,6 +71,33 @@ def refuse_other_joint(request: Request, batch: BatchDims) -> None:
             f"  what to do: say where they are: names={{{first!r}: {_labels(dim)}}}"
         )
     raise JoinedElsewhere(dims)
+
+
+def refuse_numbers_of_rows(request: Request, factors: Factors, batch: BatchDims) -> None:
+    """Of a rank's parts: raises CompileError where rows of the batch are picked by numbers of an input, since each rank numbers its own."""
+    rows = {factor for found in batch.factors.values() for factor in found}
+    for instance in _forward(factors) if request.joined is not None else ():
+        for index, picked in _indices(instance):
+            source = origin(index)
+            if source.op == "placeholder" and not rows.isdisjoint(picked):
+                raise CompileError(
+                    f'inputs="local": by {source.name} rows of the batch are picked at {_place(instance.node)}\n'
+                    "  why: each rank passes its part of the batch, and numbers the rows of that; in the batch of all ranks rows of later\n"
+                    "  parts have other numbers\n"
+                    "  what to do: make the numbers in the model (torch.arange(x.shape[0])), or pass the whole batch on every rank: "
+                    'inputs="global"'
+                )
+
+
+def _indices(instance: Instance) -> Iterator[tuple[Node, set[int]]]:
+    """The indices that an operator reads or writes by, each with the classes of the dim in which it picks positions."""
+    node = instance.node
+    bounds = [one for one in BOUNDS[node.target](node, operands(node)) if one.operand] if node.target in BOUNDS else []
+    dims = [tokens for tokens in instance.operands[0] if any(letter.startswith("v") for letter, _ in tokens)] if bounds else []
+    if len(bounds) == 1:
+        dims = [tuple(token for tokens in dims for token in tokens)]
+    for bound, tokens in zip(bounds, dims, strict=False):
+        yield operands(node)[bound.operand], {instance.factor[token] for token in tokens}
 
 
 def _labels(dim: int | None) -> str:

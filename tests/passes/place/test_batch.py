@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,3 +150,57 @@ def test_rows_that_are_counted_before_the_model_is_looked_at_are_said() -> None:
     inputs = {"src": SRC, "mask": torch.zeros(6, 6), "target": TARGET}
     with pytest.raises(meshc.CaptureError, match=r"(?s)attn_mask.*counted along dim 0 of src, dim 0 of mask"):
         meshc.compile(step(Masked()), meshc.Mesh("dp=2"), kwargs=inputs, inputs="local", options=options)
+
+
+class Contrast(nn.Module):
+    """Rows against rows, and which is whose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, whose: Tensor | None = None) -> Tensor:
+        h = self.up(x)
+        return F.cross_entropy(h @ h.T, torch.arange(x.shape[0]) if whose is None else whose)
+
+
+class Edges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.up(x)
+        return torch.zeros_like(h).index_add(0, edges[:, 1], h[edges[:, 0]])
+
+
+class Last(nn.Module):
+    """The last token of each row, whose number is one of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.up(x)[torch.arange(x.shape[0]), lengths - 1]
+
+
+@pytest.mark.parametrize(
+    "model, inputs, said",
+    [
+        (Contrast(), {"x": torch.randn(4, 8), "whose": torch.arange(4)}, "by whose rows of the batch are picked at .*test_batch.py"),
+        (Edges(), {"x": torch.randn(4, 8), "edges": torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])}, "by edges rows of the batch"),
+        (Contrast(), {"x": torch.randn(4, 8)}, ""),
+        (Last(), {"x": torch.randn(4, 6, 8), "lengths": torch.tensor([1, 2, 3, 6])}, ""),
+    ],
+    ids=["labels", "edges", "made-in-the-model", "of-the-sequence"],
+)
+def test_numbers_of_rows_that_each_rank_counts_for_itself_are_refused(model: nn.Module, inputs: dict[str, Any], said: str) -> None:
+    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out: out.square().mean())
+    compiling = partial(meshc.compile, step, meshc.Mesh("dp=2"), kwargs=inputs)
+    compiling()  # the whole batch on every rank: its numbers are the model's
+    if not said:
+        compiling(inputs="local")
+        return
+    with pytest.raises(meshc.CompileError, match=said):
+        compiling(inputs="local")

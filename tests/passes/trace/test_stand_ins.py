@@ -210,7 +210,9 @@ TORCHS: dict[Any, Any] = {
 """What stands where torch's functions are while a model is traced, or is the reference."""
 
 
-@pytest.mark.parametrize("target, function", [*TARGETS.items(), *QUIET.items(), *TORCHS.items()], ids=lambda one: getattr(one, "__name__", str(one)))
+@pytest.mark.parametrize(
+    "target, function", [*TARGETS.items(), *QUIET.items(), *TORCHS.items()], ids=lambda one: getattr(one, "__name__", one)
+)
 def test_a_stand_in_has_torchs_signature(target: Any, function: Callable[..., Any]) -> None:
     """It takes what torch takes, by the same names, in the same order, with the same defaults."""
     own = [p for name, p in inspect.signature(function).parameters.items() if name not in ("seed_step", "call")]
