@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import orders
+from meshc.check import orders, rings
 from meshc.check.asked import Asked
 from meshc.check.handed import Handed
 from meshc.check.moved import Place, moved, place_of
@@ -25,6 +25,7 @@ from meshc.check.ruled import Rules, ruled
 from meshc.check.spread import Parts, Spread, alike, fit_together, flat, run_of, shown, shown_pending
 from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
+from meshc.check.windows import check_windows
 from meshc.ir import spmd
 from meshc.ir.sharding import local_size
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
@@ -72,7 +73,7 @@ class _Walk:
         if self.asked is not None:
             self.asked.add(node)
         if node.target in spmd.INTEGERS.values():
-            self.places[node] = place_of(node, self.places)
+            self.places[node] = place_of(node, self.places, self.sizes)
         if node.target in WRITERS:
             self._check_updates(node)
         if ir.is_integer(node):
@@ -87,6 +88,7 @@ class _Walk:
             if record.sharding is not None:
                 _compare(other, told, record.shape, self.sizes)
                 _compare(one, told, record.shape, self.sizes)
+                _check_home(one)
                 check_claims(one.padding, record.sharding, self.sizes)
 
     def hand_on(self, stage: Stage) -> None:
@@ -119,7 +121,7 @@ class _Walk:
             told = declared[0] if ir.record(node).sharding is not None else None
             return [moved(node, self._of(node.args[0]), told, self.places, self.sizes)]  # type: ignore[arg-type]
         if target in VIEWS:
-            given = self._of(node.args[0])  # type: ignore[arg-type]
+            given = replace(self._of(node.args[0]), windows={})  # type: ignore[arg-type]
             if ir.record(node).sharding is None:
                 return [viewed(given, ir.record(node).shape, self.sizes)]
             check_view(given, declared[0])
@@ -129,7 +131,7 @@ class _Walk:
         if target is aten.slice.Tensor:
             return [self._cut(node)]
         if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
-            given = self._of(node.args[0])  # type: ignore[arg-type]
+            given = replace(self._of(node.args[0]), windows={})  # type: ignore[arg-type]
             shapes = zip(ir.records(node.args[0])[0].shape, ir.record(node).shape, strict=True)  # type: ignore[arg-type]
             dims = tuple(parts if one == other else None for (one, other), parts in zip(shapes, given.dims, strict=True))
             return [replace(given, dims=dims, runs=given.splits(), filled=given.filled and node.args[2:3] in ((), (0,)))]
@@ -137,7 +139,10 @@ class _Walk:
             return [self._joined(node)]
         if self.asked is None:
             return [Spread((None,) * len(spread.dims)) for spread in declared]
-        return self._ruled(node, declared)
+        found = self._ruled(node, declared)
+        operands = {one: self._of(one) for one in ir.operands(node) if not ir.is_integer(one)}
+        backs = rings.backs(node, operands, self.places, self.sizes, len(found))
+        return [replace(one, back=back) for one, back in zip(found, backs, strict=True)]
 
     def _cut(self, node: Node) -> Spread:
         """A slice of what lies as its operand does."""
@@ -155,7 +160,7 @@ class _Walk:
         dims = tuple(found if d == dim else other for d, other in enumerate(given.dims))
         if given.pieces is not None and found is not None:
             dims = tuple(found if d == dim else () if extent == 1 else None for d, extent in enumerate(shape))
-        return replace(given, dims=dims, runs=of.splits(), pieces=None, padding=of.padding, filled=of.filled)
+        return replace(given, dims=dims, runs=of.splits(), pieces=None, padding=of.padding, filled=of.filled, windows={})
 
     def _joined(self, node: Node) -> Spread:
         """What travels together: of each value its own, one after the other. What they wait for besides may differ."""
@@ -168,7 +173,7 @@ class _Walk:
         pieces = joined(given, [ir.record(one).shape for one in ir.operands(node)], cast(int, dim))
         pending, runs = waiting[0] if same else None, split.pop() if len(split) == 1 else None
         filled = all(one.filled for one in given)
-        return Spread(dims, pending, runs, pieces, any(one.varies for one in given), filled=filled)
+        return Spread(dims, pending, runs, pieces, any(one.varies for one in given), filled=filled, back=rings.beside(given))
 
     def _check_updates(self, node: Node) -> None:
         many = node.target in MANY.values()
@@ -204,7 +209,9 @@ class _Walk:
             check_sums(node, names, rule, given, self.sizes)
         found = ruled(node, names, rule, deferrals, given, declared, self.sizes)
         read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
-        return [_doubtful(one) for one in read] if varies else read
+        made = [_doubtful(one) for one in read] if varies else read
+        goes = check_windows(node, names, rule, given, declared) if rule.windows else [{} for _ in made]
+        return [replace(one, windows=windows) for one, windows in zip(made, goes, strict=True)]
 
 
 def _check_whole(node: Node, names: Sequence[str], given: Sequence[Spread]) -> None:
@@ -269,6 +276,12 @@ def _compare(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mappi
     if runs is not None and told_runs is not None and not fit_together(runs, told_runs):
         made, told_ = (", ".join(sorted("/".join(run) for run in some)) for some in (runs, told_runs))
         raise Wrong(f"its operator makes it split over {made}, in this order, declared is a value split over {told_}")
+
+
+def _check_home(found: Spread) -> None:
+    for axes, back in found.back.items():
+        if back:
+            raise Wrong(f"it is {rings.whose(back, axes)}, and no type says so")
 
 
 def _lie_alike(one: Spread, other: Spread) -> bool:

@@ -25,6 +25,7 @@ from meshc.check.orders import check_natural, reordered
 from meshc.check.spread import Parts, Spread, shown, shown_pending, tile
 from meshc.check.types import Wrong
 from meshc.check.viewed import cut
+from meshc.check.windows import Goes, Halo, check_halo, check_sum
 from meshc.ir import record, spmd
 from meshc.ir.sharding import ZIGZAG, Part, local_size
 
@@ -34,34 +35,61 @@ Axes = Sequence[str]
 @dataclass(frozen=True)
 class Place:
     """An integer by which a rank knows its own place: its coordinate on an axis, or the first position (`starts`) or the number of real
-    positions of its tile of something of `size` positions that so many ranks (`counts`) of these axes split."""
+    positions of its tile of something of `size` positions that so many ranks (`counts`) of these axes split, `unit` times; or that of the
+    rank so many places `back`, round the ring of these axes."""
 
     axes: tuple[str, ...]
     starts: bool = True
     size: int | None = None
     counts: tuple[int, ...] = ()
+    unit: int = 1
+    back: int = 0
+
+    @property
+    def is_own(self) -> bool:
+        return self.unit == 1 and not self.back
 
     def counts_tiles(self, sizes: Mapping[str, int]) -> bool:
         """Whether it is the rank's number among those along the axes, major to minor."""
         counts = tuple(sizes[axis] for axis in self.axes)
-        return self.starts and (self.size is None or self.counts == counts and self.size == prod(counts))
+        return self.starts and self.unit == 1 and (self.size is None or self.counts == counts and self.size == prod(counts))
 
 
 Places = Mapping[object, Place | None]
 """What an integer says of a rank's place; None: not known."""
 
 
-def place_of(node: Node, places: Places) -> Place | None:
-    """What an integer says of a rank's place, by those that it is computed of; None where it is another rank's, or of a tile of a tile."""
+def place_of(node: Node, places: Places, sizes: Mapping[str, int]) -> Place | None:
+    """What an integer says of a rank's place, by those that it is computed of; None where it is of a tile of a tile."""
     if node.target is spmd.coordinate:
         return Place((str(node.args[0]),))
-    if node.target not in (spmd.tile_start, spmd.tile_count):
-        return None
+    if node.target is spmd.ring_place:
+        return _place_back(node, places, sizes)
     size, counts, coordinates = cast(tuple[int, Sequence[int], Sequence[object]], node.args)
     found = [places.get(one) for one in coordinates]
+    if len(found) == 1 and (one := found[0]) is not None and one.size is not None and list(counts) == [2] and size % 2 == 0:
+        return replace(one, unit=one.unit * size // 2)
     known = [one for one in found if one is not None and one.size is None]
     axes = tuple(axis for one in known for axis in one.axes)
-    return Place(axes, node.target is spmd.tile_start, size, tuple(counts)) if len(known) == len(found) else None
+    if len(known) != len(found) or len(known) > 1 and any(one.back for one in known):
+        return None
+    return Place(axes, node.target is spmd.tile_start, size, tuple(counts), back=sum(one.back for one in known))
+
+
+def _place_back(node: Node, places: Places, sizes: Mapping[str, int]) -> Place | None:
+    of, steps, ranks = cast(tuple[object, int, int], node.args)
+    place = places.get(of)
+    if place is None or not place.counts_tiles(sizes):
+        return None
+    there = prod(sizes[axis] for axis in place.axes)
+    if ranks != there:
+        raise Wrong(f"it goes round a ring of {ranks} ranks by a place on {'/'.join(place.axes)}, which has {there}")
+    return Place(place.axes, back=(place.back + steps) % ranks)
+
+
+def _own_place(number: object, places: Places) -> Place | None:
+    place = places.get(number)
+    return place if place is not None and place.is_own else None
 
 
 def moved(node: Node, given: Spread, declared: Spread | None, places: Places, sizes: Mapping[str, int]) -> Spread:
@@ -132,7 +160,9 @@ def _off(axes: Axes, does: str, one: Spread) -> Spread:
             lies = ", ".join(sorted("/".join(run) for run in runs)) or "nothing"
             raise Wrong(f"it {does} over {', '.join(axes)}, in this order, and its operand is split over {lies}")
         runs = frozenset({*runs - {run}, run[: -len(gone)]} - {()})
-    return replace(_without_dims(one), runs=runs, padding={axis: held for axis, held in one.padding.items() if axis not in axes})
+    padding = {axis: held for axis, held in one.padding.items() if axis not in axes}
+    back = {ring: back for ring, back in one.back.items() if not {*ring} & {*axes}}
+    return replace(_without_dims(one), runs=runs, padding=padding, back=back)
 
 
 def _on(axes: Axes, one: Spread) -> Spread:
@@ -150,9 +180,11 @@ def _shard(node: Node, given: Spread, declared: Spread | None, places: Places, s
     dim, tiles, index = cast(tuple[int, int, object], node.args[1:])
     if isinstance(index, int):
         return _same_rows(node, given, dim, tiles, index, declared is None, sizes)
-    place = places.get(index)
+    place = _own_place(index, places)
     if place is None and declared is None:
-        return replace(_with_dim(replace(given, runs=None), given, dim, None, declared), varies=True)
+        other = places.get(index)
+        back = {} if other is None else {other.axes: other.back}
+        return replace(_with_dim(replace(given, runs=None), given, dim, None, declared), varies=True, back=back)
     if place is None or not place.counts_tiles(sizes):
         raise Wrong(f"{index} is not a rank's number among {tiles}, by which it takes its tile")
     axes = place.axes
@@ -161,7 +193,8 @@ def _shard(node: Node, given: Spread, declared: Spread | None, places: Places, s
     after = _more(given, dim, axes, sizes)
     if declared is not None and spmd.MICROBATCH in axes and spmd.MICROBATCH not in (declared.split() or ()):
         axes, after = tuple(axis for axis in axes if axis != spmd.MICROBATCH), _fewer(given, dim, axes, tiles, sizes)
-    return _with_dim(_on(axes, replace(given, filled=True)) if axes else given, given, dim, after, declared)
+    back = {} if declared is not None else {**given.back, axes: 0}
+    return _with_dim(_on(axes, replace(given, filled=True, back=back)) if axes else given, given, dim, after, declared)
 
 
 def _same_rows(
@@ -179,7 +212,7 @@ def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Plac
     padding = {axis: 0.0 if held == 0 else None for axis, held in given.padding.items()}
     if node.args[1] == 0:
         return given  # on all ranks: it is whole, and no part
-    place = places.get(node.args[1])
+    place = _own_place(node.args[1], places)
     if place is None or not place.counts_tiles(sizes):
         if declared is not None:
             raise Wrong(f"it keeps what the first rank has, and {node.args[1]} is no rank's number")
@@ -214,7 +247,7 @@ def _mask(node: Node, given: Spread, declared: Spread | None, places: Places, si
     """What lies behind the real positions of a dim is put in the place of what it was."""
     dim, count, value = cast(tuple[int, object, float], node.args[1:])
     check_natural(given, dim, "counts positions")
-    place = places.get(count)
+    place = _own_place(count, places)
     if place is None or place.starts:
         return replace(given, padding={}, varies=True)
     parts = given.dims[dim]
@@ -228,11 +261,14 @@ def _mask(node: Node, given: Spread, declared: Spread | None, places: Places, si
     return replace(given, padding={**given.padding, **dict.fromkeys(place.axes, float(value))})
 
 
-def _ring_shift(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
+def _ring_shift(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
     """Another rank's tile: no sharding says which."""
+    axes, steps = cast(tuple[Axes, int], node.args[1:])
+    ring = tuple(axes)
     if declared is not None:
         raise Wrong("it is another rank's tile, which no type says")
-    return replace(given, varies=True)
+    ranks = prod(sizes[axis] for axis in ring)
+    return replace(given, varies=True, back={**given.back, ring: (given.back.get(ring, 0) + steps) % ranks})
 
 
 def _order(before: str, after: str, node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
@@ -240,9 +276,15 @@ def _order(before: str, after: str, node: Node, given: Spread, declared: Spread 
     return reordered(given, dim, axes, before, after, sizes)
 
 
-def _halo(node: Node, given: Spread, declared: Spread | None, *_: object) -> Spread:
-    check_natural(given, cast(int, node.args[2]), "reads neighbours")
-    return _with_dim(replace(given, runs=None, padding={}), given, cast(int, node.args[2]), None, declared)
+def _halo(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:
+    dim, halo = cast(int, node.args[2]), Halo.of(node, sizes)
+    check_natural(given, dim, "reads neighbours")
+    before, after, sums = given.windows.get(dim), declared.dims[dim] if declared is not None else None, node.target is spmd.halo_sum
+    check_halo(halo, after if sums else given.dims[dim], given.dims[dim] if sums else after)
+    if sums and isinstance(before, Goes):
+        check_sum(halo, before)
+    windows = {**{at: one for at, one in given.windows.items() if at != dim}, **({} if sums else {dim: halo})}
+    return _with_dim(replace(given, runs=None, padding={}, windows=windows), given, dim, None, declared)
 
 
 def _gather_rows(node: Node, given: Spread, *_: object) -> Spread:

@@ -21,6 +21,7 @@ from meshc.check.types import Wrong
 from meshc.ir import is_getitem, op_name
 from meshc.ir.sharding import Part
 from meshc.ir.spmd import MICROBATCH
+from meshc.ir.window import Window
 
 Dims = tuple[str, ...]
 ONE = "_"
@@ -55,7 +56,7 @@ class Rule(Protocol):
     @property
     def zigzag(self) -> frozenset[str]: ...
     @property
-    def windows(self) -> Mapping[str, tuple[str, object]]: ...
+    def windows(self) -> Mapping[str, tuple[str, Window]]: ...
     @property
     def neutral(self) -> float: ...
     @property

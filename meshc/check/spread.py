@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
 from meshc.ir import Record
 from meshc.ir.sharding import Part, Sharding, local_size, tile_sizes
 from meshc.ir.spmd import MICROBATCH
+
+if TYPE_CHECKING:
+    from meshc.check.windows import Goes, Halo
 
 Parts = tuple[Part, ...]
 Runs = frozenset[tuple[str, ...]]
@@ -31,6 +35,8 @@ class Spread:
     varies   it is another on each rank in a way that no sharding says: a rank's place in the mesh has gone into it
     padding  axis -> what the positions hold that were put in so that it could split something; None for anything; not there: not known
     filled   whether nothing but zeros has been put between its positions since a type said how they lie
+    windows  dim -> the halo that brought it, or how an operator by windows has made it (`windows.py`)
+    back     axes -> how many places before this rank, round their ring, the one is whose tile it is (`rings.py`); not there: not known
     """
 
     dims: tuple[Parts | None, ...] = ()
@@ -40,6 +46,8 @@ class Spread:
     varies: bool = False
     padding: Mapping[str, float | None] = field(default_factory=dict)
     filled: bool = False
+    windows: Mapping[int, Halo | Goes] = field(default_factory=dict)
+    back: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     @staticmethod
     def of(record: Record, sizes: Mapping[str, int]) -> Spread:

@@ -5,8 +5,8 @@
     delta_rule_backward(grad, q, k, v, e, g, before, after) -> gradients of q, k, v, e, g, before          after: that of `last`
     delta_rule_end(k, v, e, g) -> (product, end)           what a stretch makes of a state: product S + end
     delta_rule_ends(grad, q, k, v, e, g) -> (product, end, start)         and of a gradient, the other way: product^T G + start
-    delta_rule_join(products, ends, edge, place, reverse) -> state       from `edge` or zero through the stretches before `place`;
-                                                                         reversed, those behind it
+    delta_rule_join(products, added, edge, place, reverse) -> state      from `edge` or zero through the stretches before `place`,
+                                                                         each of which makes product S + added; reversed, those behind it
 
     q, k, e  [..., t, keys]     v, out, grad  [..., t, values]     g  [..., t], at most 0
     S, before, last, after, end, start  [..., keys, values]        product  [..., keys, keys]
@@ -82,21 +82,21 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tu
 
 
 @torch.library.custom_op("meshc::delta_rule_join", mutates_args=())
-def delta_rule_join(products: Tensor, ends: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
+def delta_rule_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
     """Of stretches that lie along dim 0; reversed, from the last of them, with products transposed."""
-    _fit_join(products, ends, edge)
-    state = torch.zeros_like(ends[0]) if edge is None else edge.clone()
+    _fit_join(products, added, edge)
+    state = torch.zeros_like(added[0]) if edge is None else edge.clone()
     count = products.shape[0]
     for stretch in range(count - 1, max(place, -1), -1) if reverse else range(min(place, count)):
         product = products[stretch].transpose(-1, -2) if reverse else products[stretch]
-        state = product @ state + ends[stretch]
+        state = product @ state + added[stretch]
     return state
 
 
 @delta_rule_join.register_fake
-def _(products: Tensor, ends: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
-    _fit_join(products, ends, edge)
-    return ends.new_empty(ends.shape[1:])
+def _(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
+    _fit_join(products, added, edge)
+    return added.new_empty(added.shape[1:])
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -133,12 +133,12 @@ def _fit(
         raise misfit(operator, rule, **everything)
 
 
-def _fit_join(products: Tensor, ends: Tensor, edge: Tensor | None) -> None:
-    fits = products.dim() > 2 and ends.shape[:-1] == products.shape[:-1] and products.shape[-1] == products.shape[-2]
+def _fit_join(products: Tensor, added: Tensor, edge: Tensor | None) -> None:
+    fits = products.dim() > 2 and added.shape[:-1] == products.shape[:-1] and products.shape[-1] == products.shape[-2]
     given = () if edge is None else (edge,)
-    if not fits or not _alike(products, ends, *given) or any(x.shape != ends.shape[1:] for x in given):
-        rule = "products are [n, ..., keys, keys], ends [n, ..., keys, values], an edge [..., keys, values], all float32 or float64"
-        raise misfit("delta_rule_join", rule, products=products, ends=ends, edge=edge)
+    if not fits or not _alike(products, added, *given) or any(x.shape != added.shape[1:] for x in given):
+        rule = "products are [n, ..., keys, keys], added [n, ..., keys, values], an edge [..., keys, values], all float32 or float64"
+        raise misfit("delta_rule_join", rule, products=products, added=added, edge=edge)
 
 
 def _alike(first: Tensor, *others: Tensor) -> bool:

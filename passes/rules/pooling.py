@@ -93,14 +93,14 @@ def _max_pool(node: Node, tensors: list[Node]) -> Rule:
     pool = _forward(node)
     whole = not dtype_of(tensors[0]).is_floating_point
     x, y = pool.dims(pool.x, whole), pool.dims(pool.y, whole)
-    return einsum(f"{x} -> {y} | {y}", node, tensors, lower=_lower_max_pool, windows=pool.windows())
+    return einsum(f"{x} -> {y} | {y}", node, tensors, lower=_lower_max_pool, windows=pool.windows(), neutral=float("-inf"))
 
 
 def _lower_max_pool(local: Local) -> Made:
     (x,) = local.operands
     pool = _forward(local.node)
     for index, letter in enumerate(pool.y):
-        x = local.window(x, pool.place(index), letter, float("-inf"))
+        x = local.window(x, pool.place(index), letter, local.rule.neutral)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.dilation, pool.ceil_mode]
     made = local.emit(local.node.target, x, *settings)
     if not any(local.axes(letter) for letter in pool.y):

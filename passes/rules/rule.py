@@ -117,7 +117,7 @@ class Rule:
     roles    what a letter is to a model (`ROLES`), for names
     lower    builds the per-rank code; None: the same operator on local operands
     first    an operand that counts once: of it `lower` keeps the first tile of letters that are summed, zeros elsewhere, and nothing else
-    neutral  what padding along a summed letter must hold (0, or an infinity for max and min)
+    neutral  what padding along a summed letter must hold, and what stands beyond the ends of a window (0, or an infinity for max and min)
     clean    operands whose padding must always be zero (indices)
     shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
     self_masked  `lower` masks by itself

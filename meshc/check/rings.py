@@ -1,0 +1,139 @@
+"""Keys that pass round: whose tile a value is after so many shifts, and whose an attention to it says that it is.
+
+    k_1: "f32[..]" = ring_shift(k, ["cp"], 1)              the tile of the rank 1 place before this one along cp
+    c_1: "int" = ring_place(coordinate, 1, 3)              that rank's coordinate
+    n_1: "int" = tile_start(12, [3], [c_1])                and where its tile begins
+    attention_block(q, k_1, v_1, ..., n_1, ...)            goes: all of one rank
+    add(g_1, g_2)                                          does not go, where g_1 is of the rank 1 place before and g_2 of that 2 before
+
+Gradients of a block's keys and values are of the rank whose block it is; as many shifts as there are ranks bring them home. Whether an
+attention looks at each block once is not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final, cast
+
+import torch
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check.moved import Place
+from meshc.check.spread import Spread, shown
+from meshc.check.types import Wrong
+from meshc.ops import attention_block as _block  # noqa: F401 - registers them
+from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
+from meshc.ops import explicit_attention as _explicit  # noqa: F401
+from meshc.private import OpOverload
+
+meshc = torch.ops.meshc
+FORWARD: Final = (meshc.attention_block.default, meshc.attention_zigzag.default, meshc.explicit_attention.default)
+BACKWARD: Final = (
+    meshc.attention_block_backward.default, meshc.attention_zigzag_backward.default, meshc.explicit_attention_backward.default,
+    meshc.explicit_attention_bias_backward.default,
+)  # fmt: skip
+OF_QUERIES: Final = ("start", "queries_of")
+OF_KEYS: Final = ("first", "real", "keys_of")
+"""Arguments that say where queries, or a block of keys, lie."""
+OF_BIAS: Final = 3
+"""Which result of a backward is the bias's gradient: columns of the block's keys."""
+
+Back = Mapping[tuple[str, ...], int]
+
+
+def backs(
+    node: Node, given: Mapping[Node, Spread], places: Mapping[object, Place | None], sizes: Mapping[str, int], count: int
+) -> list[Back]:
+    """Whose tiles each of an operator's `count` results is: axes -> how many places before. Raises Wrong for operands of several ranks."""
+    if node.target is torch.ops.aten.cat.default:
+        return [beside([*given.values()])]
+    if node.target not in (*FORWARD, *BACKWARD):
+        return [_together(given)] * count
+    keys = _of_block(node, given, places, sizes)
+    columns = [place for place in range(1, count) if node.target in BACKWARD and not (place == OF_BIAS and _is_same_for_keys(node))]
+    return [keys if place in columns else {} for place in range(count)]
+
+
+def beside(given: Sequence[Spread]) -> Back:
+    """Of what is put beside each other: tiles of several ranks may be."""
+    return {axes: back for axes, back in given[0].back.items() if all(one.back.get(axes) == back for one in given)}
+
+
+def _is_same_for_keys(node: Node) -> bool:
+    bias = _named(node).get("bias")
+    return isinstance(bias, Node) and ir.record(bias).shape[3] == 1
+
+
+def _named(node: Node) -> dict[str, Any]:
+    """A call's arguments by the names of its schema."""
+    names = [argument.name for argument in cast(OpOverload, node.target)._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _together(given: Mapping[Node, Spread]) -> Back:
+    found: dict[tuple[str, ...], tuple[int, Node]] = {}
+    for axes in {axes for spread in given.values() for axes in spread.back}:
+        for one, spread in given.items():
+            back = _back(spread, axes)
+            known, who = found.setdefault(axes, (back, one)) if back is not None else (None, one)
+            if known != back:
+                raise Wrong(f"{who} is {whose(known or 0, axes)}, {one} {whose(back or 0, axes)}: it takes those of one rank")
+    return {axes: back for axes, (back, _) in found.items()}
+
+
+def whose(back: int, axes: Sequence[str]) -> str:
+    return f"of the rank {back} before this one along {'/'.join(axes)}" if back else "of this rank"
+
+
+def _back(spread: Spread, axes: tuple[str, ...]) -> int | None:
+    """None where it is not known, as of what is not split over these axes."""
+    if axes in spread.back:
+        return spread.back[axes]
+    return 0 if spread.split() is not None and set(axes) & (spread.split() or frozenset()) else None
+
+
+def _of_block(node: Node, given: Mapping[Node, Spread], places: Mapping[object, Place | None], sizes: Mapping[str, int]) -> Back:
+    """Whose block of keys it is, of which all its operands and numbers must be."""
+    named = _named(node)
+    for name in OF_QUERIES:
+        _check_number(name, places.get(named.get(name)), 0, given[named["q"]])
+    told = [(name, place) for name in OF_KEYS if (place := places.get(named.get(name))) is not None]
+    if not told:
+        return {}
+    axes, back = told[0][1].axes, told[0][1].back
+    for name, place in (*told, *_last_offset(named, places, axes)):
+        _check_number(name, place, back, given[named["k"]])
+    for name in ("k", "v", "bias"):
+        if isinstance(one := named.get(name), Node):
+            found = given[one].back.get(axes) if name == "bias" else _back(given[one], axes)
+            if found not in (None, back):
+                raise Wrong(f"{one} is {whose(found or 0, axes)}, and {told[0][0]} is {whose(back, axes)}: it takes those of one rank")
+    ranks = prod(sizes[axis] for axis in axes)
+    if named.get("ranks", ranks) != ranks:
+        raise Wrong(f"{'/'.join(axes)} has {ranks} ranks, not {named['ranks']}")
+    return {axes: back}
+
+
+def _last_offset(named: Mapping[str, Any], places: Mapping[object, Place | None], axes: Sequence[str]) -> Iterator[tuple[str, Place]]:
+    """Of what is drawn for a block: the last of the tile's offsets that these axes give is that of its keys."""
+    found = [places.get(one) for one in named.get("offsets") or ()]
+    own = [place for place in found if place is not None and place.axes == axes]
+    if any(place.back for place in own[:-1]):
+        raise Wrong("its offsets are of another rank's tile, but for the keys'")
+    yield from (("offsets", place) for place in own[-1:])
+
+
+def _check_number(name: str, place: Place | None, back: int, lies: Spread) -> None:
+    """Raises Wrong for a number of another rank's tile, or of a tile of something else than dim 2 of q, or k."""
+    if place is None:
+        return
+    if place.back != back:
+        raise Wrong(f"its {name} is {whose(place.back, place.axes)}, and not {whose(back, place.axes)}")
+    parts = lies.dims[2]
+    if parts is None or place.size is None or name == "offsets" or not parts or parts[0].axes != place.axes:
+        return
+    unit = prod(part.size for part in parts[1:])
+    if (place.size, place.unit, place.starts) != (parts[0].size, unit, name != "real"):
+        raise Wrong(f"its {name} is a number of tiles of {place.size} positions of {place.unit}, and along dim 2 lies [{shown(parts)}]")

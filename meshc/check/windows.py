@@ -1,0 +1,165 @@
+"""Windows: what a halo brings to a rank's tile against what the operator that reads it does, and the way back.
+
+    h: "f32[4, 8, 10, 16]" = halo(x, ["cp"], 2, 16, [16, 1, -1, 10], 0.0)
+    y: "f32[batch 4, out 8, height 16/cp, width 16]" = aten.convolution(h, w, None, [1, 1], [0, 1], ...)       kernel 3
+
+    stride 1 and length 10      what 8 positions of y read                  (the rule's window)
+    first element -1            of 16 made of 16 by a kernel of 3, both ends are padded alike: by 1
+    fill 0.0                    what the operator pads with                 (`neutral` of the rule)
+
+Where strides leave several paddings that give one size, each is let through. What no operator that goes by windows reads or makes
+directly is not looked at: rows that a slice or a step of a recurrence takes from another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from torch.fx import Node
+
+from meshc import ir
+from meshc.check.types import MOST_EXTENT, Wrong
+from meshc.ir.spmd import MICROBATCH
+from meshc.ir.window import Window, tile_length
+from meshc.private import OpOverload
+
+if TYPE_CHECKING:
+    from meshc.check.ruled import Rule
+    from meshc.check.spread import Parts, Spread
+
+
+KNOWN: Final = ("aten", "meshc")
+"""Operators of other libraries may go otherwise by what they are given."""
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The arguments of a halo, or of a sum of them."""
+
+    axes: tuple[str, ...]
+    counts: tuple[int, ...]
+    size: int
+    window: tuple[int, int, int, int]
+    fill: float = 0.0
+
+    @staticmethod
+    def of(node: Node, sizes: Mapping[str, int]) -> Halo:
+        axes, _, size, window, *fill = cast(tuple[Any, ...], node.args[1:])
+        return Halo(tuple(axes), tuple(sizes[axis] for axis in axes), size, tuple(window), *fill)
+
+
+@dataclass(frozen=True)
+class Goes:
+    """How an operator goes along a dim: each of `tile` positions with a window of it.
+
+    ends    by how much more is padded behind the whole dim than before it: at least, and at most; None: nothing is padded
+    most    how much is padded before it at most
+    """
+
+    operator: str
+    window: Window
+    tile: int
+    ends: tuple[int, int] | None
+    most: int
+    fill: float
+
+
+def check_windows(
+    node: Node, names: Sequence[str], rule: Rule, given: Sequence[Spread], declared: Sequence[Spread]
+) -> list[dict[int, Halo | Goes]]:
+    """Raises Wrong for an operand that is not what an operator by windows reads. How it goes along the dims of each result otherwise."""
+    made: list[dict[int, Halo | Goes]] = [{} for _ in rule.results]
+    extents = _extents(node, rule)
+    for place, (letter, (other, window)) in enumerate(rule.windows.items()):
+        if letter not in extents or cast(OpOverload, node.target).namespace not in KNOWN:
+            continue
+        goes = Goes(ir.op_name(node), window, extents[letter], *_padded(node, place, window), rule.neutral)
+        over = _lies(letter, rule, given, declared)
+        for name, row, spread in zip(names, rule.operands, given, strict=True):
+            for dim in (dim for dim, one in enumerate(row) if one == other):
+                if isinstance(halo := spread.windows.get(dim), Halo):
+                    _check_read(halo, goes, over, name, dim)
+                elif rule.kind == "compute" and any(part.axes for part in spread.dims[dim] or ()):
+                    if window.offset or extents[letter] * window.stride != extents[other]:
+                        raise Wrong(f"{goes.operator} reads beyond a rank's tile of dim {dim} of {name}, and no halo brings it")
+        for index, row in enumerate(rule.results):
+            made[index] |= {dim: goes for dim, one in enumerate(row) if one == other}
+    return made
+
+
+def _extents(node: Node, rule: Rule) -> dict[str, int]:
+    """How many positions of each letter a rank has."""
+    shapes = [ir.record(one).shape for one in ir.operands(node) if not ir.is_integer(one)]
+    rows = [*zip(rule.operands, shapes, strict=True), *zip(rule.results, (one.shape for one in ir.records(node)), strict=False)]
+    return {letter: extent for row, shape in rows for letter, extent in zip(row, shape, strict=False)}
+
+
+def _lies(letter: str, rule: Rule, given: Sequence[Spread], declared: Sequence[Spread]) -> Parts | None:
+    """How a letter lies, by an operand or a result of which that is known."""
+    rows = [*zip(rule.operands, given, strict=True), *zip(rule.results, declared, strict=False)]
+    dims = [(one, parts) for row, spread in rows for one, parts in zip(row, spread.dims, strict=False)]
+    return next((parts for one, parts in dims if one == letter and parts), None)
+
+
+def check_halo(halo: Halo, whole: Parts | None, over: Parts | None) -> None:
+    """Raises Wrong for a halo of what does not lie so. `whole`: the dim that it reaches over; `over`: that whose tiles its windows are."""
+    _check_size(halo, whole, halo.size, "it is of a dim of")
+    _check_size(halo, over, halo.window[0], "its windows are those of")
+    if over is not None and any(part.axes for part in over):
+        size, stride, _, length = halo.window
+        if stride != 1 or length != tile_length(size, halo.counts):
+            raise Wrong(f"it is declared a tile of {size} positions, and has windows of {length} elements and stride {stride}")
+
+
+def check_sum(halo: Halo, goes: Goes) -> None:
+    """Raises Wrong for a sum over other windows than those that its operand was made by."""
+    _check_place(halo, goes, "its operand was made")
+
+
+def _check_read(halo: Halo, goes: Goes, over: Parts | None, name: str, dim: int) -> None:
+    _check_size(halo, over, halo.window[0], f"the windows of {name} are those of")
+    _check_place(halo, goes, f"dim {dim} of {name} is read")
+    if halo.fill != goes.fill:
+        raise Wrong(f"beyond the ends of dim {dim} {name} holds {halo.fill}, and {goes.operator} reads {goes.fill} there")
+
+
+def _check_place(halo: Halo, goes: Goes, what: str) -> None:
+    over, stride, offset, length = halo.window
+    tile, window = tile_length(over, halo.counts), goes.window
+    read = window.length(goes.tile)
+    by = f"{what} by {goes.operator}, of which {goes.tile} positions go with windows of stride {window.stride} over {read}"
+    if (stride, tile, length) != (window.stride, goes.tile, read):
+        raise Wrong(f"{by} elements; the halo has {tile} positions, stride {stride} and {length} elements")
+    if window.offset:
+        raise Wrong(f"{by} elements, of which it pads some itself; the halo has brought what lies beyond the ends")
+    before, after = -offset, (over - 1) * stride + offset + window.span - halo.size
+    low, high = goes.ends or (0, 0)
+    if not 0 <= before <= goes.most or goes.ends is not None and not low <= after - before <= high:
+        ends = "nothing" if goes.ends is None else "both ends alike"
+        raise Wrong(f"{what} by {goes.operator}, which pads {ends}; windows that begin at {offset} reach {before} before its first element "
+                    f"and {after} behind its last")  # fmt: skip
+
+
+def _check_size(halo: Halo, parts: Parts | None, size: int, what: str) -> None:
+    """Of a dim that is known, and said to be split."""
+    axes = tuple(axis for part in parts or () for axis in part.axes if axis != MICROBATCH)
+    if axes and (axes != halo.axes or prod(part.size for part in parts or ()) != size):
+        told = f"{what} {size} positions over {'/'.join(halo.axes)}"
+        raise Wrong(f"{told}, and these are {prod(part.size for part in parts or ())} over {'/'.join(axes)}")
+
+
+def _padded(node: Node, place: int, window: Window) -> tuple[tuple[int, int] | None, int]:
+    """`ends` and `most` of what goes so. Strides leave a rest behind the last window, and an operator that rounds up reaches beyond the
+    padding by it; torch pads what is pooled by half a window at most."""
+    arguments = cast(OpOverload, node.target)._schema.arguments
+    named: dict[str, Any] = {one.name: one.default_value for one in arguments}
+    named |= dict(zip((one.name for one in arguments), node.args, strict=False)) | node.kwargs
+    if "padding" not in named:
+        return None, 0
+    dilation = named.get("dilation", 1)
+    apart = dilation if isinstance(dilation, int) else dilation[min(place, len(dilation) - 1)]
+    rest = (max(window.stride, apart) if named.get("transposed") else window.stride) - 1
+    return (-rest, rest if named.get("ceil_mode") else 0), window.span // 2 if "ceil_mode" in named else MOST_EXTENT
