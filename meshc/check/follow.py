@@ -137,8 +137,8 @@ class _Walk:
             return [replace(given, dims=dims, runs=given.splits(), filled=given.filled and node.args[2:3] in ((), (0,)))]
         if target is aten.cat.default and ir.record(node).sharding is None:
             return [self._joined(node)]
-        if self.asked is None:
-            return [Spread((None,) * len(spread.dims)) for spread in declared]
+        if self.asked is None:  # nobody says what it makes of padding: its line is believed
+            return [Spread((None,) * len(spread.dims), padding=spread.padding) for spread in declared]
         found = self._ruled(node, declared)
         operands = {one: self._of(one) for one in ir.operands(node) if not ir.is_integer(one)}
         backs = rings.backs(node, operands, self.places, self.sizes, len(found))
