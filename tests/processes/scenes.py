@@ -126,6 +126,15 @@ args, kwargs = (torch.randn(8, 8),), {"target": torch.randn(8, 4)}
 """
 
 
+KL: Final = """
+from torch.nn.functional import mse_loss as mse
+
+optimizer, x, y = torch.optim.AdamW(model.parameters()), torch.randn(8, 8), torch.randn(8, 4)
+
+def kl(out):
+    return out.square().mean()
+"""
+
 LOADER: Final = """
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -211,6 +220,7 @@ assert RULES[convolution](node, tensors).windows == {"y0": ("x0", Window(stride=
 mesh = meshc.Mesh("dp=2,tp=2")
 program = meshc.compile(step, mesh, args=args, kwargs=kwargs)
 """, after="assert takes.total > 0 and memory.by_rank(program.compiled)"),
+    Scene("fixed.md", (0,), ranks=2, before=STEP + GROUP + KL, after="assert len(program.compilations.kept) == 3"),
     Scene("data.md", (0,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
     Scene("data.md", (1,), ranks=2, before=STEP + GROUP + LOADER, after="assert loss > 0"),
     Scene("data.md", (2,), ranks=2, before="""
