@@ -346,6 +346,7 @@ def nothing_is_wrong(mesh: Any) -> None:
     """Each of these is every rank's own affair, or is made on all: no word."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the state dict of this")  # that it is of parts
         _legitimate(Job(mesh))
         if "pp" not in mesh.mesh_dim_names:
             loop = Job(mesh, by_step=False)
