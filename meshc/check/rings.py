@@ -23,6 +23,7 @@ from meshc import ir
 from meshc.check.moved import Place
 from meshc.check.spread import Spread, shown
 from meshc.check.types import Wrong
+from meshc.ir.window import tile_length
 from meshc.ops import attention_block as _block  # noqa: F401 - registers them
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
 from meshc.ops import explicit_attention as _explicit  # noqa: F401
@@ -73,6 +74,9 @@ def _named(node: Node) -> dict[str, Any]:
 
 
 def _together(given: Mapping[Node, Spread]) -> Back:
+    if len(given) == 1:  # of what changes alone it is known whose it is also where its dims are not
+        (spread,) = given.values()
+        return {**{(axis,): 0 for axis in spread.split() or ()}, **spread.back}
     found: dict[tuple[str, ...], tuple[int, Node]] = {}
     for axes in {axes for spread in given.values() for axes in spread.back}:
         for one, spread in given.items():
@@ -98,13 +102,15 @@ def _of_block(node: Node, given: Mapping[Node, Spread], places: Mapping[object, 
     """Whose block of keys it is, of which all its operands and numbers must be."""
     named = _named(node)
     for name in OF_QUERIES:
-        _check_number(name, places.get(named.get(name)), 0, given[named["q"]])
+        _check_number(name, places.get(named.get(name)), 0, named["q"], given)
     told = [(name, place) for name in OF_KEYS if (place := places.get(named.get(name))) is not None]
     if not told:
         return {}
     axes, back = told[0][1].axes, told[0][1].back
     for name, place in (*told, *_last_offset(named, places, axes)):
-        _check_number(name, place, back, given[named["k"]])
+        _check_number(name, place, back, named["k"], given)
+    if len({(place.size, place.counts, place.unit) for _, place in told}) > 1:
+        raise Wrong(f"its {' and '.join(name for name, _ in told)} are numbers of tiles of different sizes")
     for name in ("k", "v", "bias"):
         if isinstance(one := named.get(name), Node):
             found = given[one].back.get(axes) if name == "bias" else _back(given[one], axes)
@@ -125,14 +131,18 @@ def _last_offset(named: Mapping[str, Any], places: Mapping[object, Place | None]
     yield from (("offsets", place) for place in own[-1:])
 
 
-def _check_number(name: str, place: Place | None, back: int, lies: Spread) -> None:
-    """Raises Wrong for a number of another rank's tile, or of a tile of something else than dim 2 of q, or k."""
+def _check_number(name: str, place: Place | None, back: int, x: Node, given: Mapping[Node, Spread]) -> None:
+    """Raises Wrong for a number of another rank's tile, or of a tile of something else than dim 2 of x: of q, or k."""
     if place is None:
         return
     if place.back != back:
         raise Wrong(f"its {name} is {whose(place.back, place.axes)}, and not {whose(back, place.axes)}")
-    parts = lies.dims[2]
-    if parts is None or place.size is None or name == "offsets" or not parts or parts[0].axes != place.axes:
+    if place.size is None or name == "offsets":
+        return
+    parts, extent = given[x].dims[2], ir.record(x).shape[2]
+    if tile_length(place.size, place.counts) * place.unit != extent:
+        raise Wrong(f"its {name} is a number of tiles of {place.size} positions of {place.unit}, and {x} has {extent} on a rank")
+    if not parts or parts[0].axes != place.axes:
         return
     unit = prod(part.size for part in parts[1:])
     if (place.size, place.unit, place.starts) != (parts[0].size, unit, name != "real"):

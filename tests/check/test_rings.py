@@ -59,9 +59,9 @@ PLANTED: Final[dict[str, tuple[str, Callable[..., None], str]]] = {
         r" = ring_place\(", put(r", 3\)", lambda _: ", 2)"), "a ring of 2 ranks by a place on cp, which has 3",
     ),
     "a tile of another size": (
-        r" = tile_start\(.*ring_place", put(r"\((\d+), ", lambda m: f"({int(m[1]) + 3}, "), "is a number of tiles of",
+        r" = tile_start\(.*ring_place", put(r"\((\d+), ", lambda m: f"({int(m[1]) + 3}, "), "numbers? of tiles of",
     ),
-    "another count": (r" = tile_count\(.*ring_place", put(r"\((\d+), ", lambda m: f"({int(m[1]) - 1}, "), "is a number of tiles of"),
+    "another count": (r" = tile_count\(.*ring_place", put(r"\((\d+), ", lambda m: f"({int(m[1]) - 1}, "), "numbers? of tiles of"),
 }  # fmt: skip
 
 
