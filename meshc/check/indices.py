@@ -20,9 +20,11 @@ from meshc import ir
 from meshc.check.ruled import Rules
 from meshc.ir import Record, spmd
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
+from meshc.ops import take as _take  # noqa: F401 - registers one_hot
 from meshc.program.program import PlainProgram
 
 CHECK: Final = torch.ops.meshc.check_index.default
+ONE_HOT: Final = torch.ops.meshc.one_hot.default
 Check = tuple[str, Node]
 """A stage, and a line of it that looks at an index."""
 
@@ -73,4 +75,9 @@ def _of_whole_values(node: Node, tensors: list[Node]) -> tuple[Node | None, list
     if len(stands) < len(set(tensors)):
         return None, []
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: stands.get(one, 0))
+    if node.target is ONE_HOT:  # which is told how many columns a tile has
+        made = ir.record(node).sharding
+        if made is None:
+            return None, []
+        args = (args[0], made.shape[-1])
     return graph.create_node("call_function", node.target, args, kwargs), [stands[one] for one in tensors]

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import nn
 from torch.export import Dim
 
 import meshc
@@ -167,3 +169,20 @@ def test_what_cannot_be_saved_says_so_when_it_is_compiled(tmp_path: Path) -> Non
     with pytest.raises(ArtifactError, match=r"the operator aten.as_strided is not on the allow-list: saved programs do not hold it"):
         program.save(tmp_path / "p")
     assert not (tmp_path / "p").exists()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.one_hot(x, 8) * self.scale
+
+
+def test_a_tile_of_columns_is_told_how_many_it_has_and_an_index_how_many_there_are() -> None:
+    """`one_hot` on a rank makes 3 of 8 columns, of an index that is looked at for all 8."""
+    program = meshc.compile(Scaled(), meshc.Mesh("tp=3"), kwargs={"x": torch.randint(8, (3, 4))}, plan="tp: scale.0")
+    text = str(program)
+    assert "meshc.one_hot(check_index_default, 3, tile_start" in text and "meshc.check_index(x, 0, 8" in text, text
+    check_program(program.compiled, "a program", rules)
