@@ -15,6 +15,7 @@ from torch import nn
 from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
 from meshc.frontend import calling
+from meshc.frontend.double import double_by_default
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
@@ -100,7 +101,7 @@ class Captured:
                 program = replace(program, stages=stages)
             check_program(program, "the program", rules)
             report = verification.Report(verification.TOLERANCE[torch.float64])
-            with torch.set_grad_enabled(self.request.grad):
+            with torch.set_grad_enabled(self.request.grad), double_by_default(True):
                 self._compare(program, report)
         except CompilerFault as fault:
             return Outcome("broken", _said(traceback.format_exc()), _cause(fault))
