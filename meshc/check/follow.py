@@ -119,20 +119,20 @@ class _Walk:
             return [self.spreads[node.args[0]][node.args[1]]]  # type: ignore[index]
         if target in spmd.FUNCTIONS.values():
             told = declared[0] if ir.record(node).sharding is not None else None
-            return [moved(node, self._of(node.args[0]), told, self.places, self.sizes)]  # type: ignore[arg-type]
+            return [moved(node, self._of(cast(Node, node.args[0])), told, self.places, self.sizes)]
         if target in VIEWS:
-            given = replace(self._of(node.args[0]), windows={})  # type: ignore[arg-type]
+            given = replace(self._of(cast(Node, node.args[0])), windows={})
             if ir.record(node).sharding is None:
                 return [viewed(given, ir.record(node).shape, self.sizes)]
             check_view(given, declared[0])
             return [replace(given, dims=(None,) * len(declared[0].dims), runs=given.splits())]
         if target in SAME:
-            return [self._of(node.args[0])]  # type: ignore[arg-type]
+            return [self._of(cast(Node, node.args[0]))]
         if target is aten.slice.Tensor:
             return [self._cut(node)]
         if target is aten.constant_pad_nd.default and ir.record(node).sharding is None:
-            given = replace(self._of(node.args[0]), windows={})  # type: ignore[arg-type]
-            shapes = zip(ir.records(node.args[0])[0].shape, ir.record(node).shape, strict=True)  # type: ignore[arg-type]
+            given = replace(self._of(cast(Node, node.args[0])), windows={})
+            shapes = zip(ir.records(cast(Node, node.args[0]))[0].shape, ir.record(node).shape, strict=True)
             dims = tuple(parts if one == other else None for (one, other), parts in zip(shapes, given.dims, strict=True))
             return [replace(given, dims=dims, runs=given.splits(), filled=given.filled and node.args[2:3] in ((), (0,)))]
         if target is aten.cat.default and ir.record(node).sharding is None:

@@ -4,7 +4,7 @@
     y: "f32[4, h 8]" = aten.embedding(w, i)         w is [vocab 256, h 8]: refused, 0 to 255 are its rows
 
 Looked at is what is checked itself, and what is only moved or cut out of it, in any stage. Where a line's types do not say of how many rows
-it reads a tile, nothing is said.
+it reads a tile, nothing is said; nor where an index is computed with, as it is where the rows themselves are split.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class Number:
     whole: bool
     guards: tuple[Guard, ...] = ()
 
-    def fits(self, value: object) -> bool:
+    def fits(self, value: object) -> TypeGuard[float]:
         """Whether a value may be given for it."""
         return is_number(value) and type(value) is (int if self.whole else float)
 
@@ -291,7 +291,7 @@ def _shape(value: Any) -> Hashable:
 
 def _as_input(number: Number, value: object) -> Hashable:
     """What makes another program of a number that is an input."""
-    return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))  # type: ignore[arg-type]
+    return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))
 
 
 def _base(place: Place) -> Place:
