@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from meshc.errors import CompileError
 
 if TYPE_CHECKING:
+    import torch._decomp.decompositions as decompositions
     import torch._dynamo as dynamo
     import torch._dynamo.functional_export as functional_export
     import torch._dynamo.graph_region_tracker as graph_region_tracker
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export as graph_capture
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.source import AttrSource, LocalSource
+    from torch._dynamo.source import AttrSource, LocalSource, UnspecializedNNModuleSource
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 SUPPORTED: Final[Mapping[str, str]] = {"torch": "2.11 to 2.14", "transformers": "5.0 on"}
 
 NAMES: Final[Mapping[str, str]] = {
+    "decompositions": "torch._decomp.decompositions",
     "dynamo": "torch._dynamo",
     "functional_export": "torch._dynamo.functional_export",
     "graph_region_tracker": "torch._dynamo.graph_region_tracker",
@@ -82,6 +84,7 @@ NAMES: Final[Mapping[str, str]] = {
     "SideEffects": "torch._dynamo.side_effects:SideEffects",
     "AttrSource": "torch._dynamo.source:AttrSource",
     "LocalSource": "torch._dynamo.source:LocalSource",
+    "UnspecializedNNModuleSource": "torch._dynamo.source:UnspecializedNNModuleSource",
     "AttributeMutationExisting": "torch._dynamo.variables.base:AttributeMutationExisting",
     "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
     "VariableBuilder": "torch._dynamo.variables.builder:VariableBuilder",
@@ -131,6 +134,7 @@ REACHED: Final = (
 """What is used where it is, by attribute."""
 
 REPLACED: Final = (
+    "torch._decomp.decompositions:one_layer_lstm",
     "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
     "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
     "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table",

@@ -87,18 +87,27 @@ class Opened:
         if not self._numbers:
             yield
             return
-        from meshc.private import AttrSource, LazyCache, LocalSource, SymNodeVariable, VariableBuilder, variables
+        from meshc.private import (
+            AttrSource,
+            LazyCache,
+            LocalSource,
+            SymNodeVariable,
+            UnspecializedNNModuleSource,
+            VariableBuilder,
+            variables,
+        )
 
         lazy = variables.LazyConstantVariable.create
         wrap, evaluate = VariableBuilder._wrap, SymNodeVariable.evaluate_expr
         order = {place: at for at, place in enumerate(self._numbers)}
+        held_by = UnspecializedNNModuleSource(AttrSource(LocalSource("self"), "_export_root"))  # so its tensors are attributes of the graph
 
         def wrapped(self_: Any, value: object) -> Any:
             place = place_of(self_.source) if type(value) in (int, float) else None
             if place not in order:
                 return wrap(self_, value)
             name = f"{BUFFER}{order[place]}"
-            tensor = VariableBuilder(self_.tx, AttrSource(AttrSource(LocalSource("self"), "_export_root"), name))(getattr(root, name))
+            tensor = VariableBuilder(self_.tx, AttrSource(held_by, name))(getattr(root, name))
             found: Any = tensor.call_method(self_.tx, "item", [], {})
             self._symbols[found.sym_num.node.expr] = self._numbers[place]
             return found

@@ -166,6 +166,10 @@ def _place(node: ast.expr) -> Place:
             return _rooted(_place(value).then((ITEM, key)))
         case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
             return _rooted(_place(value).then((NTH, number)))
+        case ast.Call(func=ast.Attribute(ast.Name("object"), "__getattribute__"), args=[value, ast.Constant(str(name))]):  # torch 2.11
+            return _rooted(_place(value).then((ATTRIBUTE, name)))
+        case ast.Subscript(ast.Call(ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [value])]), ast.Constant(int())):
+            return _place(value).then((KEYS, None))
         case ast.Call(func=ast.Name(id="dict"), args=[value]):
             return _place(value)
         case ast.Call(func=ast.Name(id="type"), args=[value]):

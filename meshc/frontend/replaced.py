@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
 
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.side_effects import Seen, observed
@@ -17,5 +21,21 @@ from meshc.frontend.traced_ctc import traced_ctc
 def replaced(opened: bool) -> Iterator[Seen]:
     """Inside, what no graph could follow is something else, and what Python does beside is seen. `opened`: sizes stay open, by guards."""
     with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
-        with observed() as seen:
+        with lstm_states(), observed() as seen:
             yield seen
+
+
+@contextlib.contextmanager
+def lstm_states() -> Iterator[None]:
+    """Inside, the last states of an `nn.LSTM` are traced with the shapes that they have. Of torch 2.11 those of a layer have one dim of
+    length 1 too many there, if there is more than one sequence."""
+    from meshc.private import decompositions
+
+    layer = decompositions.one_layer_lstm
+
+    def of_two_dims(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        out, states = layer(*args, **kwargs)
+        return out, tuple(state.flatten(0, -2) for state in states)
+
+    with mock.patch.object(decompositions, "one_layer_lstm", of_two_dims):
+        yield

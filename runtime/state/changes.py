@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
@@ -63,7 +64,7 @@ class Changes:
     """Of one store. `ranks_of` says who holds what; `steps` counts those of optimizers that step its parameters themselves."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store: Store = weakref.proxy(store)  # no circle: what the store holds is free as soon as its model is
         self._number = next(_STORES)
         self.steps = 0
         self._held: list[Held] = []

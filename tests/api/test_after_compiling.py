@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_nothing_holds_what_parameters_and_their_state_were(plan: str, mesh: Dev
     assert holders == []
     asked = program.lowered.placed.traced.request.optimizer
     assert asked is not None and [slot.value for group in asked.groups for slots in group.slots for slot in slots] == [None] * 12
+
+
+@pytest.mark.parametrize("of", ["a step", "a module"])
+def test_a_model_that_is_gone_leaves_nothing(of: str, mesh: DeviceMesh) -> None:
+    """One look for garbage is enough: what stands on it has no circle of its own, of which another look would be needed."""
+    model, optimizer = parts()
+    if of == "a step":
+        program = meshc.compile(meshc.TrainStep(model, optimizer=optimizer, loss=F.mse_loss), mesh)
+        program(X, target=Y)
+    else:
+        program = meshc.compile(model, mesh, args=(X,))
+        program(X).sum().backward()
+    left = [weakref.ref(one) for one in (program, model, *model.parameters())]
+    del program, model, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
 
 
 def test_an_optimizer_from_before_another_steps_compilation(mesh: DeviceMesh) -> None:
