@@ -132,7 +132,8 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
             f"{have['t']} tokens were passed behind a cache that holds some already, and states of recurrent layers take one at a time\n"
             "  what to do: begin with an empty cache and the whole text; do not pass prefill_chunk_size"
         )
-    filled = _filled(asked, named, table, have, past, states or follows_length(asked.called))
+    each_counts = states or ((have["t"] > 1 or "s" in have) and follows_length(asked.called))  # a token alone is filled up with none
+    filled = _filled(asked, named, table, have, past, each_counts)
     buffers: list[Any] | dict[str, Any] = {} if states else []
     if past:
         if asked.mesh.device_mesh is None:
