@@ -1,13 +1,16 @@
-"""Views of a compiled model's tensors, and edits in place that torch cannot make on parts: both mean what they mean on one device.
+"""Views of a compiled model's tensors, edits in place that torch cannot make on parts, and arithmetic of them with plain tensors: all mean
+what they mean on one device.
 
     with torch.no_grad():
         model.embed.weight[3].zero_()             one rank has the row: torch gathers the whole for the view, and would zero that copy
         model.head.weight[mask] = 0               torch refuses a plain mask, and has no rule for parts
+        average.lerp_(model.head.weight, 0.1)     torch refuses an average that is a plain tensor
 
 A view along a dim that is not split has its tensor's memory, and is left alone. One that torch has gathered is a `GatheredView`: it is read
 as the DTensor that it is, and what is written to it is written to the whole tensor on every rank, of which each rank keeps its part. So are
-edits for which torch has no rule. That makes one whole tensor on each rank for as long as it takes, and all ranks do it. Plain tensors in
-an edit are whole, and the same on all ranks.
+edits for which torch has no rule, and edits of plain tensors, as averages of weights that were made before the model was compiled. That
+makes one whole tensor on each rank for as long as it takes, and all ranks do it. Plain tensors beside a model's are whole, and the same on
+all ranks.
 
 torch asks a table by operator, `_custom_op_handlers`, before it looks for a rule of its own. Tensors that do not lie on a compiled model's
 mesh go on to that rule.
@@ -15,6 +18,8 @@ mesh go on to that rule.
 
 from __future__ import annotations
 
+import operator
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,8 +51,20 @@ _VIEWS: Final = (
 _BY_ELEMENT: Final = (
     _ATEN.copy_.default, _ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor, _ATEN.index.Tensor, _ATEN.index_select.default,
 )  # fmt: skip
-"""What torch makes of parts, and refuses where a value or an index is a plain tensor. Arithmetic, which optimizers do with DTensors alone,
-is left to torch, which is faster by itself."""
+"""What torch makes of parts, and refuses where a value or an index is a plain tensor."""
+
+_ARITHMETIC: Final = tuple(
+    operator.attrgetter(name)(_ATEN)
+    for name in (
+        "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor",
+        "lerp.Scalar", "lerp.Tensor", "lerp_.Scalar", "lerp_.Tensor", "addcmul.default", "addcmul_.default", "addcdiv_.default",
+        "where.self", "eq.Tensor", "ne.Tensor", "lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor", "maximum.default", "minimum.default",
+        "bitwise_and.Tensor", "bitwise_or.Tensor", "_foreach_add.List", "_foreach_sub.List", "_foreach_mul.List", "_foreach_div.List",
+        "_foreach_add_.List", "_foreach_sub_.List", "_foreach_mul_.List", "_foreach_div_.List", "_foreach_lerp_.Scalar",
+        "_foreach_lerp_.List", "_foreach_lerp_.ScalarList",
+    )
+)  # fmt: skip
+"""Likewise; of DTensors alone torch makes it at once, which takes an optimizer's loop over parameters a few us longer for each."""
 
 _OF_WHOLES: Final = (
     _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default, _ATEN.masked_scatter_.default,
@@ -65,9 +82,10 @@ _LIVING: Final[weakref.WeakValueDictionary[int, GatheredView]] = weakref.WeakVal
 
 def follow() -> None:
     """From now on torch asks here about views and edits of DTensors."""
-    for ops, handler in ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_OF_WHOLES, _edit)):
+    for ops, handler in ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_ARITHMETIC, _by_element), (_OF_WHOLES, _edit)):
         for op in ops:
             ask(op, handler)
+    ask(_ATEN._foreach_copy_.default, _copy_each)
 
 
 def ask(op: OpOverload, handler: Handler) -> None:
@@ -225,11 +243,64 @@ def _kinds(placements: Sequence[Placement]) -> list[type[Placement]]:
 
 
 def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """By torch's rule, of plain tensors as whole ones."""
-    if not is_of_model(args[0]):
+    """By torch's rule, of plain tensors as whole ones; what is written to a plain tensor is made of whole ones."""
+    tensors = [one for given in args for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, Tensor)]
+    if all(isinstance(one, DTensor) for one in tensors) or not any(map(is_of_model, tensors)):
         return by_torch(op, args, kwargs)
+    into_plain = op._schema.is_mutable and not any(isinstance(one, DTensor) for one in _written(op, args, kwargs))
+    plain = [one for one in tensors if not isinstance(one, DTensor)]
+    if op is not _ATEN.copy_.default and torch.is_grad_enabled() and any(one.requires_grad for one in (tensors if into_plain else plain)):
+        _refuse_gradient(op, tensors)
+    if into_plain:
+        _refuse_elsewhere(op, tensors)
+        _warn_of_price(op)
+        return _edit_whole(op, args, kwargs)
+    if isinstance(args[0], list | tuple) and len(args[0]) > 1:
+        return _edit_each(op, args, kwargs)
     with _implicitly_replicated():
         return by_torch(op, args, kwargs)
+
+
+def _edit_each(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator of lists, on one tensor of each list after the other."""
+    found = [op(*([given[at]] if isinstance(given, list | tuple) else given for given in args), **kwargs) for at in range(len(args[0]))]
+    return None if op._schema.is_mutable else [one for row in found for one in row]
+
+
+def _copy_each(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`_foreach_copy_`, for which torch has no rule."""
+    if not any(map(is_of_model, [*args[0], *args[1]])):
+        by_torch(op, args, kwargs)
+        return
+    for one, other in zip(args[0], args[1], strict=True):
+        one.copy_(other)
+
+
+def _refuse_gradient(op: OpOverload, tensors: Sequence[Tensor]) -> None:
+    shapes = [f"{'a DTensor' if isinstance(one, DTensor) else 'a plain tensor'} of shape {list(one.shape)}" for one in tensors]
+    raise StateError(
+        f"{op.__name__} of {' and '.join(shapes)}, with gradients\n"
+        "  why: the DTensor is made of a compiled model's parameters, which lie on ranks, and a plain tensor has no gradient of that kind\n"
+        "  what to do: make it whole before, as in (loss + penalty.full_tensor()).backward(), on every rank; or compute it in the loss of a\n"
+        "  TrainStep"
+    )
+
+
+def _refuse_elsewhere(op: OpOverload, tensors: Sequence[Tensor]) -> None:
+    if any(isinstance(one, DTensor) and one.device_mesh.get_coordinate() is None for one in tensors):
+        raise StateError(
+            f"{op.__name__} writes to a plain tensor what is made of one that lives on another pipeline stage\n"
+            "  why: this rank has nothing of it, and the plain tensor would keep what it was\n"
+            "  what to do: make averages and copies of a model's tensors behind meshc.compile, where they live as those do"
+        )
+
+
+def _warn_of_price(op: OpOverload) -> None:
+    warnings.warn(
+        f"{op.__name__} writes to a plain tensor what is made of a compiled model's: ranks gather it, and each keeps it whole\n"
+        "  what to do: make averages and copies of a model's tensors behind meshc.compile, where they lie in parts as those do",
+        stacklevel=3,  # who calls the operator
+    )
 
 
 @contextmanager
@@ -260,7 +331,7 @@ def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             return one
         origin = _origin(one)
         if id(origin) not in wholes:
-            wholes[id(origin)] = origin.full_tensor().contiguous()
+            wholes[id(origin)] = DTensor.full_tensor(cast(DTensor, origin.detach())).contiguous()
         full = wholes[id(origin)]
         value = one.within(full) if isinstance(one, GatheredView) else full
         given[id(value)] = value, one

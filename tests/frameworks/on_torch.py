@@ -132,10 +132,18 @@ class Shadows:
             shadow.copy_(kept)
 
 
-@ROWS.row("lists of averaged tensors (diffusers' EMAModel)", line="EMAModel(model.parameters()), behind meshc.compile")
+@ROWS.row("lists of averaged tensors (diffusers' EMAModel), made before compiling too: those are whole on each rank")
 def averaged_tensors(mesh: Any) -> None:
-    models = compiled(mesh)[:2]
-    averages = [Shadows(model.parameters()) for model in models]
+    for before in (True, False):
+        model = mlp()
+        models = model, copy.deepcopy(model)
+        averages = [Shadows(one.parameters()) for one in models]
+        meshc.compile(model, mesh, args=(X,))
+        averages[0] = averages[0] if before else Shadows(model.parameters())
+        _averaged_tensors(models, averages)
+
+
+def _averaged_tensors(models: Sequence[nn.Module], averages: Sequence[Shadows]) -> None:
     trained(models, 3, lambda model: averages[model is models[1]].step(model.parameters()))
     for _ in range(2):
         for model, average in zip(models, averages, strict=True):

@@ -4,6 +4,7 @@ Each function is one check."""
 from __future__ import annotations
 
 import copy
+import operator
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshc
 from tests.processes.session import run_checks
@@ -81,7 +83,6 @@ class Pair:
 
 def whole(value: Any) -> Any:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
-
 
 
 def assigned(w: Any) -> None:
@@ -169,6 +170,40 @@ def edited_beside_a_step(mesh: Any) -> None:
                 edit(twin)
                 edit(mine)
     pair.train()
+
+
+def averages_before(mesh: Any) -> None:
+    """Averages that were plain tensors before the model was compiled, a mask, and a penalty on what weights were: as on one device."""
+    rows = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = Words().double()
+        shadows, anchors = ([one.detach().clone() for one in model.parameters()] for _ in range(2))
+        averaged, copied = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), copy.deepcopy(model)
+        called = meshc.compile(model, mesh, args=(X, Y)) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            penalty: Any = sum(((one - anchor) ** 2).sum() for one, anchor in zip(model.parameters(), anchors, strict=True))
+            (called(X, Y) + (penalty.full_tensor() if compiled else penalty)).backward()
+            optimizer.step()
+            lists: Any = [*model.parameters()], [*copied.parameters()]
+            with torch.no_grad():
+                for one, shadow in zip(model.parameters(), shadows, strict=True):
+                    one.mul_(torch.arange(one.numel()).reshape(one.shape) % 5 > 0)
+                    shadow.sub_(0.1 * (shadow - one))
+                torch._foreach_lerp_(lists[1], lists[0], weight=0.1)
+            averaged.update_parameters(model)
+        with torch.no_grad():
+            torch._foreach_copy_([one.data for one in model.parameters()], shadows)
+        assert not any(isinstance(one, DTensor) for one in (*shadows, *averaged.parameters(), *copied.parameters()))
+        rows.append([*shadows, *averaged.parameters(), *copied.parameters(), *map(whole, model.parameters())])
+    torch.testing.assert_close(*rows, rtol=1e-12, atol=1e-12)
+    loss = F.mse_loss(torch.ones(3, requires_grad=True), torch.zeros(3))
+    penalty = sum(one.square().sum() for one in Pair(mesh).models[0].parameters())
+    for add in (operator.add, operator.iadd):
+        with pytest.raises(meshc.StateError, match=r"add_?.Tensor of a plain tensor of shape \[\] and a DTensor .* with gradients"):
+            add(loss, penalty)
 
 
 def looked_at(mesh: Any) -> None:
@@ -322,7 +357,7 @@ def saved_by_rank_0(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    edited, edited_beside_a_step, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_whole, saved_by_rank_0,
+    edited, edited_beside_a_step, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_whole, saved_by_rank_0,
 )  # fmt: skip
 
 

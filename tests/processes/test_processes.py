@@ -111,9 +111,10 @@ def test_random_values_drawn_into_parameters(mesh: str, ranks: int, names: tuple
 @pytest.mark.parametrize(
     "mesh, ranks, names",
     [
-        ("tp=2", 2, ("edited", "looked_at", "numbers", "saved_by_each", "saved_whole", "saved_by_rank_0")),
-        ("dp=2", 2, ("numbers_of_wholes",)), broad("pp=2", 2, ("edited_beside_a_step",)), broad("dp=2", 2, ("edited",)),
-        broad("dp_shard=2,tp=2", 4, ("edited", "looked_at", "numbers", "edited_beside_a_step", "saved_by_each", "saved_whole")),
+        ("tp=2", 2, ("edited", "averages_before", "looked_at", "numbers", "saved_by_each", "saved_whole", "saved_by_rank_0")),
+        ("dp=2", 2, ("numbers_of_wholes",)), broad("pp=2", 2, ("edited_beside_a_step",)), broad("dp=2", 2, ("edited", "averages_before")),
+        broad("dp_shard=2,tp=2", 4, ("edited", "averages_before", "looked_at", "numbers", "edited_beside_a_step")),
+        broad("dp_shard=2,tp=2", 4, ("saved_by_each", "saved_whole")),
     ],
 )  # fmt: skip
 def test_edits_through_views_and_what_is_saved(mesh: str, ranks: int, names: tuple[str, ...]) -> None:
