@@ -281,8 +281,8 @@ def _refuse_gradient(op: OpOverload, tensors: Sequence[Tensor]) -> None:
     raise StateError(
         f"{op.__name__} of {' and '.join(shapes)}, with gradients\n"
         "  why: the DTensor is made of a compiled model's parameters, which lie on ranks, and a plain tensor has no gradient of that kind\n"
-        "  what to do: make it whole before, as in (loss + penalty.full_tensor()).backward(), on every rank; or compute it in the loss of a\n"
-        "  TrainStep"
+        "  what to do: make it whole before, as in (loss + penalty.full_tensor()).backward(), on every rank; or compute it in the loss\n"
+        "  of a TrainStep"
     )
 
 

@@ -39,3 +39,4 @@ _row("generation beside the plain model", "generates", "generate.py", "--new", "
 
 def run(mesh: str, *names: str) -> None:
     run_checks([row.check for row in ROWS], mesh, names)
+

@@ -236,9 +236,15 @@ def tested_and_predicted(mesh: Any) -> None:
 
 @ROWS.row("its StochasticWeightAveraging callback", line=IN_LIGHTNING)
 def by_callback(mesh: Any) -> None:
-    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
-    trainer = lightning_trainer(shared_folder(), max_epochs=3, callbacks=[averaging])
-    trainer.fit(Module(mesh), DataLoader(X, batch_size=6))
+    class Recording(Module):
+        def on_train_epoch_start(self) -> None:
+            weights.append([one.full_tensor().detach() for one in self.net.parameters()])
+
+    weights: list[list[torch.Tensor]] = []
+    module, averaging = Recording(mesh), StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    lightning_trainer(shared_folder(), max_epochs=3, callbacks=[averaging]).fit(module, DataLoader(X, batch_size=6))
+    for one, *each in zip(module.net.parameters(), *weights[:3], strict=True):
+        same(one, torch.stack(each).mean(0))
 
 
 @ROWS.row("strategies that wrap the model (ddp)", refused=STRATEGY)

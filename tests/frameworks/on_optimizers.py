@@ -76,7 +76,9 @@ def divides(mesh: Any, build: Build, within: float) -> None:
     assert any("computations are divided over the ranks of tp" in note for note in program.compiled.notes), program.compiled.notes
 
 
-def trained(mesh: Any, make: Callable[[], nn.Module], width: int, build: Build, within: float, options: Any = None) -> meshc.Program:
+def trained(
+    mesh: Any, make: Callable[[], nn.Module], width: int, build: Build, within: float, options: Any = None
+) -> meshc.Program:
     """The program of a model that gives so many values, compared."""
     ours = make()
     twin = copy.deepcopy(ours)

@@ -65,3 +65,5 @@ ROWS.row("model.save_pretrained", refused="program.save_pretrained(dir) on every
 
 def run(mesh: str, *names: str) -> None:
     run_checks([row.check for row in ROWS], mesh, names)
+
+
