@@ -136,6 +136,7 @@ REACHED: Final = (
 REPLACED: Final = (
     "torch._decomp.decompositions:one_layer_lstm",
     "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
+    "torch._dynamo.config:skip_guards_on_constant_func_defaults",
     "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
     "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table",
     "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table",

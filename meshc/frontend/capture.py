@@ -361,9 +361,9 @@ def _storage(node: torch.fx.Node) -> int | None:
 
 @contextlib.contextmanager
 def _dynamo_settings() -> Iterator[None]:
-    """Recurrent layers are traced; oneDNN's own variants of operators and whole layers in one (no rule knows them) are off meanwhile."""
+    """Recurrent layers are traced, defaults read where they stand; oneDNN's own operators, and whole layers in one, have no rule and are off."""
     enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
-    with torch._dynamo.config.patch(allow_rnn=True):
+    with torch._dynamo.config.patch(allow_rnn=True, skip_guards_on_constant_func_defaults=False):
         torch._C._set_mkldnn_enabled(False)
         torch.backends.mha.set_fastpath_enabled(False)
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +60,7 @@ class Weight:
     path: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):  # of torch 2.11 Dynamo calls no function that a frozen dataclass holds
     function: Function
     args: tuple[object, ...]
     kwargs: tuple[tuple[str, object], ...]

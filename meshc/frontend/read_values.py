@@ -141,7 +141,8 @@ class Reads:
         self._roots: dict[str, Any] = {MODEL: model, FUNCTION: function}
         inputs = dict.fromkeys(one.place for one in numbers)  # in their order, which ranks have alike
         self.inputs = tuple(numbers)
-        self.places = (*(place for place in places if place not in inputs), *inputs)
+        within = dict.fromkeys(base for place in inputs for base in place.bases)  # which may be another object, with another number
+        self.places = (*(place for place in dict.fromkeys((*places, *within)) if place not in inputs), *inputs)
         self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []
         self._look: _Look | None = None
         self._values: Values | None = None

@@ -134,7 +134,7 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
     returned = _returned(text)
     if returned:
         return CaptureError(returned)
-    raised = re.search(r"raised exception (\w+)\((['\"])(.*)\2\)", text)
+    raised = re.search(r"raised exception (\w+)\((?:[(\[]+ConstantVariable\(str: )?(['\"])(.*)\2\)", text)  # in brackets by torch 2.11
     lines = [line for line in text.splitlines() if line.strip()]
     if raised and raised[1] in (kind.__name__ for kind in MeshcError.__subclasses__()):  # what stands for a part of the model
         said, _, advice = raised[3].partition("; what to do: ")
