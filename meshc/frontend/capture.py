@@ -263,9 +263,7 @@ def torch_graph(
     if double:
         widen(graph)
     held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
-    traced = TorchGraph(
-        *held, notes=tuple(notes), code=seen.code, double=double, reads=reads, numbers=inputs_of_python.by_attribute
-    )
+    traced = TorchGraph(*held, notes=tuple(notes), code=seen.code, double=double, reads=reads, numbers=inputs_of_python.by_attribute)
     return _opened(traced, opened) if opened else traced
 
 
@@ -361,7 +359,8 @@ def _storage(node: torch.fx.Node) -> int | None:
 
 @contextlib.contextmanager
 def _dynamo_settings() -> Iterator[None]:
-    """Recurrent layers are traced, defaults read where they stand; oneDNN's own operators, and whole layers in one, have no rule and are off."""
+    """Recurrent layers are traced, and defaults are read where they stand; oneDNN's own variants of operators and whole layers in one (no
+    rule knows them) are off meanwhile."""
     enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     with torch._dynamo.config.patch(allow_rnn=True, skip_guards_on_constant_func_defaults=False):
         torch._C._set_mkldnn_enabled(False)
