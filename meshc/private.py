@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
-    from torch._dynamo.variables.higher_order_ops import LocalMapWrappedHigherOrderVariable
+    from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, LocalMapWrappedHigherOrderVariable
     from torch._dynamo.variables.lazy import LazyCache
     from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
@@ -89,6 +89,7 @@ NAMES: Final[Mapping[str, str]] = {
     "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
     "VariableBuilder": "torch._dynamo.variables.builder:VariableBuilder",
     "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
+    "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",
     "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
     "LazyCache": "torch._dynamo.variables.lazy:LazyCache",
     "DebuggingVariable": "torch._dynamo.variables.misc:DebuggingVariable",
@@ -134,6 +135,7 @@ REACHED: Final = (
 """What is used where it is, by attribute."""
 
 REPLACED: Final = (
+    "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable.call_function",
     "torch._decomp.decompositions:one_layer_lstm",
     "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
     "torch._dynamo.config:skip_guards_on_constant_func_defaults",

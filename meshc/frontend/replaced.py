@@ -21,7 +21,7 @@ from meshc.frontend.traced_ctc import traced_ctc
 def replaced(opened: bool) -> Iterator[Seen]:
     """Inside, what no graph could follow is something else, and what Python does beside is seen. `opened`: sizes stay open, by guards."""
     with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
-        with lstm_states(), observed() as seen:
+        with lstm_states(), each_tensor_once(), observed() as seen:
             yield seen
 
 
@@ -38,4 +38,23 @@ def lstm_states() -> Iterator[None]:
         return out, tuple(state.flatten(0, -2) for state in states)
 
     with mock.patch.object(decompositions, "one_layer_lstm", of_two_dims):
+        yield
+
+
+@contextlib.contextmanager
+def each_tensor_once() -> Iterator[None]:
+    """Inside, a function of autograd that is given one tensor twice is refused: of torch 2.11 its gradient is traced once; later releases
+    refuse it by themselves."""
+    from meshc.private import AutogradFunctionApplyVariable
+
+    call = AutogradFunctionApplyVariable.call_function
+
+    def checked(self_: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        given = [one.realize() for one in args]
+        nodes = [one.as_proxy().node for one in given if one.is_tensor() and one.requires_grad]
+        if len(set(nodes)) < len(nodes):
+            raise RuntimeError("autograd.Function.apply: duplicate tensor input")
+        return call(self_, tx, args, kwargs)
+
+    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", checked):
         yield
