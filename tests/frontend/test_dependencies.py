@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc.api import made
 from meshc.frontend import traced_code
-from meshc.frontend.dependencies import Dependencies
+from meshc.frontend.dependencies import Dependencies, Here
 from meshc.frontend.portable_values import portable
 from tests.models import llama
 
@@ -78,22 +76,28 @@ class Model(Base):
         return cast(Tensor, self.act(getattr(self, "cut")(scaled(x + self.config.eps))))  # noqa: B009  a name in quotes
 
 
-def compiled(model: nn.Module, *args: object) -> made.Made:
+def compiled(model: nn.Module, *args: object) -> Any:
     with torch.no_grad():
         return meshc.compile(model.requires_grad_(False), meshc.Mesh("dp=2"), args=args or (torch.ones(4, 8),)).compilations.last.made
 
 
+def here(made: Any, model: nn.Module | None = None) -> Here:
+    """Of a program's model, or of one in its place."""
+    request = made.request
+    return Here(model or request.module, request.function, request.args, request.kwargs)
+
+
 @pytest.fixture(scope="module")
-def of_one() -> tuple[made.Made, Dependencies]:
+def of_one() -> tuple[Any, Dependencies]:
     """Of a model that nobody changes, as another process reads it."""
     found = compiled(Model())
     read = Dependencies.read(found.dependencies().described())
-    assert read.why == "" and [*read.differences(made.here(found.request))] == []
+    assert read.why == "" and [*read.differences(here(found))] == []
     return found, read
 
 
-def differences(one: tuple[made.Made, Dependencies], other: nn.Module) -> list[str]:
-    return [*one[1].differences(made.here(replace(one[0].request, module=other.requires_grad_(False))))]
+def differences(one: tuple[Any, Dependencies], other: nn.Module) -> list[str]:
+    return [*one[1].differences(here(one[0], other.requires_grad_(False)))]
 
 
 def hooked(model: Model) -> None:
@@ -123,7 +127,7 @@ def hooked(model: Model) -> None:
     ],
 )  # fmt: skip
 def test_what_another_process_has_otherwise_is_named(
-    of_one: tuple[made.Made, Dependencies], do: Callable[[Model], Any], said: str
+    of_one: tuple[Any, Dependencies], do: Callable[[Model], Any], said: str
 ) -> None:
     other = Model()
     assert differences(of_one, other) == []
@@ -149,7 +153,7 @@ def test_what_another_process_has_otherwise_is_named(
     ],
 )  # fmt: skip
 def test_code_and_what_it_names_is_compared(
-    of_one: tuple[made.Made, Dependencies], monkeypatch: Any, place: Any, name: str, value: object, said: str
+    of_one: tuple[Any, Dependencies], monkeypatch: Any, place: Any, name: str, value: object, said: str
 ) -> None:
     """A class's own value before that of its base, a method by the name in quotes, that of a class of which forward makes one, globals,
     what somebody has put into torch's modules; and nothing that no forward of this model names."""
@@ -190,7 +194,7 @@ def test_what_each_process_answers_for_itself_is_found_in_what_has_run(monkeypat
     read = found.dependencies()
     assert read.why == "" and read.environment == {"A_USERS_SCALE": "not set"}
     monkeypatch.setenv("A_USERS_SCALE", "2")
-    assert "the variable A_USERS_SCALE: 2 here, and not set there" in [*read.differences(made.here(found.request))]
+    assert "the variable A_USERS_SCALE: 2 here, and not set there" in [*read.differences(here(found))]
 
 
 def test_code_behind_decorators_is_found() -> None:
@@ -225,5 +229,5 @@ def test_a_stock_model_is_known_whole() -> None:
     read = found.dependencies()
     assert read.why == ""
     case.model.model.layers[4].post_attention_layernorm.variance_epsilon = 0.5
-    said = [*read.differences(made.here(found.request))]
+    said = [*read.differences(here(found))]
     assert said == ["model.model.layers.4.post_attention_layernorm.variance_epsilon: 0.5 here, and 1e-06 there"]
