@@ -33,7 +33,7 @@ from meshc.text import libraries
 MOST: Final = 1 << 30
 """Bytes."""
 FORMAT: Final = "meshc compiled program"
-VERSION: Final = 1
+VERSION: Final = 2
 NOT_KEPT: Final = "not kept for a next start: "
 """How the note of a program begins that has no key, or no form on disk."""
 _TOLD: Final = "compiled.json"
