@@ -1,6 +1,6 @@
 """Programs that were compiled before, in a folder on disk: a second start of a job takes its own from there.
 
-    FOLDER/3f9c...e1/            named by all that the compilation depended on (meshc.api.job_key)
+    FOLDER/3f9c...e1/            its first half: what is known before a compilation (meshc.api.job_key); its second: what the trace has read
         program/                 the saved program (meshc.artifact), with its hashes
         compiled.json            what else a compilation leaves, as JSON; the hash of program's manifest; a hash of all this
 
@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,12 +33,14 @@ from meshc.text import libraries
 MOST: Final = 1 << 30
 """Bytes."""
 FORMAT: Final = "meshc compiled program"
-VERSION: Final = 1
+VERSION: Final = 2
 NOT_KEPT: Final = "not kept for a next start: "
 """How the note of a program begins that has no key, or no form on disk."""
 _TOLD: Final = "compiled.json"
 _PROGRAM: Final = "program"
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
+_HALF: Final = 16
+"""Digits of a name."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,24 @@ def default_folder() -> Path:
     return owned.cache_folder() / "programs"
 
 
-def read(folder: Path, name: str) -> Kept | None:
-    """The entry of this name; None if there is none, or none that may be trusted."""
+def name_of(key: str, depends: str) -> str:
+    """That of an entry: its key, and what else its program depends on."""
+    return f"{key[:_HALF]}{hashlib.blake2b((key + depends).encode(), digest_size=_HALF // 2).hexdigest()}"
+
+
+def under(folder: Path, key: str) -> list[str]:
+    """The entries under a key, those used last first; none without a key."""
+    found = [path for path in _entries(folder) if key and path.name.startswith(key[:_HALF])]
+    return [path.name for path in sorted(found, key=_used, reverse=True)] if found and not _not_used(folder) else []
+
+
+def read(folder: Path, name: str, wanted: Callable[[Mapping[str, Any]], bool]) -> Kept | None:
+    """The entry of this name, if it is wanted by what was told of it; None if there is none, or none that may be trusted."""
     place = folder / name
-    if not place.is_dir() or _not_used(folder):
-        return None
     try:
         told = _told(place, name)
+        if not wanted(told):
+            return None
         with libraries.trusted():  # which of them a program may name, its key says: they are this process's own
             program = artifact.load(place / _PROGRAM, own=True)
     except (MeshcError, OSError, LookupError, TypeError, ValueError) as error:
@@ -142,6 +155,12 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
+def _used(entry: Path) -> float:
+    with contextlib.suppress(OSError):  # another process has just dropped it
+        return entry.stat().st_mtime
+    return 0.0
+
+
 def _bytes(entry: Path) -> int:
     with contextlib.suppress(OSError):  # another process has just dropped it
         return sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
@@ -152,7 +171,7 @@ def _drop_old(folder: Path, most: int = MOST) -> None:
     """Those used last stay. Whoever reads one that goes finds a file missing, and compiles."""
     with contextlib.suppress(OSError):
         total = 0
-        for entry in sorted(_entries(folder), key=lambda path: path.stat().st_mtime, reverse=True):
+        for entry in sorted(_entries(folder), key=_used, reverse=True):
             total += _bytes(entry)
             if total > most:
                 shutil.rmtree(entry, ignore_errors=True)

@@ -375,7 +375,7 @@ class Compilations:
     def _adopt(self, compiled: PlainProgram, made: Made) -> Made:
         """Parameters, buffers and state become this rank's parts. Returns what was made without a hold on what they were."""
         asked, world = self.asked, self.world
-        world.agree_on_program(compiled, asked.module)
+        world.agree_on_program(compiled, asked.module, made.read)
         first = Store.of(asked.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)

@@ -1,13 +1,13 @@
-"""The key of a compilation: all that its program depends on, as one hash, so that another start of the same job finds it on disk.
+"""The key of a compilation: all that its program depends on but what its trace reads of Python, as one hash, under which another start of
+the same job finds it on disk.
 
     what ranks agree on     versions, torch's settings, mesh, plan, options, inputs, the model's state, the optimizer (runtime.agreement)
-    what Python is          every attribute, global and line of code that a trace of the model can read (meshc.frontend.reachable)
-    where its code stands   file, line and columns of each function: messages and comments name them
     what the passes get     every field of the request: which function is traced, where the model's state lies already
+    what the model is       its modules' classes, and the numbers, flags and texts that they and their configurations hold
     what else               installed libraries, the table of devices, the machine's GPUs
 
-What cannot be told has no key: a model that something hangs on of which it is not known whether it is the same, code that asks for the time
-or for its rank, or that was run without being found from the model. Then nothing is kept, and a note of the program says why.
+What a trace has read stands in the entry, and is looked at again (`meshc.api.kept`). A function that the passes call, a schedule or a rule,
+is traced by nobody, so there is no key for it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 import torch
+from torch import nn
 
 from meshc import environment
-from meshc.frontend.reachable import Reachable
-from meshc.frontend.reachable_code import qualified
+from meshc.api.options import Options
+from meshc.frontend.portable_values import is_plain
+from meshc.frontend.traced_code import digest_of, name_of
 from meshc.ir.mesh import Mesh
+from meshc.ops.registered import RULES
+from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.request import Request
 from meshc.runtime.agreement.agreed import stable
 
@@ -35,8 +39,10 @@ TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan"
 """Fields of a request that are objects, of which the rest of the key says what they are."""
 
 
-def key(reached: Reachable, agreed: Mapping[str, str], request: Request) -> str:
-    """The key, as 32 hexadecimal digits; whether it is complete `Reachable.why` says, and, behind a trace, `Reachable.beyond`."""
+def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:
+    """The key, as hexadecimal digits; "" if there is none."""
+    if why_none(options):
+        return ""
     state = hashlib.blake2b(digest_size=16)
 
     def take(*words: str) -> None:
@@ -46,23 +52,36 @@ def key(reached: Reachable, agreed: Mapping[str, str], request: Request) -> str:
 
     for field in sorted(agreed):
         take(field, agreed[field])
-    for place in sorted(reached.places):
-        take(place, reached.places[place])
-    for line in sorted(_stands(reached)):
-        take(line)
     for one in fields(request):
         if one.name not in TOLD_OTHERWISE:
             take(one.name, stable(getattr(request, one.name)))
-    take(*_machine(request.mesh))
+    take(describe_optimizer(request.optimizer), *_modules(request.module), *_machine(request.mesh))
     return state.hexdigest()
 
 
-def _stands(reached: Reachable) -> set[str]:
-    """Of each function that was found, where its source is."""
-    return {
-        f"{code.co_filename}:{code.co_firstlineno} {qualified(code)} {hashlib.blake2b(code.co_linetable, digest_size=8).hexdigest()}"
-        for code in reached.code
-    }
+def why_none(options: Options) -> str:
+    """Why there is no key; "" if there is one."""
+    if options.schedule is not None and not isinstance(options.schedule, str):
+        return "Options(schedule=) is a function, and what it reads is not known"
+    ours = [str(op) for op, given in RULES.items() if any(map(callable, (given.rule, *given.fields.values())))]
+    return f"the rule of {ours[0]} is a function, and what it reads is not known" if ours else ""
+
+
+def describe_optimizer(spec: OptimizerSpec | None) -> str:
+    """A digest of its state's form, and of the update of a class that is not torch's, which each process has traced for itself."""
+    if spec is None:
+        return ""
+    slots = [[[(s.name, s.shape, s.size, s.dtype, s.fill, s.python) for s in one] for one in group.slots] for group in spec.groups]
+    updates = [(size, str(one.graph.graph), one.inputs, one.outputs) for group in spec.groups for size, one in group.traced.items()]
+    return digest_of(repr((slots, updates)).encode())
+
+
+def _modules(model: nn.Module) -> Iterator[str]:
+    """What modules and their configurations are and hold that is plain: recognisers of what a model is look at it, and no trace."""
+    for path, module in model.named_modules():
+        for held in (module, getattr(module, "config", None)):
+            plain = {name: repr(value) for name, value in getattr(held, "__dict__", {}).items() if name[0] != "_" and is_plain(value)}
+            yield f"{path}: {name_of(type(held))} {sorted(plain.items())}"
 
 
 def _machine(mesh: Mesh) -> list[str]:

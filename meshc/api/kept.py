@@ -1,6 +1,7 @@
 """A compilation that an earlier start of the same job has made, and one that is kept for the next.
 
-    Options(cache=...) ──> folder        what the compilation depends on ──> name        there: taken     not there: compiled, and put there
+    Options(cache=...) ──> folder        key ──> the programs that were made under it        each has with it what its trace has read:
+                                                                                             found here too, it is taken; else compiled
 
 Rank 0 alone reads and writes: the others take its program as ever (`meshc.api.shared`). What runs is then the program that rank 0 would
 have compiled, and ranks compare its hash as before.
@@ -8,32 +9,22 @@ have compiled, and ranks compare its hash as before.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshc import environment, kept_programs
-from meshc.api import job_key
+from meshc.api import job_key, made
 from meshc.api.made import Made
 from meshc.api.options import Options
 from meshc.errors import ArtifactError
-from meshc.frontend import output_tree_data, reachable
+from meshc.frontend import output_tree_data
+from meshc.frontend.dependencies import Dependencies
 from meshc.frontend.output_tree_data import NoData
-from meshc.frontend.reachable import Reachable
 from meshc.passes.phases.request import Request
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a trace has told of the code that it ran.
-
-    why          why nobody else can have its program: another rank, another start; "" if they can
-    environment  variables of the environment that it may have read
-    """
-
-    why: str
-    environment: Mapping[str, str]
 
 
 def folder(options: Options) -> Path | None:
@@ -50,42 +41,46 @@ def folder(options: Options) -> Path | None:
 class Entry:
     """One compilation's place in the folder."""
 
-    def __init__(self, where: Path, mine: Reachable, agreed: Mapping[str, str], request: Request) -> None:
-        self._folder, self._request, self._why = where, request, mine.why
-        self._name = "" if mine.why else job_key.key(mine, agreed, request)
+    def __init__(self, where: Path, options: Options, agreed: Mapping[str, str], request: Request) -> None:
+        self._folder, self._request = where, request
+        self._key, self._why = job_key.key(options, agreed, request), job_key.why_none(options)
 
-    def taken(self) -> tuple[Made, Ran] | None:
-        """What lies there, if it is what would be compiled now."""
-        began = time.process_time()
-        found = kept_programs.read(self._folder, self._name) if self._name else None
-        if found is None:
-            return None
-        told, request = found.told, self._request
-        ran = Ran("", dict(told["environment"]))
-        if reachable.variables_of(ran.environment) != ran.environment:
-            kept_programs.drop(self._folder, self._name)  # the same place is that of the program under today's
-            return None
-        stages = {name: replace(stage, origin=None) for name, stage in found.program.stages.items()}  # errors name lines of the model
-        mesh = request.mesh if found.program.mesh == request.mesh else found.program.mesh
-        program = replace(found.program, stages=stages, mesh=mesh)
-        try:
-            tree = output_tree_data.read(told["tree"])
-        except NoData:
-            return None
-        seconds = {"taken from disk": time.process_time() - began}
-        return Made.of_told(program, request, tree, told, seconds), ran
+    def taken(self) -> tuple[Made, Dependencies] | None:
+        """What lies there that would be compiled now."""
+        began, request, here = time.process_time(), self._request, made.here(self._request)
 
-    def keep(self, made: Made, ran: Ran) -> Made:
+        def is_mine(told: Mapping[str, Any]) -> bool:
+            read = Dependencies.read(told["dependencies"])
+            return told["key"] == self._key and not any(read.differences(here)) and here.lines(read.values) == told["lines"]
+
+        for name in kept_programs.under(self._folder, self._key):
+            found = kept_programs.read(self._folder, name, is_mine)
+            if found is None:
+                continue
+            stages = {name: replace(stage, origin=None) for name, stage in found.program.stages.items()}  # errors name lines of the model
+            mesh = request.mesh if found.program.mesh == request.mesh else found.program.mesh
+            program = replace(found.program, stages=stages, mesh=mesh)
+            try:
+                tree = output_tree_data.read(found.told["tree"])
+            except NoData:
+                continue
+            seconds = {"taken from disk": time.process_time() - began}
+            return Made.of_told(program, request, tree, found.told, seconds), Dependencies.read(found.told["dependencies"])
+        return None
+
+    def keep(self, found: Made, read: Dependencies) -> Made:
         """Put there for a next start; what cannot be has a note that says why."""
-        assert made.lowered is not None
-        why = self._why or ran.why
-        if not why and made.lowered.backward is not None:
+        assert found.lowered is not None
+        why = self._why or read.why
+        if not why and found.lowered.backward is not None:
             why = "its backward is made anew for each set of outputs that receive gradients"
         if not why:
+            depends = {"key": self._key, "dependencies": read.described(), "lines": made.here(self._request).lines(read.values)}
+            name = kept_programs.name_of(self._key, json.dumps(depends))
             try:
-                why = kept_programs.write(self._folder, self._name, made.program, {"environment": dict(ran.environment), **made.told()})
+                why = kept_programs.write(self._folder, name, found.program, {**depends, **found.told()})
             except (ArtifactError, NoData) as error:
                 why = str(error)
         if not why:
-            return made
-        return replace(made, program=replace(made.program, notes=[*made.program.notes, kept_programs.NOT_KEPT + why]))
+            return found
+        return replace(found, program=replace(found.program, notes=[*found.program.notes, kept_programs.NOT_KEPT + why]))

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load, save
 
 from meshc.errors import StateError
-from meshc.frontend import output_tree_data, read_places, read_values
+from meshc.frontend import dependencies, output_tree_data, read_places, read_values
+from meshc.frontend.dependencies import Dependencies, Here
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.read_places import Place
 from meshc.frontend.read_values import Number
@@ -46,6 +47,7 @@ class Made:
     seconds  by pass; of rank 0's, if the program is rank 0's
     reads    what of Python the program was made of, beside inputs and the model's tensors
     numbers  what of Python are inputs of it;  kept_fixed  why those that were to be are none
+    compared  where ranks have looked whether they would have made the same
     lowered  what the passes have left; None if they have not run here
     given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
     """
@@ -59,6 +61,7 @@ class Made:
     reads: tuple[Place, ...] = ()
     numbers: tuple[Number, ...] = ()
     kept_fixed: str = ""
+    compared: tuple[Place, ...] = ()
     lowered: Lowered | None = None
     given: bool = False
 
@@ -86,6 +89,17 @@ class Made:
             "numbers": read_values.describe_numbers(self.numbers), "kept_fixed": self.kept_fixed,
         }  # fmt: skip
 
+    def dependencies(self) -> Dependencies:
+        """What of Python it depends on, where the passes have run here."""
+        assert self.lowered is not None
+        seen, inputs = self.lowered.model.seen, {one.place for one in self.numbers}
+        read = standing.whole_places(self.lowered.depth, self.request.module, seen.places)
+        return dependencies.of_trace(read, inputs, seen.code, seen.without_place, here(self.request))
+
+    def read(self) -> dict[str, str]:
+        """What of Python ranks have compared, as it is on this one, for people."""
+        return here(self.request).texts(self.compared)
+
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
         """The same for what an optimizer has become when it was adopted."""
         lowered = None if self.lowered is None else self.lowered.updating(optimizer)
@@ -105,6 +119,11 @@ class Made:
                 "  what to do: look at it on rank 0 (program.lowered, factors, dump), or right after meshc.compile"
             )
         return lowered
+
+
+def here(request: Request) -> Here:
+    """Places of Python as this process has them, for a request."""
+    return Here(request.module, request.function, request.args, request.kwargs)
 
 
 def packed(program: PlainProgram, **more: object) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -94,11 +94,11 @@ class World:
         it is another than those that there are."""
         self.agree("compile", mine, advice=agreed.advice, ahead=because, error=refusal)
 
-    def agree_on_program(self, compiled: PlainProgram, module: nn.Module) -> None:
-        """After it: that every rank has compiled the same."""
+    def agree_on_program(self, compiled: PlainProgram, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> None:
+        """After it: that every rank has compiled the same. read: what of Python it was made of."""
         if self.board is not None:
             same = {agreed.COMPILED: show.hash_program(compiled)}
-            self.agree("compile", same, advice=agreed.advice, behind=partial(agreed.behind, compiled, module))
+            self.agree("compile", same, advice=agreed.advice, behind=partial(agreed.behind, compiled, module, read))
 
     def refuse_call(self) -> None:
         """Raises StateError where no program can run: without a process group, or under another than it was compiled for."""

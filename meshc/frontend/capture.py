@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import CodeType
 from typing import Any, Literal, cast
 
 import torch
@@ -29,10 +28,10 @@ from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.read_numbers import Opened
-from meshc.frontend.read_places import Place
-from meshc.frontend.read_values import Number, methods
+from meshc.frontend.read_places import FUNCTION, MODEL, Place, watched_at_calls
+from meshc.frontend.read_values import Number, Resolved, methods
 from meshc.frontend.replaced import replaced
-from meshc.frontend.side_effects import leave_out_checks, unchecked
+from meshc.frontend.side_effects import Seen, leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unasked, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
@@ -89,9 +88,9 @@ class TorchGraph:
     inputs    (path, fake tensor) of each tensor input, in order
     leaves    the flat inputs, python values included
     tensors   fake parameters and buffers by qualified name
-    code      what has run of Python
     double    it is a copy in double precision
-    reads     what has been read of Python
+    seen      what the trace has shown of Python: the code that has run, all that was read
+    reads     of that what is looked at again at each call
     numbers   what of that are inputs, by the attributes of the graph that stand for them
     """
 
@@ -106,7 +105,7 @@ class TorchGraph:
     random_calls: int = 0
     notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
-    code: tuple[CodeType, ...] = ()
+    seen: Seen = field(default_factory=Seen)
     double: bool = False
     reads: tuple[Place, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
@@ -250,7 +249,8 @@ def torch_graph(
         try:
             with replaced(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
-            reads = tuple(dict.fromkeys((*seen.places, *methods(seen.places, module, function, seen.code))))
+            watched = watched_at_calls(seen.places)
+            reads = tuple(dict.fromkeys((*watched, *methods(Resolved({MODEL: module, FUNCTION: function}), watched, seen.code))))
         except Exception as error:
             raise untraceable.explained(error, signature, args, kwargs) from error
     inputs_of_python.write(graph, seen.constants)
@@ -263,7 +263,14 @@ def torch_graph(
     if double:
         widen(graph)
     held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
-    traced = TorchGraph(*held, notes=tuple(notes), code=seen.code, double=double, reads=reads, numbers=inputs_of_python.by_attribute)
+    traced = TorchGraph(
+        *held,
+        notes=tuple(notes),
+        double=double,
+        reads=reads,
+        numbers=inputs_of_python.by_attribute,
+        seen=replace(seen, said=[]),
+    )
     return _opened(traced, opened) if opened else traced
 
 

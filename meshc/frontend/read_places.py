@@ -23,7 +23,8 @@ from meshc.frontend.frames import STANDARD
 
 MODEL: Final = "model"
 FUNCTION: Final = "function"
-"""Roots beside the modules of Python: the model that is compiled, and the function that is traced."""
+INPUTS: Final = "inputs"
+"""Roots beside the modules of Python: the model that is compiled, the function that is traced, its arguments as leaves and their tree."""
 ATTRIBUTE: Final = "."
 ITEM: Final = "[]"
 TYPE: Final = "type"
@@ -55,7 +56,7 @@ stands before."""
 
 @dataclass(frozen=True)
 class Place:
-    """root: MODEL, FUNCTION, or the name of a module of Python."""
+    """root: MODEL, FUNCTION, INPUTS, or the name of a module of Python."""
 
     root: str
     steps: tuple[Step, ...]
@@ -69,16 +70,22 @@ class Place:
         return Place(self.root, (*self.steps, *steps))
 
 
-def places_of(guards: Iterable[Any]) -> list[Place]:
-    """What guards of a trace are about, and what that stands in."""
+def all_places_of(guards: Iterable[Any]) -> list[Place]:
+    """What guards of a trace are about."""
     found: dict[Place, None] = {}
     for guard in guards:
         place = place_of(guard.originating_source)
-        if place is None:
-            continue
-        for one in (place, *_contained(place, guard)):
-            if not _is_left_out(one):
-                found |= dict.fromkeys((*one.bases, one))
+        if place is not None:
+            found |= dict.fromkeys((place, *_contained(place, guard), *shadows(place)))
+    return list(found)
+
+
+def watched_at_calls(places: Iterable[Place]) -> list[Place]:
+    """Of these what is looked at again at each call, and what that stands in."""
+    found: dict[Place, None] = {}
+    for place in places:
+        if not _is_left_out(place):
+            found |= dict.fromkeys((*place.bases, place))
     return [place for place in found if place.steps]
 
 
@@ -109,7 +116,7 @@ def _is_users(name: str) -> bool:
         return _MODEL in name and "-packages" not in name
     module = found[1].replace("_dot_", ".")
     file = str(getattr(sys.modules.get(module), "__file__", "-packages"))
-    return module.partition(".")[0] not in _OWN and "-packages" not in file and not file.startswith(STANDARD)
+    return not is_own(module) and "-packages" not in file and not file.startswith(STANDARD)
 
 
 def _name(guard: Any) -> str:
@@ -118,9 +125,9 @@ def _name(guard: Any) -> str:
 
 
 def place_of(source: Any) -> Place | None:
-    """Where Dynamo has a value from; None for an input, and for what has no place."""
+    """Where Dynamo has a value from; None for what has no place."""
     text = source.name if isinstance(source.name, str) else source.name()
-    if not text or text.startswith(("L['flat_args']", "L['self'].in_spec")):
+    if not text:
         return None
     try:
         return _place(ast.parse(text.replace(_EXPORTED, "ROOT"), mode="eval").body)
@@ -154,14 +161,28 @@ def _contained(place: Place, guard: Any) -> Iterator[Place]:
         yield place.then((HAS_ATTRIBUTE, name))
 
 
+def shadows(place: Place) -> Iterator[Place]:
+    """Of what a class has from another of its order whether one before that has it too, which Dynamo takes for as it was."""
+    match place.steps:
+        case (*_, (_, "__mro__"), (_, int(at)), held, (_, str(name))):
+            for earlier in range(at):
+                yield Place(place.root, (*place.steps[:-3], (ITEM, earlier), held, (HAS_ITEM, name)))
+
+
 def _place(node: ast.expr) -> Place:
     match node:
         case ast.Name(id="ROOT"):
             return Place("", ())
+        case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value="flat_args")):
+            return Place(INPUTS, ((ITEM, 0),))
+        case ast.Attribute(value=ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value="self")), attr="in_spec"):
+            return Place(INPUTS, ((ITEM, 1),))
         case ast.Attribute(value=value, attr=name):
             return _rooted(_place(value).then((ATTRIBUTE, name)))
         case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=str(name))) if name.startswith(_IMPORT):
             return Place(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
+        case ast.Subscript(value=ast.Call(func=ast.Name("list"), args=[ast.Call(args=[value])]), slice=ast.Constant(int(number))):
+            return _rooted(_place(value).then((KEYS, None), (ITEM, number)))
         case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as key)) if isinstance(key, str) or key < _LARGEST_KEY:
             return _rooted(_place(value).then((ITEM, key)))
         case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
@@ -196,4 +217,9 @@ def _is_left_out(place: Place) -> bool:
         names = [what for kind, what in place.steps if kind in (ATTRIBUTE, HAS_ATTRIBUTE)]
         of_hooks = any((ATTRIBUTE, name) in place.steps[-2:] for name in _HOOKS)
         return not _WATCHED.isdisjoint(names) or (ATTRIBUTE, "_modules") in place.steps[-2:] or of_hooks
-    return place.root != FUNCTION and (not place.root or place.root.partition(".")[0] in _OWN)
+    return place.root != FUNCTION and (place.root in ("", INPUTS) or is_own(place.root))
+
+
+def is_own(module: str) -> bool:
+    """Whether a module is of torch, meshc or Python, whose globals nobody changes."""
+    return module.partition(".")[0] in _OWN

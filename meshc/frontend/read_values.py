@@ -28,9 +28,9 @@ from torch import nn
 
 from meshc.frontend import read_places
 from meshc.frontend.module_state import Same
-from meshc.frontend.reachable_code import is_stock_class, name_of
-from meshc.frontend.reachable_values import is_plain, of_tensor, shown
+from meshc.frontend.portable_values import function_of, is_plain, of_tensor, shown
 from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, NTH, TYPE, Place, Step
+from meshc.frontend.traced_code import is_stock_class, name_of
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import Guard
 
@@ -171,7 +171,7 @@ class Reads:
         return all(_as_input(number, get()) == then for number, get, then, _ in self._numbers)
 
     def _resolved(self) -> tuple[_Look, Values]:
-        there, self._numbers = _Resolved(self._roots), []
+        there, self._numbers = Resolved(self._roots), []
         inputs = {one.place: one for one in self.inputs}
         by_items = {_base(place) for place in self.places if place.steps[-1][0] == ITEM}
         self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
@@ -225,35 +225,34 @@ def _held(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 def code_of(value: Any) -> types.CodeType | None:
     """That of a function, also of one that a class makes something else of."""
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    elif isinstance(value, property):
-        value = value.fget
-    elif isinstance(value, functools.cached_property):
-        value = value.func
-    return value.__code__ if isinstance(value, types.FunctionType) else None
+    function = function_of(value)
+    return None if function is None else function.__code__
 
 
-def methods(places: Iterable[Place], model: nn.Module, function: Function, traced: Iterable[types.CodeType]) -> list[Place]:
-    """Of code that a trace has run, where classes of what it has met have it. Dynamo takes it that these keep their methods."""
-    there, ran = _Resolved({MODEL: model, FUNCTION: function}), frozenset(traced)
-    modules = [Place(MODEL, _steps_to(path)) for path, _ in model.named_modules()]
-    found: dict[type, Place] = {}
+def methods(there: Resolved, places: Iterable[Place], traced: Iterable[types.CodeType], installed: bool = False) -> list[Place]:
+    """Of code that a trace has run, where classes of what it has met have it: of modules and values, and those that it has read, of which
+    it may have made something. Dynamo takes it that these keep their methods. installed: also of classes that packages have and it read."""
+    ran, found = frozenset(traced), dict[type, Place]()
+    modules = [Place(MODEL, _steps_to(path)) for path, _ in there.at(Place(MODEL, ()))[0].named_modules()]
     for place in (*modules, *places):
-        found.setdefault(type(there.at(place)[0]), place)
-    return [
-        place.then((TYPE, None), (ATTRIBUTE, "__mro__"), (ITEM, at), (ATTRIBUTE, "__dict__"), (ITEM, name))
+        value = there.at(place)[0]
+        found.setdefault(type(value), place.then((TYPE, None)))
+        if isinstance(value, type) and (installed or not _is_installed(value)):
+            found.setdefault(value, place)
+    rows = [
+        place.then((ATTRIBUTE, "__mro__"), (ITEM, at), (ATTRIBUTE, "__dict__"), (ITEM, name))
         for kind, place in found.items()
         for at, owner in enumerate(kind.__mro__)
         if not is_stock_class(owner)
         for name, value in vars(owner).items()
         if code_of(value) in ran
     ]
+    return [one for row in rows for one in (row, *read_places.shadows(row))]
 
 
 def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, Any]:
     """What is to be found somewhere, and a short name for it: `beta` of a closure, `model.config.alpha`."""
-    there = _Resolved({MODEL: model, FUNCTION: function})
+    there = Resolved({MODEL: model, FUNCTION: function})
     value, text = there.at(place)
     return re.sub(r" \([^()]*\)", "", text).removeprefix("default of "), value  # without of which function
 
@@ -263,7 +262,7 @@ def _steps_to(path: str) -> tuple[Step, ...]:
     return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
 
 
-def _stays(place: Place, there: _Resolved) -> bool:
+def _stays(place: Place, there: Resolved) -> bool:
     """Whether nobody changes what stands there: the closures and defaults of an installed package's functions, by themselves, and which
     names its classes have."""
     kind, what = place.steps[-1]
@@ -317,7 +316,7 @@ def _line(function: types.FunctionType) -> str:
 # ----------------------------------------------------------------------------------------------------------------------- at a place
 
 
-class _Resolved:
+class Resolved:
     """Values by place, each looked up once, with what it is called."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
 from meshc.frontend.left_out import left_out
-from meshc.frontend.read_places import Place, constants_of, places_of, without_place
+from meshc.frontend.read_places import Place, all_places_of, constants_of, without_place
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
@@ -150,7 +150,7 @@ def observed() -> Iterator[Seen]:
         seen.changes = _changes(self)  # of the last attempt
         seen.code = tuple(dict.fromkeys(TracingContext.get_traced_code() or ()))
         guards = TracingContext.get().guards_context.dynamo_guards
-        seen.places, seen.constants, seen.without_place = places_of(guards), constants_of(guards), without_place(guards)
+        seen.places, seen.constants, seen.without_place = all_places_of(guards), constants_of(guards), without_place(guards)
         return write(self, *args, **kwargs)
 
     def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

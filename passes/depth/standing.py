@@ -109,7 +109,7 @@ def _of_layers(
 ) -> Iterator[Place]:
     """A place in a layer of the list at `steps`, in those that the layer stands for; any other as it is."""
     at = len(steps)
-    if place.root != MODEL or len(place.steps) <= at or place.steps[:at] != steps:
+    if place.root != MODEL or place.steps[:at] != steps or len(place.steps) <= at or place.steps[at][0] != ITEM:
         yield place
         return
     layer = int(place.steps[at][1])

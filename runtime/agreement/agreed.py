@@ -22,7 +22,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -262,12 +262,14 @@ def advice(field: str) -> str:
     return ADVICE.get(field, f"give every rank the same: {field.removeprefix('the option ')}")
 
 
-def behind(compiled: Compiled, module: nn.Module) -> dict[str, str]:
-    """What may be behind programs that differ: a model's configuration, its modules as they print, the lines of the program."""
+def behind(compiled: Compiled, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> dict[str, str]:
+    """What may be behind programs that differ: what the model's code has read, its configuration, its modules as they print, the lines of
+    the program."""
     config: object = getattr(module, "config", None)
     written_out = getattr(config, "to_dict", None)
     given = written_out() if written_out is not None else vars(config) if hasattr(config, "__dict__") else {}
     return {
+        "what the model's code reads": _listed(read().items()),
         "the model's config": _listed((name, stable(value)) for name, value in given.items()),
         "the model's modules": "; ".join(_ADDRESS.sub("", line.strip()) for line in repr(module).splitlines()),
         "the program's lines": "; ".join(line.strip() for line in show.print_program(compiled, comments=False).splitlines()),

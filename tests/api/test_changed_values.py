@@ -38,6 +38,27 @@ def threefold(x: Tensor) -> Tensor:
     return x * 3
 
 
+class Scales:
+    by = 1.0
+
+
+class OwnScales(Scales):
+    """What it has of its base may stand in itself one day."""
+
+
+class Differences:
+    """Made in a loss."""
+
+    def __init__(self, out: Tensor, target: Tensor) -> None:
+        self.rows = out - target
+
+    def error(self) -> Tensor:
+        return (self.rows**2).mean()
+
+
+SCALES = OwnScales()
+
+
 @dataclass
 class Config:
     alpha: float = 1.0
@@ -179,6 +200,21 @@ def a_method_of_the_class() -> tuple[Loss, Change]:
     return error, lambda model, step: setattr(Net, "inner", first if step % 2 else lambda self, x: x * 2)
 
 
+@case(4)
+def what_a_class_has_of_its_base() -> tuple[Loss, Change]:
+    return lambda out, target: error(out, target) * SCALES.by, lambda model, step: setattr(OwnScales, "by", 1.0 + step)
+
+
+@case(2)
+def a_method_of_what_a_loss_makes() -> tuple[Loss, Change]:
+    first = Differences.error
+
+    def change(model: Any, step: int) -> None:
+        Differences.error = first if step % 2 else lambda self: self.rows.abs().mean()  # type: ignore[method-assign]
+
+    return lambda out, target: Differences(out, target).error(), change
+
+
 @case(2)
 def a_method_of_the_model() -> tuple[Loss, Change]:
     return error, lambda model, step: setattr(model, "inner", types.MethodType(lambda self, x: x * 2, model))
@@ -223,7 +259,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-HELD = dict(WEIGHTS), list(TABLE), BY_CLASS.clone(), Net.inner, as_it_is.__code__
+HELD = dict(WEIGHTS), list(TABLE), BY_CLASS.clone(), Net.inner, as_it_is.__code__, Differences.error
 
 
 @pytest.fixture
@@ -235,7 +271,9 @@ def restore() -> Iterator[Callable[[], None]]:
         WEIGHTS.update(HELD[0])
         TABLE[:] = HELD[1]
         BY_CLASS.copy_(HELD[2])
-        Net.inner, as_it_is.__code__, Net.offset = HELD[3], HELD[4], 0.0  # type: ignore[method-assign]
+        Net.inner, as_it_is.__code__, Net.offset, Differences.error = HELD[3], HELD[4], 0.0, HELD[5]  # type: ignore[method-assign]
+        if "by" in vars(OwnScales):
+            del OwnScales.by
 
     yield put
     put()

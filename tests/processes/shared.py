@@ -113,15 +113,33 @@ def structures(mesh: Any) -> None:
 
 @torch.no_grad()
 def unread(mesh: Any) -> None:
-    """Rank 1 differs in what no forward reads: it says so and compiles for itself, and the run goes on."""
+    """Rank 1 differs in what no forward reads: it takes rank 0's program all the same."""
     torch.manual_seed(0)
     model, x = Structured(), torch.randn(4, 8, dtype=torch.float64)
     twin = copy.deepcopy(model)
     model.tag = f"rank {dist.get_rank()}"
+    model.rows = iter([dist.get_rank()])
+    program, said = compiled(model, mesh, {"x": x})
+    assert said == [] and traced_here(program) == (dist.get_rank() == 0)
+    same(program, twin, x)
+
+
+class ReadsItsRank(Structured):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return super().forward(x + 0 if self.rank < 0 else x)
+
+
+@torch.no_grad()
+def read_alike(mesh: Any) -> None:
+    """Rank 1 differs in what forward reads, and not in the program: it says so and compiles for itself, and the run goes on."""
+    torch.manual_seed(0)
+    model, x = ReadsItsRank(), torch.randn(4, 8, dtype=torch.float64)
+    model.rank = dist.get_rank()
+    twin = copy.deepcopy(model)
     program, said = compiled(model, mesh, {"x": x})
     assert traced_here(program)
     if dist.get_rank() == 1:
-        assert len(said) == 1 and "model.tag: this rank has 'rank 1', rank 0 has 'rank 0'" in said[0]
+        assert len(said) == 1 and "does not take rank 0's: model.rank: 1 here, and 0 there\n" in said[0], said
     same(program, twin, x)
 
 
@@ -214,24 +232,31 @@ def fails(mesh: Any) -> None:
 
 
 @torch.no_grad()
-def one_hook(mesh: Any) -> None:
-    """Rank 1 has a hook that the others have not: its program is another one, and is refused as ever. It ends the run."""
+def another_program(mesh: Any) -> None:
+    """What rank 1's forward reads makes another program of it: refused, with the places and both values, on both. It ends the run."""
     torch.manual_seed(0)
-    case = mlp(torch.float64)
+    model = Structured()
     if dist.get_rank() == 1:
-        case.model.down.register_forward_hook(lambda module, inputs, output: output * 2)
+        model.scale = 3.0
+        model.linear.register_forward_hook(lambda module, inputs, output: output * 2)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with pytest.raises(meshc.StateError if dist.get_rank() == 1 else meshc.PeerError, match="the compiled program"):
-            meshc.compile(case.model, mesh, kwargs=case.kwargs)
+        with pytest.raises(meshc.StateError if dist.get_rank() == 1 else meshc.PeerError, match="the compiled program") as caught:
+            meshc.compile(model, mesh, kwargs={"x": torch.randn(4, 8, dtype=torch.float64)})
     begin = time.monotonic()
     while not world_board().lost and time.monotonic() < begin + 20:
         time.sleep(0.05)
     assert world_board().lost
-    assert dist.get_rank() == 0 or any("model.down, forward hook 0: this rank has function" in str(one.message) for one in said)
+    behind = next(line for line in str(caught.value).splitlines() if "what the model's code reads" in line)
+    this, other = behind.partition(", rank ")[::2] if dist.get_rank() == 1 else behind.partition(", rank ")[::-2]
+    assert "model.scale: 3.0" in this and "model.linear._forward_hooks: 1 hooks" in this, behind
+    assert "model.scale: 2.0" in other and "model.linear._forward_hooks: 0 hooks" in other, behind
+    assert dist.get_rank() == 0 or any("model.scale: 3.0 here, and 2.0 there" in str(one.message) for one in said)
 
 
-CHECKS: tuple[Callable[[Any], None], ...] = (taken, searched, structures, unread, asks, own_operator, kept_on_disk, fails, one_hook)
+CHECKS: tuple[Callable[[Any], None], ...] = (
+    taken, searched, structures, unread, read_alike, asks, own_operator, kept_on_disk, fails, another_program,
+)  # fmt: skip
 
 
 def run(mesh: str, *names: str) -> None:

@@ -1,21 +1,19 @@
-"""Code as ranks compare it: what a function is, which globals it reads, whether it asks for what is its process's own."""
+"""Code that a trace has run: what it does, whether it is torch's, whether it asks for what is its process's own."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
 import sys
 import sysconfig
 import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Final
 
 from meshc.frontend.frames import PACKAGES
-from meshc.frontend.reachable_values import digest as digest_of
-from meshc.frontend.reachable_values import is_plain
 from meshc.package import FOLDER
 
 OWN: Final = frozenset(
@@ -24,23 +22,11 @@ OWN: Final = frozenset(
     "process_index local_process_index is_main_process is_local_main_process is_last_process".split()
 )
 """Names of what a process answers for itself; the last are Accelerate's."""
-_RANKS: Final = ("process_index", "local_process_index", "device")
-OF_PROCESSES: Final = {f"accelerate.state.{name}._shared_state": _RANKS for name in ("PartialState", "AcceleratorState")}
-"""Where a package keeps, beside what is the same on all ranks, which of them this is: by place, the keys that are left out. Code that asks
-for one by its name is known by it (`OWN`), and a device that a program names is compared with the program."""
 ENVIRONMENT: Final = ("environ", "environb", "getenv")
 VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]+")
 """What the name of a variable of the environment looks like, where it stands as a text in code that reads the environment."""
 OWN_MODULES: Final = ("random", "time", "uuid", "secrets", "socket", "platform", "tempfile")
 """Modules of Python's whose functions answer anew each time."""
-TYPING: Final = (typing._GenericAlias, typing._SpecialForm, typing.TypeVar)  # type: ignore[attr-defined]
-
-APART: Final = frozenset("huggingface_hub filelock httpx httpx2 httpcore httpcore2 requests urllib3 truststore psutil tqdm".split())
-"""Packages that fetch files, lock them and show how far they are, which stock code names and no forward runs: they are not looked into, and
-what a trace runs of them counts as not found."""
-FETCHING: Final = frozenset(("transformers.utils.hub",))
-"""Modules of which the same is true of their functions, in packages that are looked into. What other code reads of them counts."""
-
 _SPECS: Final = [spec for name in ("torch", "numpy", "sympy", "triton") if (spec := importlib.util.find_spec(name)) is not None]
 _INSTALLED: Final = [folder for spec in _SPECS for folder in spec.submodule_search_locations or ()]
 _FOLDERS: Final = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in (*_INSTALLED, *map(str, (FOLDER, *FOLDER.glob("*/")))))
@@ -81,8 +67,6 @@ def is_generated(code: types.CodeType) -> bool:
 
 
 def is_stock_module(module: types.ModuleType) -> bool:
-    if is_apart(module.__name__):
-        return True
     file = getattr(module, "__file__", None)
     return module.__name__ in sys.builtin_module_names if file is None else _is_stock_file(file)
 
@@ -95,16 +79,6 @@ def is_stock_class(kind: type) -> bool:
 def is_foreign(value: object) -> bool:
     """Whether it is a function from elsewhere, which somebody has put into a class or module of torch's."""
     return isinstance(value, types.FunctionType) and not is_stock(value.__code__) and not value.__code__.co_filename.startswith("<")
-
-
-def is_apart(module: str | None) -> bool:
-    """Whether a module is of a package that is not looked into."""
-    return module is not None and module.partition(".")[0] in APART
-
-
-def is_unread(function: types.FunctionType) -> bool:
-    """Whether a function's code is not looked into, since no forward runs it."""
-    return is_apart(function.__module__) or function.__module__ in FETCHING
 
 
 def short_file(code: types.CodeType) -> str:
@@ -129,6 +103,10 @@ def digest(code: types.CodeType) -> str:
     return digest_of(repr(told).encode())
 
 
+def digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def _constant(value: object) -> str:
     if isinstance(value, types.CodeType):
         return digest(value)
@@ -145,50 +123,15 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested(value)
 
 
-class Code:
-    """One function's code with that of the functions inside it.
-
-    names  of globals and attributes that stand in it, those in quotes too: getattr(x, "scale")
-    asks   of each code the word by which it asks for what is its process's own; "": by none
-    """
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self._globals, self._module = function.__globals__, function.__module__
-        self.asks = {code: self._asks(code) for code in nested(function.__code__)}
-        self.names = list(dict.fromkeys(name for code in self.asks for name in (*code.co_names, *_quoted(code))))
-
-    def _asks(self, code: types.CodeType) -> str:
-        for name in code.co_names:
-            value = self._globals.get(name)
-            if name in OWN or (name in ENVIRONMENT and not variables(code)):
-                return name
-            if value is not None and not is_plain(value) and _is_own(value):
-                return name
-        return ""
-
-    def globals(self) -> Iterator[tuple[str, object]]:
-        """What its names are, by place; of a module that it names what it may read there. What torch and Python have of a name is
-        theirs, unless somebody has put a function of his own in its place."""
-        modules: list[types.ModuleType] = []
-        for name in self.names:
-            value = self._globals.get(name, sys.modules.get(name))
-            if isinstance(value, types.ModuleType):
-                modules.append(value)
-            elif name in self._globals:
-                yield f"{self._module}.{name}", value
-        for module in modules:  # grows
-            stock = is_stock_module(module)
-            for name in self.names:
-                value = vars(module).get(name)
-                if isinstance(value, types.ModuleType):
-                    if value not in modules:
-                        modules.append(value)
-                elif name in vars(module) and (not stock or is_foreign(value)):
-                    yield f"{module.__name__}.{name}", value
-
-
-def _quoted(code: types.CodeType) -> list[str]:
-    return [text for text in code.co_consts if isinstance(text, str) and text.isidentifier()]
+def asks(code: types.CodeType, held: Mapping[str, object]) -> str:
+    """The word by which code asks for what is its process's own; "": by none. held: the globals of its module."""
+    for name in code.co_names:
+        value = held.get(name)
+        if name in OWN or (name in ENVIRONMENT and not variables(code)):
+            return name
+        if value is not None and _is_own(value):
+            return name
+    return ""
 
 
 def variables(code: types.CodeType) -> list[str]:

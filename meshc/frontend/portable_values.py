@@ -1,0 +1,118 @@
+"""Values of Python as texts that are the same in every process that has the same: no addresses, no order of hashes, no number that counts
+what a process has made.
+
+    2.0                       2.0                           numbers, texts, dtypes, enums, and lists of such: what they are
+    train.clip                function train.clip 5d1c40f2  a function by its name and what its code does; torch's by the name
+    torch.ones(3)             torch.float32 [3] 77aa01c3    a tensor that is not the model's by what it holds
+    Config(alpha=1.0)         a train.Config                an object by its class: what of it was read stands at places of its own
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import pathlib
+import re
+import types
+import uuid
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshc.frontend import traced_code
+from meshc.frontend.traced_code import digest_of, name_of
+from meshc.private import FakeTensor, HigherOrderOperator, OpOverload, OpOverloadPacket
+
+PLAIN: Final = frozenset(
+    (
+        types.NoneType, bool, int, float, complex, str, bytes, range, types.EllipsisType, types.NotImplementedType,
+        torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, re.Pattern,
+        pathlib.PosixPath, decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime, datetime.timedelta, uuid.UUID,
+    )
+)  # fmt: skip
+"""Kinds whose texts say all."""
+_ADDRESS: Final = re.compile(r"\bat 0x[0-9a-fA-F]+")
+_OF_OPERATORS: Final = ("_init_fn", "_abstract_fn", "_backward_fn", "_setup_context_fn")
+"""Functions that were registered for an operator of a user's own."""
+LONG: Final = 100
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value's text says all: numbers, texts, dtypes, and lists of such."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return all(type(item) in PLAIN for item in value)  # type: ignore[attr-defined]
+    return kind in PLAIN
+
+
+def shown(text: str) -> str:
+    """A text, a long one by its beginning and its hash."""
+    return text if len(text) <= LONG else f"{text[:60]}... ({digest_of(text.encode())})"
+
+
+def of_tensor(tensor: Tensor) -> str | None:
+    """A hash of a tensor's values; None if it has none to be had here."""
+    if tensor.is_meta:
+        return "meta"
+    if isinstance(tensor, DTensor | FakeTensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        return None
+    plain = tensor.detach().cpu().contiguous()
+    return digest_of(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else "empty"
+
+
+def portable(value: Any, *, whole: bool = True) -> str:
+    """A value's text. whole: with the items of a list, which otherwise stand at places of their own."""
+    if is_plain(value) and (whole or not isinstance(value, list | tuple)):
+        return shown(repr(value))
+    if isinstance(value, enum.Enum):
+        return f"{name_of(type(value))}.{value.name}"
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} {of_tensor(value) or name_of(type(value))}"
+    function = function_of(value)
+    if function is not None:
+        return _function(function)
+    if isinstance(value, torch.library.CustomOpDef):
+        registered = [getattr(value, name, None) for name in _OF_OPERATORS]
+        return shown(f"operator {value._qualname} {[portable(one) for one in registered]}")
+    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return str(value)
+    if isinstance(value, types.MethodType):
+        return portable(value.__func__)
+    if isinstance(value, type | types.BuiltinFunctionType | types.ModuleType):
+        return name_of(value)
+    if isinstance(value, list | tuple | collections.deque):
+        return f"a {name_of(type(value))} of {len(value)}"
+    if isinstance(value, AbstractSet):
+        return shown(f"a {name_of(type(value))} of {sorted(repr(one) if is_plain(one) else name_of(type(one)) for one in value)}")
+    return _object(value)
+
+
+def _object(value: object) -> str:
+    """By its class; one without attributes, of C, by what it says of itself."""
+    kind = type(value)
+    said = "" if kind.__dictoffset__ or isinstance(value, Mapping) or kind is object else repr(value)
+    return shown(said) if said and not _ADDRESS.search(said) else f"a {name_of(kind)}"
+
+
+def function_of(value: object) -> types.FunctionType | None:
+    """A function, also one that a class makes something else of."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _function(function: types.FunctionType) -> str:
+    name = f"function {function.__module__}.{function.__qualname__}"
+    return name if traced_code.is_stock(function.__code__) else f"{name} {traced_code.digest(function.__code__)}"
