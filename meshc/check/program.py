@@ -19,7 +19,7 @@ from itertools import islice, zip_longest
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import follow, hosted, indices, memory, phases, shared, used_rows
+from meshc.check import bundled, follow, hosted, indices, memory, phases, shared, used_rows
 from meshc.check.handed import Handed
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
@@ -127,6 +127,7 @@ def _of_sound_lines(
 ) -> Iterator[tuple[str, str]]:
     """What is wrong with lines each of which an operator can make of values of these shapes."""
     yield from follow.faults(stage, sizes, rules, handed)
+    yield from bundled.faults(stage, sizes)
     yield from memory.faults(stage, may_view)
     yield from phases.faults(stage)
 
@@ -138,13 +139,13 @@ def _of_joined_stages(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
         rows = [(name, list(filter(joins_stages, stage.graph.nodes))) for name, stage in program.stages.items() if name.startswith(when)]
         for name, row in rows[1:]:
             first, there = rows[0]
-            odd = next(((a, b) for a, b in zip_longest(there, row) if a is None or b is None or _sent(a) != _sent(b)), None)
+            odd = next(((a, b) for a, b in zip_longest(there, row) if a is None or b is None or _call_of_all(a) != _call_of_all(b)), None)
             if odd is not None:
                 stage, node, other = (name, odd[1], first) if odd[1] is not None else (first, odd[0], name)
                 yield stage, node.name, f"{node.name} = {spelling(node.target)}(...): {other} has no such collective in its place"
 
 
-def _sent(node: Node) -> object:
+def _call_of_all(node: Node) -> object:
     """What must be alike of a collective on all its ranks."""
     record = ir.record(node)
     return node.target, node.args[1:], tuple(record.shape), record.dtype

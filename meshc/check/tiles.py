@@ -60,7 +60,7 @@ SKIPS_OTHERS: Final = (meshc.copies_of.default, meshc.added_copies.default)
 
 
 @dataclass(frozen=True)
-class Tile:
+class RankTile:
     """A rank's tile of something of `size` positions that so many ranks of these axes split, each position being `unit` rows."""
 
     axes: tuple[str, ...]
@@ -69,11 +69,11 @@ class Tile:
     unit: int = 1
 
     @staticmethod
-    def of(place: Place | None) -> Tile | None:
+    def of(place: Place | None) -> RankTile | None:
         """The rank's own, of a number that says where it starts or how many positions it has."""
         if place is None or place.size is None or place.back:
             return None
-        return Tile(place.axes, place.size, place.counts, place.unit)
+        return RankTile(place.axes, place.size, place.counts, place.unit)
 
     @property
     def rows(self) -> int:
@@ -101,7 +101,7 @@ class Index:
 
     kind: str
     of: Node
-    tile: Tile | None = None
+    tile: RankTile | None = None
     other: object = None
 
 
@@ -133,12 +133,12 @@ class TileIndices:
         made = _MAKES.get(node.target)
         found = made(self, node) if made is not None else None
         if node.target in READS:
-            found = self._read(node)
+            found = self._rows_of_read(node)
         elif node.target in ADDS:
-            self._check_added(node)
+            self._check_sum_of_rows(node)
         elif node.target in WRITES:
-            found = self._written(node)
-        found = found or self._computed(node)
+            found = self._rows_of_write(node)
+        found = found or self._unknown_index(node)
         if found is not None:
             self.found[node] = found
 
@@ -152,7 +152,7 @@ class TileIndices:
         tile = self._tile(index)
         return tile.size * tile.unit if tile is not None else None
 
-    def _tile(self, index: Node) -> Tile | None:
+    def _tile(self, index: Node) -> RankTile | None:
         found = self.found.get(index)
         return found.tile if found is not None and found.kind == "place" else None
 
@@ -166,7 +166,7 @@ class TileIndices:
         whole = record.dtype in INTEGERS and record.sharding is not None
         return self.found.get(x) or (Index("index", x) if whole else None)
 
-    def _computed(self, node: Node) -> Index | None:
+    def _unknown_index(self, node: Node) -> Index | None:
         """Of what nothing more is known than that it is computed of an index."""
         if isinstance(node.meta[ir.KEY], tuple) or ir.record(node).sharding is not None:
             return None
@@ -178,44 +178,44 @@ class TileIndices:
         pointwise = node.target in _MAKES or torch.Tag.pointwise in getattr(node.target, "tags", ())
         return Index("unknown", operands[0].of) if pointwise and ir.record(node).dtype in INTEGERS else None
 
-    def _subtracted(self, node: Node) -> Index | None:
+    def _shift(self, node: Node) -> Index | None:
         x, place = self._index(node.args[0]), self._places.get(node.args[1])
-        tile = Tile.of(place)
+        tile = RankTile.of(place)
         if x is None or place is None or tile is None or not place.starts or x.kind not in ("index", "from_end"):
             return None
         if x.kind == "from_end" and x.other != tile.size * tile.unit:
             raise Wrong(f"{node.args[0]} counts from the end of {x.other} rows, and {node.args[1]} is the start of {tile}")
         return Index("shifted", x.of, tile)
 
-    def _added(self, node: Node) -> Index | None:
+    def _offset(self, node: Node) -> Index | None:
         x, more = self._index(node.args[0]), node.args[1]
         return Index("from_end", x.of, None, more) if x is not None and x.kind == "index" and type(more) is int else None
 
-    def _at_least(self, node: Node) -> Index | None:
+    def _lower_bound(self, node: Node) -> Index | None:
         x = self._index(node.args[0])
         return Index("behind", x.of, x.tile) if x is not None and x.kind == "shifted" and node.args[1] == 0 else None
 
-    def _less(self, node: Node) -> Index | None:
+    def _upper_bound(self, node: Node) -> Index | None:
         x, count = self._index(node.args[0]), self._places.get(node.args[1])
         if x is not None and x.kind == "index" and node.args[1] == 0:
             return Index("negative", x.of)
-        if x is None or x.kind != "shifted" or count is None or count.starts or Tile.of(count) != x.tile:
+        if x is None or x.kind != "shifted" or count is None or count.starts or RankTile.of(count) != x.tile:
             return None
         return Index("before", x.of, x.tile)
 
-    def _and(self, node: Node) -> Index | None:
+    def _both_bounds(self, node: Node) -> Index | None:
         one, other = (self._index(x) for x in node.args[:2])
         if one is None or other is None or {one.kind, other.kind} != {"behind", "before"} or (one.of, one.tile) != (other.of, other.tile):
             return None
         return replace(one, kind="inside")
 
-    def _times(self, node: Node) -> Index | None:
+    def _masked_place(self, node: Node) -> Index | None:
         one, other = (self._index(x) for x in node.args[:2])
         if one is None or other is None or (one.kind, other.kind) != ("shifted", "inside") or (one.of, one.tile) != (other.of, other.tile):
             return None
         return replace(one, kind="place", other=0)
 
-    def _chosen(self, node: Node) -> Index | None:
+    def _where_number(self, node: Node) -> Index | None:
         """where(mask, x, a number)."""
         mask, x, other = self._index(node.args[0]), self._index(node.args[1]), node.args[2]
         if mask is None or mask.kind not in ("inside", "before"):
@@ -227,7 +227,7 @@ class TileIndices:
             return replace(x, kind="place", other=other) if same else None
         return replace(mask, kind="masked") if other == 0 else None
 
-    def _counted(self, node: Node) -> Index | None:
+    def _where_index(self, node: Node) -> Index | None:
         """where(it is negative, it from the end, it)."""
         found = [self._index(x) for x in node.args[:3]]
         if [one and one.kind for one in found] != ["negative", "from_end", "index"] or len({one.of for one in found if one}) > 1:
@@ -244,7 +244,7 @@ class TileIndices:
             if found is None or found.kind not in ("rows", "longer") or reshapes:
                 continue
             if found.kind == "longer":
-                if node.target is not aten.slice.Tensor or node.args[1:4] != (found.other, 0, cast(Tile, found.tile).rows):
+                if node.target is not aten.slice.Tensor or node.args[1:4] != (found.other, 0, cast(RankTile, found.tile).rows):
                     raise Wrong(f"{one} has a row behind its tile for what is written to other ranks' rows: it is to be cut off")
                 continue
             mask = self._index(node.args[0]) if node.target is aten.where.ScalarOther and node.args[1] is one else None
@@ -272,15 +272,15 @@ class TileIndices:
             raise Wrong(f"{index} is {found.other} for rows of other ranks, and not {other}")
         return found
 
-    def _of_dim(self, parts: Parts) -> Tile | None:
+    def _of_dim(self, parts: Parts) -> RankTile | None:
         """A rank's tile of a dim; None if all ranks have all of it."""
         rows = [part for part in parts if part.size != 1 or part.axes]
         if not any(part.axes for part in rows):
             return None
         first = rows[0]
-        return Tile(first.axes, first.size, tuple(self.sizes[axis] for axis in first.axes), prod(part.size for part in rows[1:]))
+        return RankTile(first.axes, first.size, tuple(self.sizes[axis] for axis in first.axes), prod(part.size for part in rows[1:]))
 
-    def _read(self, node: Node) -> Index | None:
+    def _rows_of_read(self, node: Node) -> Index | None:
         x, index = cast(Node, node.args[0]), cast(Node, node.args[READS[node.target]])
         dim = dim_of(node)
         if not ir.record(x).shape:
@@ -288,11 +288,11 @@ class TileIndices:
         found = self._check_place(index, str(x), _parts(x, dim), -1 if node.target in SKIPS_OTHERS else 0)
         if found is None or found.kind != "place" or node.target in SKIPS_OTHERS:
             return None
-        if cast(Tile, found.tile).rows != ir.record(x).shape[dim]:
+        if cast(RankTile, found.tile).rows != ir.record(x).shape[dim]:
             raise Wrong(f"{index} is a place in {found.tile}, and {x} has {ir.record(x).shape[dim]} rows")
         return replace(found, kind="rows")
 
-    def _check_added(self, node: Node) -> None:
+    def _check_sum_of_rows(self, node: Node) -> None:
         grad, index = cast(tuple[Node, Node], node.args[:2])
         skips = node.target in SKIPS_OTHERS
         found = self._check_place(index, node.name, _parts(node, 0), -1 if skips else 0)
@@ -302,7 +302,7 @@ class TileIndices:
         if mask is None or mask.kind != "masked" or (mask.of, mask.tile) != (found.of, found.tile):
             raise Wrong(f"it adds what {grad} has for rows of other ranks to the first of its own: mask {grad}")
 
-    def _written(self, node: Node) -> Index | None:
+    def _rows_of_write(self, node: Node) -> Index | None:
         """Into a tile and a row behind it."""
         x, index, dim = cast(Node, node.args[0]), cast(Node, node.args[2]), dim_of(node)
         shape, tile, inner = ir.record(x).shape, self._tile(index), x
@@ -323,7 +323,7 @@ class TileIndices:
         if parts is None:
             return
         tile, place = self._of_dim(parts), self._places.get(start)
-        told = Tile.of(place) if place is not None and place.starts else None
+        told = RankTile.of(place) if place is not None and place.starts else None
         if told != tile or tile is None and start != 0 and node.target is not meshc.group_choices.default:
             says = f"is the start of {told}" if told is not None else "is no start of its tile"
             raise Wrong(f"{start} {says}, and {x} is [{shown(parts)}] there")
@@ -337,14 +337,14 @@ class TileIndices:
 
 
 _MAKES: Final[Mapping[object, Callable[[TileIndices, Node], Index | None]]] = {
-    aten.sub.Tensor: TileIndices._subtracted,
-    aten.add.Tensor: TileIndices._added,
-    aten.ge.Scalar: TileIndices._at_least,
-    aten.lt.Scalar: TileIndices._less,
-    aten.logical_and.default: TileIndices._and,
-    aten.mul.Tensor: TileIndices._times,
-    aten.where.ScalarOther: TileIndices._chosen,
-    aten.where.self: TileIndices._counted,
+    aten.sub.Tensor: TileIndices._shift,
+    aten.add.Tensor: TileIndices._offset,
+    aten.ge.Scalar: TileIndices._lower_bound,
+    aten.lt.Scalar: TileIndices._upper_bound,
+    aten.logical_and.default: TileIndices._both_bounds,
+    aten.mul.Tensor: TileIndices._masked_place,
+    aten.where.ScalarOther: TileIndices._where_number,
+    aten.where.self: TileIndices._where_index,
 }
 
 
