@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc import ir
+from meshc.check.rings import named_arguments
+from meshc.check.types import MOST_DIMS
 from meshc.ir import spmd
-from meshc.ir.sharding import Part, Sharding, local_size
+from meshc.ir.sharding import Part, Sharding, is_padded, local_size
 from meshc.program.program import Stage
 from meshc.text.allowed import spelling
 
@@ -44,11 +46,11 @@ def _faults_of_member(sent: Node, member: Node, cut: Node, last: Node, sizes: Ma
         return
     gathers = sent.target is spmd.all_gather
     split, less = (given, whole) if gathers else (whole, given)
-    place = _split_part(split, less, tuple(cast(Sequence[str], sent.args[1])))
-    if place is None or any(local_size(part, sizes) * prod(sizes[axis] for axis in part.axes) != part.size for part in _parts(split)):
+    place, parts = _split_part(split, less, tuple(cast(Sequence[str], sent.args[1]))), _parts(split)
+    if place is None or len(parts) >= MOST_DIMS or any(is_padded(part, sizes) for part in parts):
         return
     count = prod(sizes[axis] for axis in cast(Sequence[str], sent.args[1]))
-    tiles = [local_size(part, sizes) for part in _parts(split)]
+    tiles = [local_size(part, sizes) for part in parts]
     if gathers:
         line, made = last, _follow(_blank([count, *tiles]), [count, prod(tiles)], _path_up(last, cut)[1:])
         expected = _blank([count, *tiles]).movedim(0, place)
@@ -66,9 +68,9 @@ def _blank(shape: Sequence[int]) -> Tensor:
 
 def _member(cut: Node) -> tuple[Node, Node] | None:
     """(the collective, the flat value) of a slice of what several have travelled in together."""
-    sent = cast(Node, cut.args[0])
+    sent = cut.all_input_nodes[0]
     while sent.target is aten.reshape.default:
-        sent = cast(Node, sent.args[0])
+        sent = sent.all_input_nodes[0]
     if sent.target not in (spmd.all_gather, spmd.reduce_scatter) or sent.args[2] != 0 or len(cut.args) < 4 or cut.args[1] != 1:
         return None
     joined, at = cast(Node, sent.args[0]), 0
@@ -82,19 +84,24 @@ def _member(cut: Node) -> tuple[Node, Node] | None:
 
 def _first_types(node: Node) -> Iterator[Node]:
     """The first values that have types, behind turns and views."""
-    for user in node.users:
-        if user.target in (aten.reshape.default, aten.permute.default):
-            yield from [user] if ir.record(user).sharding is not None else _first_types(user)
+    work = [node]
+    while work:
+        for user in work.pop().users:
+            if user.target in (aten.reshape.default, aten.permute.default):
+                if ir.record(user).sharding is not None:
+                    yield user
+                else:
+                    work.append(user)
 
 
 def _path_up(node: Node, end: Node | None = None) -> list[Node]:
     """The turns and views that make it, from `end`, or what has a type, on."""
     path = [node]
-    while path[0] is not end and path[0].target in (aten.reshape.default, aten.permute.default):
-        if end is None and len(path) > 1 and ir.record(path[0]).sharding is not None:
+    while path[-1] is not end and path[-1].target in (aten.reshape.default, aten.permute.default):
+        if end is None and len(path) > 1 and ir.record(path[-1]).sharding is not None:
             break
-        path.insert(0, cast(Node, path[0].args[0]))
-    return path
+        path.append(path[-1].all_input_nodes[0])
+    return path[::-1]
 
 
 def _split_part(split: Sharding, less: Sharding, axes: tuple[str, ...]) -> int | None:
@@ -114,7 +121,7 @@ def _follow(made: Tensor, shape: Sequence[int], path: Sequence[Node]) -> Tensor 
     for node in path:
         if node.target is aten.permute.default:
             try:
-                made = made.view(list(shape)).permute(cast(list[int], node.args[1]))
+                made = made.view(list(shape)).permute(named_arguments(node)["dims"])
             except RuntimeError:
                 return None
         shape = ir.record(node).shape

@@ -34,6 +34,8 @@ def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapp
     whole, local, offsets = (cast(Sequence[int], named.get(name)) for name in TILE)
     if not whole or not local or not offsets:
         return
+    if not len(whole) == len(local) == len(offsets):
+        raise Wrong(f"its {', '.join(TILE)} are not of one length")
     round_ring = node.target in (*FORWARD, *BACKWARD)  # which rank's tile `rings.py` knows
     split: list[tuple[str, ...]] = []
     for size, extent, offset in zip(whole, local, offsets, strict=True):

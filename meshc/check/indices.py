@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from meshc import ir
 from meshc.check.ruled import Rules
-from meshc.check.tiles import TileIndices, dim_of
+from meshc.check.tiles import READS, WRITES, TileIndices, dim_of
 from meshc.check.types import Wrong
 from meshc.ir import Record, spmd
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
@@ -82,7 +82,7 @@ def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: Rules, 
 def _of_whole_values(node: Node, tensors: list[Node], tiles: TileIndices) -> tuple[Node | None, list[Node]]:
     """The call as it is of whole values, and what stands for its operands; None where a type does not say what these are."""
     graph, stands = Graph(), dict[Node, Node]()
-    rows = {rows for one in tensors[1:] if (rows := tiles.whole_rows(one)) is not None}
+    rows = {rows for one in tensors[1:] if (rows := tiles.whole_rows(one)) is not None} if node.target in (*READS, *WRITES) else set()
     for one in tensors:
         told = ir.records(one)[0]
         shape = told.sharding.shape if told.sharding is not None else tuple(told.shape) if rows else None

@@ -96,10 +96,10 @@ def positions(node: Node, places: Places, sizes: Mapping[str, int]) -> Spread | 
     if node.target in COUNTS_UP:
         (extent,) = record(node).shape
         return Spread(((Part(UNNAMED, extent),) if extent != 1 else (),), {}, filled=True)
-    if node.target is not aten.add.Tensor or (place := places.get(node.args[1])) is None or place.size is None:
+    if node.target is not aten.add.Tensor or len(node.args) < 2 or node.kwargs:
         return None
-    x = cast(Node, node.args[0])
-    if x.target not in COUNTS_UP:
+    x, place = cast(Node, node.args[0]), places.get(node.args[1])
+    if place is None or place.size is None or x.target not in COUNTS_UP:
         return None
     counts, extent = tuple(sizes[axis] for axis in place.axes), record(x).shape[0]
     if not place.starts or not place.is_own or place.counts != counts or tile_length(place.size, counts) != extent:

@@ -76,9 +76,10 @@ def _is_same_for_keys(node: Node) -> bool:
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by the names of its schema."""
-    names = [argument.name for argument in cast(OpOverload, node.target)._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
+    """All arguments of a call by the names of its schema, in its order, with defaults for those that are left out."""
+    rows = cast(OpOverload, node.target)._schema.arguments
+    given = dict(zip((argument.name for argument in rows), node.args, strict=False)) | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in rows}
 
 
 def _check_start(named: Mapping[str, Any], given: Mapping[Node, Spread], places: Mapping[object, Place | None]) -> None:
@@ -87,7 +88,7 @@ def _check_start(named: Mapping[str, Any], given: Mapping[Node, Spread], places:
     parts, start = given[q].dims[2], places.get(named.get("start"))
     _check_number("start", start, 0, q, given)
     if named["causal"] and parts and parts[0].axes and start is None:
-        raise Wrong(f"{q} is [{shown(parts)}] along dim 2, and its causal mask starts at {named.get('start', 0)} on all ranks")
+        raise Wrong(f"{q} is [{shown(parts)}] along dim 2, and its causal mask starts at {named['start']} on all ranks")
 
 
 def _together(given: Mapping[Node, Spread]) -> Back:

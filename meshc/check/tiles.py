@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.check.moved import Place, place_of
+from meshc.check.rings import named_arguments
 from meshc.check.spread import Parts, shown
 from meshc.check.types import Wrong
 from meshc.ir import spmd
@@ -33,10 +34,10 @@ from meshc.ops import take as _take  # noqa: F401 - likewise
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
+Arguments = list[object]
 INTEGERS: Final = (torch.int64, torch.int32)
 RESHAPES: Final = (
-    aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.expand.default,
-    aten.clone.default,
+    aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.clone.default,
 )  # fmt: skip
 READS: Final[Mapping[object, int]] = {
     aten.embedding.default: 1, aten.gather.default: 2, aten.index_select.default: 2, meshc.copies_of.default: 1,
@@ -89,12 +90,12 @@ class Index:
     """What is known of integers, truths or rows: of which index they are made, and how.
 
     index      an index of whole values; `tile`: cut off behind that tile
-    negative   whether it counts from the end;  from_end  it, plus `other`
+    negative   whether it counts from the end;  raised  it, plus `other`;  from_end  the one or the other
     shifted    where it points, from the tile's start on
     behind, before, inside   whether it points behind the tile's start, before its end, into it
     place      its place in the tile, `other` for rows of other ranks
-    rows       the tile's rows by it, any row for those of other ranks
-    masked     anything, with 0 for rows of other ranks
+    rows       the tile's rows by it, any row for those of other ranks, which a mask of the shape `other` says
+    masked     anything, with 0 for rows of other ranks by such a mask
     longer     what was written by it into a tile and the row behind it
     unknown    anything else that is computed of an index
     """
@@ -131,7 +132,8 @@ class TileIndices:
         if node.target in BY_START:
             self._check_start(node)
         made = _MAKES.get(node.target)
-        found = made(self, node) if made is not None else None
+        typed = ir.records(node)[0].sharding is not None  # of whole values, whatever it is computed of
+        found = made(self, arguments(node)) if made is not None and not typed else None
         if node.target in READS:
             found = self._rows_of_read(node)
         elif node.target in ADDS:
@@ -178,46 +180,46 @@ class TileIndices:
         pointwise = node.target in _MAKES or torch.Tag.pointwise in getattr(node.target, "tags", ())
         return Index("unknown", operands[0].of) if pointwise and ir.record(node).dtype in INTEGERS else None
 
-    def _shift(self, node: Node) -> Index | None:
-        x, place = self._index(node.args[0]), self._places.get(node.args[1])
+    def _shift(self, args: Arguments) -> Index | None:
+        x, place = self._index(args[0]), self._places.get(args[1])
         tile = RankTile.of(place)
         if x is None or place is None or tile is None or not place.starts or x.kind not in ("index", "from_end"):
             return None
         if x.kind == "from_end" and x.other != tile.size * tile.unit:
-            raise Wrong(f"{node.args[0]} counts from the end of {x.other} rows, and {node.args[1]} is the start of {tile}")
+            raise Wrong(f"{args[0]} counts from the end of {x.other} rows, and {args[1]} is the start of {tile}")
         return Index("shifted", x.of, tile)
 
-    def _offset(self, node: Node) -> Index | None:
-        x, more = self._index(node.args[0]), node.args[1]
-        return Index("from_end", x.of, None, more) if x is not None and x.kind == "index" and type(more) is int else None
+    def _offset(self, args: Arguments) -> Index | None:
+        x, more = self._index(args[0]), args[1]
+        return Index("raised", x.of, None, more) if x is not None and x.kind == "index" and type(more) is int else None
 
-    def _lower_bound(self, node: Node) -> Index | None:
-        x = self._index(node.args[0])
-        return Index("behind", x.of, x.tile) if x is not None and x.kind == "shifted" and node.args[1] == 0 else None
+    def _lower_bound(self, args: Arguments) -> Index | None:
+        x = self._index(args[0])
+        return Index("behind", x.of, x.tile) if x is not None and x.kind == "shifted" and args[1] == 0 else None
 
-    def _upper_bound(self, node: Node) -> Index | None:
-        x, count = self._index(node.args[0]), self._places.get(node.args[1])
-        if x is not None and x.kind == "index" and node.args[1] == 0:
+    def _upper_bound(self, args: Arguments) -> Index | None:
+        x, count = self._index(args[0]), self._places.get(args[1])
+        if x is not None and x.kind == "index" and args[1] == 0:
             return Index("negative", x.of)
         if x is None or x.kind != "shifted" or count is None or count.starts or RankTile.of(count) != x.tile:
             return None
         return Index("before", x.of, x.tile)
 
-    def _both_bounds(self, node: Node) -> Index | None:
-        one, other = (self._index(x) for x in node.args[:2])
+    def _both_bounds(self, args: Arguments) -> Index | None:
+        one, other = (self._index(x) for x in args[:2])
         if one is None or other is None or {one.kind, other.kind} != {"behind", "before"} or (one.of, one.tile) != (other.of, other.tile):
             return None
         return replace(one, kind="inside")
 
-    def _masked_place(self, node: Node) -> Index | None:
-        one, other = (self._index(x) for x in node.args[:2])
+    def _masked_place(self, args: Arguments) -> Index | None:
+        one, other = (self._index(x) for x in args[:2])
         if one is None or other is None or (one.kind, other.kind) != ("shifted", "inside") or (one.of, one.tile) != (other.of, other.tile):
             return None
         return replace(one, kind="place", other=0)
 
-    def _where_number(self, node: Node) -> Index | None:
+    def _where_number(self, args: Arguments) -> Index | None:
         """where(mask, x, a number)."""
-        mask, x, other = self._index(node.args[0]), self._index(node.args[1]), node.args[2]
+        mask, x, other = self._index(args[0]), self._index(args[1]), args[2]
         if mask is None or mask.kind not in ("inside", "before"):
             return None
         same = x is not None and (x.of, x.tile) == (mask.of, mask.tile)
@@ -225,14 +227,14 @@ class TileIndices:
             return replace(mask, kind="index", other=other) if x is not None and x.kind == "index" and x.of is mask.of else None
         if x is not None and x.kind in ("shifted", "place"):
             return replace(x, kind="place", other=other) if same else None
-        return replace(mask, kind="masked") if other == 0 else None
+        return replace(mask, kind="masked", other=_shape(cast(Node, args[0]))) if other == 0 else None
 
-    def _where_index(self, node: Node) -> Index | None:
+    def _where_index(self, args: Arguments) -> Index | None:
         """where(it is negative, it from the end, it)."""
-        found = [self._index(x) for x in node.args[:3]]
-        if [one and one.kind for one in found] != ["negative", "from_end", "index"] or len({one.of for one in found if one}) > 1:
+        found = [self._index(x) for x in args[:3]]
+        if [one and one.kind for one in found] != ["negative", "raised", "index"] or len({one.of for one in found if one}) > 1:
             return None
-        return found[1]
+        return replace(cast(Index, found[1]), kind="from_end")
 
     # ------------------------------------------------------------------------------------------------ who reads and writes
 
@@ -243,16 +245,17 @@ class TileIndices:
             reshapes = node.target in RESHAPES and ir.record(node).sharding is None
             if found is None or found.kind not in ("rows", "longer") or reshapes:
                 continue
+            args = arguments(node)
             if found.kind == "longer":
-                if node.target is not aten.slice.Tensor or node.args[1:4] != (found.other, 0, cast(RankTile, found.tile).rows):
+                if node.target is not aten.slice.Tensor or args[1:] != [found.other, 0, cast(RankTile, found.tile).rows, 1]:
                     raise Wrong(f"{one} has a row behind its tile for what is written to other ranks' rows: it is to be cut off")
                 continue
-            mask = self._index(node.args[0]) if node.target is aten.where.ScalarOther and node.args[1] is one else None
+            mask = self._index(args[0]) if node.target is aten.where.ScalarOther and args[1] is one else None
             told = f"{one} has any row where an index points into another rank's tile"
-            if mask is None or node.args[2] != 0:
+            if mask is None or args[2] != 0:
                 raise Wrong(f"{told}, and {ir.op_name(node)} takes it as it is: mask it")
-            if mask.kind != "inside" or (mask.of, mask.tile) != (found.of, found.tile):
-                raise Wrong(f"{told}, and {node.args[0]} does not say where that is")
+            if mask.kind != "inside" or (mask.of, mask.tile, _shape(args[0])) != (found.of, found.tile, found.other):
+                raise Wrong(f"{told}, and {args[0]} does not say where that is")
 
     def _check_place(self, index: Node, who: str, parts: Parts | None, other: object) -> Index | None:
         """Raises Wrong for an index that is no place in a rank's tile of `parts`, with `other` for rows of other ranks."""
@@ -281,8 +284,8 @@ class TileIndices:
         return RankTile(first.axes, first.size, tuple(self.sizes[axis] for axis in first.axes), prod(part.size for part in rows[1:]))
 
     def _rows_of_read(self, node: Node) -> Index | None:
-        x, index = cast(Node, node.args[0]), cast(Node, node.args[READS[node.target]])
-        dim = dim_of(node)
+        args, dim = arguments(node), dim_of(node)
+        x, index = cast(Node, args[0]), cast(Node, args[READS[node.target]])
         if not ir.record(x).shape:
             return None
         found = self._check_place(index, str(x), _parts(x, dim), -1 if node.target in SKIPS_OTHERS else 0)
@@ -290,24 +293,23 @@ class TileIndices:
             return None
         if cast(RankTile, found.tile).rows != ir.record(x).shape[dim]:
             raise Wrong(f"{index} is a place in {found.tile}, and {x} has {ir.record(x).shape[dim]} rows")
-        return replace(found, kind="rows")
+        return replace(found, kind="rows", other=_shape_of_mask(node, index, dim))
 
     def _check_sum_of_rows(self, node: Node) -> None:
-        grad, index = cast(tuple[Node, Node], node.args[:2])
+        grad, index = (cast(Node, one) for one in arguments(node)[:2])
         skips = node.target in SKIPS_OTHERS
         found = self._check_place(index, node.name, _parts(node, 0), -1 if skips else 0)
         if found is None or found.kind != "place" or skips:
             return
         mask = self._index(grad)
-        if mask is None or mask.kind != "masked" or (mask.of, mask.tile) != (found.of, found.tile):
+        if mask is None or (mask.kind, mask.of, mask.tile, mask.other) != ("masked", found.of, found.tile, (*_shape(index), 1)):
             raise Wrong(f"it adds what {grad} has for rows of other ranks to the first of its own: mask {grad}")
 
     def _rows_of_write(self, node: Node) -> Index | None:
         """Into a tile and a row behind it."""
-        x, index, dim = cast(Node, node.args[0]), cast(Node, node.args[2]), dim_of(node)
-        shape, tile, inner = ir.record(x).shape, self._tile(index), x
-        if ir.record(x).sharding is None and x.target is aten.cat.default:
-            inner = cast(tuple[list[Node]], x.args)[0][0]
+        x, _, index = (cast(Node, one) for one in arguments(node)[:3])
+        shape, tile, dim = ir.record(x).shape, self._tile(index), dim_of(node)
+        inner = ir.operands(x)[0] if ir.record(x).sharding is None and x.target is aten.cat.default else x
         if not shape or self._check_place(index, str(inner), _parts(inner, dim), tile and tile.rows) is None or tile is None:
             return None
         if shape[dim] != tile.rows + 1:
@@ -317,8 +319,8 @@ class TileIndices:
     def _check_start(self, node: Node) -> None:
         """Raises Wrong where the start that an operator is told is not that of the tile that it has."""
         at, argument, dim = BY_START[node.target]
-        x = node if argument is None else cast(Node, node.args[argument])
-        start = node.args[at] if len(node.args) > at else 0
+        args = arguments(node)
+        x, start = node if argument is None else cast(Node, args[argument]), args[at]
         parts = _parts(x, dim)
         if parts is None:
             return
@@ -327,16 +329,16 @@ class TileIndices:
         if told != tile or tile is None and start != 0 and node.target is not meshc.group_choices.default:
             says = f"is the start of {told}" if told is not None else "is no start of its tile"
             raise Wrong(f"{start} {says}, and {x} is [{shown(parts)}] there")
-        index = self._index(node.args[1 if argument is not None else 0])
+        index = self._index(args[1 if argument is not None else 0])
         if index is not None and index.kind in ("shifted", "place"):
             raise Wrong(f"{node.name} counts its index from the start of its tile, as has been done already")
         if index is None or tile is None or argument is None or len(tile.axes) == 1:
             return
-        if any(is_padded(part, self.sizes) for part in parts) and (index.kind, index.tile, index.other) != ("index", tile, node.args[2]):
-            raise Wrong(f"{node.args[1]} may point behind {tile} into its padding: it is to be {node.args[2]} there")
+        if any(is_padded(part, self.sizes) for part in parts) and (index.kind, index.tile, index.other) != ("index", tile, args[2]):
+            raise Wrong(f"{args[1]} may point behind {tile} into its padding: it is to be {args[2]} there")
 
 
-_MAKES: Final[Mapping[object, Callable[[TileIndices, Node], Index | None]]] = {
+_MAKES: Final[Mapping[object, Callable[[TileIndices, Arguments], Index | None]]] = {
     aten.sub.Tensor: TileIndices._shift,
     aten.add.Tensor: TileIndices._offset,
     aten.ge.Scalar: TileIndices._lower_bound,
@@ -348,11 +350,29 @@ _MAKES: Final[Mapping[object, Callable[[TileIndices, Node], Index | None]]] = {
 }
 
 
+def arguments(node: Node) -> Arguments:
+    """In the order of the operator's schema."""
+    return list(named_arguments(node).values())
+
+
 def dim_of(node: Node) -> int:
     """The dim along which a reader or writer goes by its index."""
+    x, dim, *_ = arguments(node)
     by_rows = READS.get(node.target) == 1 or node.target in ADDS
-    x = cast(Node, node.args[0])
-    return 0 if by_rows else cast(int, node.args[1]) % max(len(ir.record(x).shape), 1)
+    return 0 if by_rows else cast(int, dim) % max(len(_shape(x)), 1)
+
+
+def _shape(x: object) -> tuple[int, ...]:
+    return tuple(ir.record(cast(Node, x)).shape)
+
+
+def _shape_of_mask(node: Node, index: Node, dim: int) -> tuple[int, ...]:
+    """Of the mask of what is read by an index."""
+    if node.target is aten.gather.default:
+        return _shape(index)
+    if node.target is aten.embedding.default:
+        return (*_shape(index), 1)
+    return tuple(extent if at == dim else 1 for at, extent in enumerate(_shape(node)))
 
 
 def _parts(x: Node, dim: int) -> Parts | None:

@@ -95,7 +95,13 @@ def found(text: str) -> list[tuple[str, str, str]]:
     return list(indices.faults({"main": stage}, SIZES, rules))
 
 
-@pytest.mark.parametrize("text", [READ, ADDED, GATHERED, WRITTEN, TAKEN, TAKEN_OF_BOTH])
+MOVED: Final = f"""
+k: "i64[batch 8/dp]" = aten.add.Tensor(i, 3)
+{READ.replace("(i, start)", "(k, start)")}"""
+"""An index that the model has computed."""
+
+
+@pytest.mark.parametrize("text", [READ, MOVED, ADDED, GATHERED, WRITTEN, TAKEN, TAKEN_OF_BOTH])
 def test_what_goes_by_its_own_tile_is_let_through(text: str) -> None:
     assert found(text) == []
 
@@ -119,10 +125,13 @@ CHANGED: Final = [
     (READ, "aten.unsqueeze(m, -1)", "aten.unsqueeze(a, -1)", "y", "n does not say where that is"),
     (GATHERED, "(q, start)", "(q, dp_start)", "r", "p is no place in a rank's tile, and x is [vocab 10/tp] there"),
     (GATHERED, "(m, r, 0)", "(a, r, 0)", "y", "a does not say where that is"),
+    (READ, '"b8[4, 1]" = aten.unsqueeze(m, -1)', '"b8[1, 4]" = aten.unsqueeze(m, 0)', "y", "n does not say where that is"),
+    (ADDED, '"b8[4, 1]" = aten.unsqueeze(m, -1)', '"b8[1, 4]" = aten.unsqueeze(m, 0)', "y", "it adds what h has for rows of other ranks"),
     (ADDED, "(i, start)", "(i, dp_start)", "y", "p is no place in a rank's tile, and y is [vocab 10/tp] there"),
     (ADDED, "(h, p, 5", "(g, p, 5", "y", "it adds what g has for rows of other ranks to the first of its own: mask g"),
     (ADDED, "aten.unsqueeze(m, -1)", "aten.unsqueeze(b, -1)", "y", "it adds what h has for rows of other ranks to the first of its own: mask h"),
     (WRITTEN, "(all, start)", "(all, dp_start)", "f", "p is no place in a rank's tile"),
+    (WRITTEN, "(all, start)", "(up, start)", "f", "p is no place in a rank's tile"),
     (WRITTEN, "(j, 10)", "(j, 5)", "s", "all counts from the end of 5 rows, and start is the start of a tile of 10 over tp"),
     (WRITTEN, "(m, s, 5)", "(m, s, 0)", "f", "p is 0 for rows of other ranks, and not 5"),
     (WRITTEN, "(f, 0, 0, 5)", "(f, 0, 1, 6)", "y", "f has a row behind its tile for what is written to other ranks' rows: it is to be cut off"),
