@@ -56,7 +56,7 @@ def check_offsets(node: Node, places: Mapping[object, Place | None], sizes: Mapp
 
 def _lies(node: Node, count: int) -> Iterator[Sharding]:
     """How what is drawn lies: by its line, those that view it or take it out of several, or the operand that it is drawn for."""
-    for one in (node, *node.users, *node.all_input_nodes):
+    for one in (node, *(user for user in node.users if user.op != "output"), *node.all_input_nodes):
         record = ir.records(one)[0]
         if record.sharding is not None and prod(record.shape) == count:
             yield record.sharding

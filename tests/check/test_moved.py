@@ -166,6 +166,11 @@ def test_values_that_travel_together_lie_in_the_order_of_their_collective(text: 
     assert name == value and why in said, said
 
 
+def test_what_is_drawn_may_be_handed_out_as_it_is() -> None:
+    typed = TEXT.replace("LINES", 'u: "f32[8, 8]" = meshc.uniform(seed, 3, [8, 8], [8, 8], [0, 0], f32)').replace('"output:x": x', '"output:x": u')
+    assert list(follow.faults(parse_stage(typed), SIZES, rules)) == []
+
+
 def test_a_check_looks_for_the_rows_of_who_reads_by_it() -> None:
     lines = 'k: "i64[5]" = meshc.check_index(i, 0, HIGH, None, "i", "")', 'y: "f32[rows 5, width 6]" = aten.embedding(e, k)'
     typed = {"i": "i64[rows 5]", "v": "f32[vocab 8, width 6]"}
