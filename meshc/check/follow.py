@@ -18,8 +18,9 @@ from torch.fx import Node
 from meshc import ir
 from meshc.check import orders, rings
 from meshc.check.asked import Asked
+from meshc.check.draws import check_offsets
 from meshc.check.handed import Handed
-from meshc.check.moved import Place, moved, place_of
+from meshc.check.moved import Place, moved, place_of, positions
 from meshc.check.padding import check_claims, check_sums
 from meshc.check.ruled import Rules, ruled
 from meshc.check.spread import Parts, Spread, alike, fit_together, flat, run_of, shown, shown_pending
@@ -81,6 +82,7 @@ class _Walk:
         if node.op != "call_function":
             return
         found = self._made(node, declared)
+        check_offsets(node, self.places, self.sizes)
         several = isinstance(node.meta[ir.KEY], tuple)
         self.spreads[node] = tuple((_filled if several else _settled)(one, told) for one, told in zip(found, declared, strict=True))
         before = self.calls.setdefault(_call(node), self.spreads[node])
@@ -126,6 +128,8 @@ class _Walk:
                 return [viewed(given, ir.record(node).shape, self.sizes)]
             check_view(given, declared[0])
             return [replace(given, dims=(None,) * len(declared[0].dims), runs=given.splits())]
+        if (counted := positions(node, self.places, self.sizes)) is not None:
+            return [counted]
         if target in SAME:
             return [self._of(cast(Node, node.args[0]))]
         if target is aten.slice.Tensor:
@@ -205,8 +209,7 @@ class _Walk:
         if rule is None or deferrals is None:
             return unknown
         orders.check(node, names, rule, self.asked.rules, given, piece, self.sizes)
-        if not piece:
-            check_sums(node, names, rule, given, self.sizes)
+        check_sums(node, names, rule, given, self.sizes)
         found = ruled(node, names, rule, deferrals, given, declared, self.sizes)
         read = [one if len(one.dims) == len(told.dims) else other for one, told, other in zip(found, declared, unknown, strict=True)]
         made = [_doubtful(one) for one in read] if varies else read

@@ -3,8 +3,8 @@
     i: "i64[4]" = meshc.check_index(x, 0, 255, None, "x", "", True)
     y: "f32[4, h 8]" = aten.embedding(w, i)         w is [vocab 256, h 8]: refused, 0 to 255 are its rows
 
-Looked at is what is checked itself, and what is only moved or cut out of it, in any stage. Where a line's types do not say of how many rows
-it reads a tile, nothing is said; nor where an index is computed with, as it is where the rows themselves are split.
+Looked at is what is checked itself, what is only moved or cut out of it, and its place in a rank's tile of the rows (`tiles.py`), in any
+stage. Where a line's types do not say of how many rows it reads a tile, nothing is said.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from torch.fx.node import map_arg
 
 from meshc import ir
 from meshc.check.ruled import Rules
+from meshc.check.tiles import READS, WRITES, TileIndices, dim_of
+from meshc.check.types import Wrong
 from meshc.ir import Record, spmd
 from meshc.ops import check_index as _check_index  # noqa: F401 - registers it
 from meshc.ops import take as _take  # noqa: F401 - registers one_hot
-from meshc.program.program import PlainProgram
+from meshc.program.program import Stage
+from meshc.text.allowed import spelling
 
 CHECK: Final = torch.ops.meshc.check_index.default
 ONE_HOT: Final = torch.ops.meshc.one_hot.default
@@ -29,33 +32,45 @@ Check = tuple[str, Node]
 """A stage, and a line of it that looks at an index."""
 
 
-def faults(program: PlainProgram, rules: Rules) -> Iterator[tuple[str, str, str]]:
-    """(stage, value, what is wrong) for every check of another range than that of who reads by what it has let through."""
+def faults(stages: Mapping[str, Stage], sizes: Mapping[str, int], rules: Rules) -> Iterator[tuple[str, str, str]]:
+    """(stage, value, what is wrong) for every line that goes by an index as it is in another rank's tile, and for every check of another
+    range than that of who reads by what it has let through."""
     handed: dict[str, frozenset[Check]] = {}
-    for stage in program.stages.values():
+    tiles = TileIndices(sizes)
+    for stage in stages.values():
+        tiles.enter(stage.keys())
         behind: dict[Node, frozenset[Check]] = {node: handed.get(key, frozenset()) for node, key in stage.keys().items()}
         for node in stage.graph.nodes:
             if node.op == "call_function":
-                come = [behind.get(one, frozenset()) for one in node.all_input_nodes] if _moves(node, rules) else []
+                try:
+                    tiles.visit(node)
+                except Wrong as wrong:
+                    yield stage.name, node.name, f"{node.name} = {spelling(node.target)}(...): {wrong}"
+                come = [behind.get(one, frozenset()) for one in _moved(node, rules, tiles)]
                 behind[node] = frozenset().union(*come, [(stage.name, node)] if node.target is CHECK else [])
-                yield from ((name, check.name, f"{check.name}: {why}") for (name, check), why in _misread(node, behind, rules).items())
+                misread = _misread(node, behind, rules, tiles)
+                yield from ((name, check.name, f"{check.name}: {why}") for (name, check), why in misread.items())
+        tiles.leave(stage.results())
         for key, value in stage.results().items():
             handed[key] = handed.get(key, frozenset()) | behind.get(value, frozenset())
 
 
-def _moves(node: Node, rules: Rules) -> bool:
-    """Whether a result holds no other integers than its operands do, but for padding."""
-    return node.target is CHECK or node.target in spmd.FUNCTIONS.values() or ir.is_getitem(node) or rules.only_moves(node)
+def _moved(node: Node, rules: Rules, tiles: TileIndices) -> list[Node]:
+    """The operands whose integers a result holds, but for padding, and no others; or places of theirs in a tile."""
+    if node.target is CHECK or node.target in spmd.FUNCTIONS.values() or ir.is_getitem(node) or rules.only_moves(node):
+        return node.all_input_nodes
+    index = tiles.origin(node)
+    return [] if index is None else [index]
 
 
-def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: Rules) -> dict[Check, str]:
+def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: Rules, tiles: TileIndices) -> dict[Check, str]:
     tensors = [one for one in ir.operands(node) if not ir.is_integer(one)]
     if node.target is CHECK or not any(behind.get(one) for one in tensors):
         return {}
-    whole, those = _of_whole_values(node, tensors)
+    whole, those = _of_whole_values(node, tensors, tiles)
     found: dict[Check, str] = {}
     for place, low, high, ignore in rules.ranges(whole, those) if whole is not None else ():
-        checks = behind[tensors[place]]
+        checks = behind.get(tensors[place], frozenset())
         if checks and not any(tuple(check.args[1:4]) == (low, high, ignore) for _, check in checks):
             besides = "" if ignore is None else f" or {ignore}"
             for stage, check in checks:
@@ -64,14 +79,18 @@ def _misread(node: Node, behind: Mapping[Node, frozenset[Check]], rules: Rules) 
     return found
 
 
-def _of_whole_values(node: Node, tensors: list[Node]) -> tuple[Node | None, list[Node]]:
+def _of_whole_values(node: Node, tensors: list[Node], tiles: TileIndices) -> tuple[Node | None, list[Node]]:
     """The call as it is of whole values, and what stands for its operands; None where a type does not say what these are."""
     graph, stands = Graph(), dict[Node, Node]()
+    rows = {rows for one in tensors[1:] if (rows := tiles.whole_rows(one)) is not None} if node.target in (*READS, *WRITES) else set()
     for one in tensors:
         told = ir.records(one)[0]
-        if one not in stands and told.sharding is not None:
+        shape = told.sharding.shape if told.sharding is not None else tuple(told.shape) if rows else None
+        if rows and one is tensors[0] and shape is not None:
+            shape = tuple(max(rows) if dim == dim_of(node) else extent for dim, extent in enumerate(shape))
+        if one not in stands and shape is not None:
             stands[one] = graph.placeholder(one.name)
-            ir.set_record(stands[one], Record(told.sharding.shape, told.dtype))
+            ir.set_record(stands[one], Record(shape, told.dtype))
     if len(stands) < len(set(tensors)):
         return None, []
     args, kwargs = map_arg((node.args, node.kwargs), lambda one: stands.get(one, 0))

@@ -19,16 +19,20 @@ from functools import partial
 from math import prod
 from typing import Final, cast
 
+import torch
 from torch.fx import Node
 
 from meshc.check.orders import check_natural, reordered
-from meshc.check.spread import Parts, Spread, shown, shown_pending, tile
+from meshc.check.spread import UNNAMED, Parts, Spread, shown, shown_pending, tile
 from meshc.check.types import Wrong
 from meshc.check.viewed import cut
 from meshc.check.windows import Goes, Halo, check_halo, check_sum
 from meshc.ir import record, spmd
 from meshc.ir.sharding import ZIGZAG, Part, local_size
+from meshc.ir.window import tile_length
 
+aten = torch.ops.aten
+COUNTS_UP: Final = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 Axes = Sequence[str]
 
 
@@ -85,6 +89,22 @@ def _place_back(node: Node, places: Places, sizes: Mapping[str, int]) -> Place |
     if ranks != there:
         raise Wrong(f"it goes round a ring of {ranks} ranks by a place on {'/'.join(place.axes)}, which has {there}")
     return Place(place.axes, back=(place.back + steps) % ranks)
+
+
+def positions(node: Node, places: Places, sizes: Mapping[str, int]) -> Spread | None:
+    """How what counts up lies: from a number on that all ranks have, or from the start of a rank's tile; None of other lines."""
+    if node.target in COUNTS_UP:
+        (extent,) = record(node).shape
+        return Spread(((Part(UNNAMED, extent),) if extent != 1 else (),), {}, filled=True)
+    if node.target is not aten.add.Tensor or len(node.args) < 2 or node.kwargs:
+        return None
+    x, place = cast(Node, node.args[0]), places.get(node.args[1])
+    if place is None or place.size is None or x.target not in COUNTS_UP:
+        return None
+    counts, extent = tuple(sizes[axis] for axis in place.axes), record(x).shape[0]
+    if not place.starts or not place.is_own or place.counts != counts or tile_length(place.size, counts) != extent:
+        raise Wrong(f"it counts {extent} positions from {node.args[1]} on, which is not where a rank's tile of so many starts")
+    return Spread(((Part(UNNAMED, place.size, place.axes),),), varies=True)
 
 
 def _own_place(number: object, places: Places) -> Place | None:
@@ -251,6 +271,9 @@ def _mask(node: Node, given: Spread, declared: Spread | None, places: Places, si
     if place is None or place.starts:
         return replace(given, padding={}, varies=True)
     parts = given.dims[dim]
+    if parts is None and (behind := _viewed_sizes(cast(Node, node.args[0]), place.axes)) and place.size not in behind:
+        split = "/".join(place.axes)
+        raise Wrong(f"it counts the real positions of a tile of {place.size} over {split}, and {split} splits {behind[0]} of its operand's")
     exposed = [part for part in parts or () if local_size(part, sizes) != 1] or list(parts or ())
     counted = place.counts == tuple(sizes[axis] for axis in place.axes)
     fits = counted and (parts is None or any(part.axes == place.axes and part.size == place.size for part in exposed[:1]))
@@ -259,6 +282,14 @@ def _mask(node: Node, given: Spread, declared: Spread | None, places: Places, si
         tiles = f"a tile of {place.size} over {'/'.join(place.axes)}"
         raise Wrong(f"it counts the real positions of {tiles} along dim {dim} of its operand{told}")
     return replace(given, padding={**given.padding, **dict.fromkeys(place.axes, float(value))})
+
+
+def _viewed_sizes(x: Node, axes: Axes) -> list[int]:
+    """Sizes of the parts that these axes split of what is viewed, by its type."""
+    while x.target is aten.reshape.default and record(x).sharding is None:
+        x = cast(Node, x.args[0])
+    sharding = record(x).sharding
+    return [] if sharding is None else [part.size for _, _, part in sharding.parts() if part.axes == tuple(axes)]
 
 
 def _ring_shift(node: Node, given: Spread, declared: Spread | None, _: Places, sizes: Mapping[str, int]) -> Spread:

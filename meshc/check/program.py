@@ -11,15 +11,15 @@ checks it there (`check_program` on what `instance.at` gives).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import follow, hosted, indices, memory, phases, shared, used_rows
+from meshc.check import bundled, follow, hosted, indices, memory, phases, shared, used_rows
 from meshc.check.handed import Handed
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
@@ -33,11 +33,13 @@ from meshc.check.types import Wrong, check_type
 from meshc.errors import ArtifactError, InputError, ScheduleError
 from meshc.ir import Record
 from meshc.ir.sharding import Sharding, is_padded, local_shape
+from meshc.ir.spmd import joins_stages
 from meshc.pipelining.cut import slot
 from meshc.program import instance
 from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
 from meshc.program.complete import refuse_incomplete
 from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
+from meshc.text.allowed import spelling
 from meshc.text.show import print_type
 
 SHOWN = 10
@@ -104,7 +106,8 @@ def _faults(program: PlainProgram, where: str, rules: Rules | None) -> Iterator[
         yield from (_at(stage, name, why) for name, why in wrong.items())
     for name, value, why in faults_of_regions(program):
         yield _at(program.stages[name], value, f"{value}: {why}")
-    for name, value, why in (*faults_of_started(program), *(indices.faults(program, rules) if rules else ())) if sound else ():
+    of_lines = *faults_of_started(program), *_of_joined_stages(program)
+    for name, value, why in (*of_lines, *(indices.faults(program.stages, sizes, rules) if rules else ())) if sound else ():
         yield _at(program.stages[name], value, why)
     for port in (*program.inputs, *program.outputs):
         try:
@@ -124,8 +127,28 @@ def _of_sound_lines(
 ) -> Iterator[tuple[str, str]]:
     """What is wrong with lines each of which an operator can make of values of these shapes."""
     yield from follow.faults(stage, sizes, rules, handed)
+    yield from bundled.faults(stage, sizes)
     yield from memory.faults(stage, may_view)
     yield from phases.faults(stage)
+
+
+def _of_joined_stages(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
+    """(stage, value, what is wrong) where pipeline stages do not make the same collectives with each other, in the same order: ranks would
+    wait for each other for good."""
+    for when in ("before_", "after_"):
+        rows = [(name, list(filter(joins_stages, stage.graph.nodes))) for name, stage in program.stages.items() if name.startswith(when)]
+        for name, row in rows[1:]:
+            first, there = rows[0]
+            odd = next(((a, b) for a, b in zip_longest(there, row) if a is None or b is None or _call_of_all(a) != _call_of_all(b)), None)
+            if odd is not None:
+                stage, node, other = (name, odd[1], first) if odd[1] is not None else (first, odd[0], name)
+                yield stage, node.name, f"{node.name} = {spelling(node.target)}(...): {other} has no such collective in its place"
+
+
+def _call_of_all(node: Node) -> object:
+    """What must be alike of a collective on all its ranks."""
+    record = ir.record(node)
+    return node.target, node.args[1:], tuple(record.shape), record.dtype
 
 
 def _at(stage: Stage, name: str, why: str) -> str:
@@ -240,6 +263,7 @@ def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
     if program.pipeline is not None:
         return
     there = {port.key for port in program.inputs}
+    runs: Counter[tuple[str, int]] = Counter()
     for step in program.schedule:
         if step.op not in (*RUNS, "join", *ACCUMULATES):
             yield f"{where}: the schedule has the instruction {step.op!r}, which no program without pipeline stages has"
@@ -254,7 +278,11 @@ def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
             missing = [key for key in stage.inputs if slot(key, step.microbatch) not in there]
             if missing:
                 yield f"{where}: {step.stage} of microbatch {step.microbatch} needs {missing[0]}, which is not there"
+            lost = [key for key in stage.outputs if whole_of(key) is not None and key in there]
+            if lost:
+                yield f"{where}: the schedule {step.op}s {step.stage} once more before {lost[0]} of its last run has been taken"
             there |= {slot(key, step.microbatch) for key in stage.outputs}
+            runs[step.stage, step.microbatch] += 1
         else:
             if step.value not in there:
                 yield f"{where}: the schedule takes {step.value} into {step.into}, and nothing has made it since it was last taken"
@@ -266,3 +294,14 @@ def _schedule(program: PlainProgram, where: str) -> Iterator[str]:
     missing = [port.key for port in program.outputs if port.key not in there]
     if missing:
         yield f"{where}: nothing gives {missing[0]}"
+    yield from (f"{where}: {why}" for why in _of_parts(program, runs, there))
+
+
+def _of_parts(program: PlainProgram, runs: Mapping[tuple[str, int], int], there: Collection[str]) -> Iterator[str]:
+    """What is wrong with a schedule by which some microbatch's part of a sum counts not at all, or more than once."""
+    for name, stage in program.stages.items():
+        parts = [key for key in stage.outputs if whole_of(key) is not None]
+        odd = next((microbatch for microbatch in range(program.microbatches) if runs.get((name, microbatch), 0) != 1), None)
+        if parts and odd is not None:
+            yield f"the schedule runs {name} of microbatch {odd} {runs.get((name, odd), 0)} times; it gives parts of sums, of each one"
+        yield from (f"the schedule leaves {key}, which nothing takes" for key in parts if key in there)

@@ -24,6 +24,7 @@ from meshc.check.moved import Place
 from meshc.check.spread import Spread, shown
 from meshc.check.types import Wrong
 from meshc.ir.window import tile_length
+from meshc.ops import attention as _attention  # noqa: F401 - likewise
 from meshc.ops import attention_block as _block  # noqa: F401 - registers them
 from meshc.ops import attention_zigzag as _zigzag  # noqa: F401
 from meshc.ops import explicit_attention as _explicit  # noqa: F401
@@ -35,6 +36,11 @@ BACKWARD: Final = (
     meshc.attention_block_backward.default, meshc.attention_zigzag_backward.default, meshc.explicit_attention_backward.default,
     meshc.explicit_attention_bias_backward.default,
 )  # fmt: skip
+CAUSAL: Final = (
+    meshc.attention.default, meshc.attention_backward.default, meshc.attention_block.default, meshc.attention_block_backward.default,
+    meshc.explicit_attention.default, meshc.explicit_attention_backward.default, meshc.explicit_attention_bias_backward.default,
+)  # fmt: skip
+"""Those that are told where their queries start."""
 OF_QUERIES: Final = ("start", "queries_of")
 OF_KEYS: Final = ("first", "real", "keys_of")
 """Arguments that say where queries, or a block of keys, lie."""
@@ -50,6 +56,8 @@ def backs(
     """Whose tiles each of an operator's `count` results is: axes -> how many places before. Raises Wrong for operands of several ranks."""
     if node.target is torch.ops.aten.cat.default:
         return [beside([*given.values()])]
+    if node.target in CAUSAL:
+        _check_start(named_arguments(node), given, places)
     if node.target not in (*FORWARD, *BACKWARD):
         return [_together(given)] * count
     keys = _of_block(node, given, places, sizes)
@@ -63,14 +71,24 @@ def beside(given: Sequence[Spread]) -> Back:
 
 
 def _is_same_for_keys(node: Node) -> bool:
-    bias = _named(node).get("bias")
+    bias = named_arguments(node).get("bias")
     return isinstance(bias, Node) and ir.record(bias).shape[3] == 1
 
 
-def _named(node: Node) -> dict[str, Any]:
-    """A call's arguments by the names of its schema."""
-    names = [argument.name for argument in cast(OpOverload, node.target)._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | node.kwargs
+def named_arguments(node: Node) -> dict[str, Any]:
+    """All arguments of a call by the names of its schema, in its order, with defaults for those that are left out."""
+    rows = cast(OpOverload, node.target)._schema.arguments
+    given = dict(zip((argument.name for argument in rows), node.args, strict=False)) | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in rows}
+
+
+def _check_start(named: Mapping[str, Any], given: Mapping[Node, Spread], places: Mapping[object, Place | None]) -> None:
+    """Raises Wrong where queries are split and a causal mask does not go from the start of their tile on."""
+    q = named["q"]
+    parts, start = given[q].dims[2], places.get(named.get("start"))
+    _check_number("start", start, 0, q, given)
+    if named["causal"] and parts and parts[0].axes and start is None:
+        raise Wrong(f"{q} is [{shown(parts)}] along dim 2, and its causal mask starts at {named['start']} on all ranks")
 
 
 def _together(given: Mapping[Node, Spread]) -> Back:
@@ -100,7 +118,7 @@ def _back(spread: Spread, axes: tuple[str, ...]) -> int | None:
 
 def _of_block(node: Node, given: Mapping[Node, Spread], places: Mapping[object, Place | None], sizes: Mapping[str, int]) -> Back:
     """Whose block of keys it is, of which all its operands and numbers must be."""
-    named = _named(node)
+    named = named_arguments(node)
     for name in OF_QUERIES:
         _check_number(name, places.get(named.get(name)), 0, named["q"], given)
     told = [(name, place) for name in OF_KEYS if (place := places.get(named.get(name))) is not None]

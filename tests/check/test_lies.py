@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from meshc.check import check_program, follow
+from meshc.check import bundled, check_program, follow
 from meshc.errors import ArtifactError
 from meshc.passes import rules
 from meshc.program.program import PlainProgram
@@ -77,6 +77,72 @@ def test_the_line_that_lies_is_named(decoder: PlainProgram, lie: str) -> None:
     value, old, new, why = LIES[lie]
     said, lines = told(decoder, put(value, old, new))
     assert names(said, lines, value) and why in said, said
+
+
+AT_OTHER_PLACES: Final = {
+    "a check of other rows": ("check_index_default:", ", 0, 13, None", ", 0, 12, None", "check_index_default:", "it lets 0 to 11 through"),
+    "a start on another axis": ("tile_start:", "[coordinate_1]", "[coordinate]", "embedding_default:", "mul_tensor is no place in a rank"),
+    "a half of a mask": ("unsqueeze_default:", "logical_and_default", "ge_scalar", "where_scalar_other:", "does not say where that is"),
+    "labels of another tile": ("take_default:", "tile_start", "tile_start_1", "take_default:", "is the start of a tile of 4 over dp"),
+    "rows added for others": (
+        "embedding_dense_backward_default_1:", "where_scalar_other_1", "dropout_backward_default_2", "embedding_dense_backward_default_1:",
+        "it adds what dropout_backward_default_2 has for rows of other ranks",
+    ),
+    "one draw on all ranks": ("dropout_default:", "[tile_start_1, 0", "[0, 0", "dropout_default:", "0 is not where a rank's 2 of 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", AT_OTHER_PLACES)
+def test_what_goes_by_another_rank_s_place_is_named(decoder: PlainProgram, lie: str) -> None:
+    value, old, new, where, why = AT_OTHER_PLACES[lie]
+    said, lines = told(decoder, put(value, old, new))
+    assert names(said, lines, where) and why in said, said
+
+
+def test_stages_make_their_collectives_together() -> None:
+    """The gradient's norm is summed over the ranks of a pipeline: without it on one of them the others would wait for good."""
+    program = CASES["gpt pipeline"]().compiled
+    check_program(program, "program.json", rules)
+    stage = program.stages["after_1"]
+    lines = print_stage(stage, program, comments=False).split("\n")
+    at = next(number for number, line in enumerate(lines) if '= all_reduce(' in line and '["pp"]' in line)
+    value, operand = re.findall(r"(\w+): .* = all_reduce\((\w+),", lines[at])[0]
+    del lines[at]
+    lines[at:] = [re.sub(rf"\b{value}\b(?!\()", operand, line) for line in lines[at:]]
+    made = replace(program, stages={**program.stages, "after_1": parse_stage("\n".join(lines), side_table(stage), "after_1.py")})
+    with pytest.raises(ArtifactError, match=r"after_1 has no such collective in its place|after_0 has no such collective in its place"):
+        check_program(made, "program.json", rules)
+
+
+@pytest.fixture(scope="module")
+def accumulated() -> PlainProgram:
+    return CASES["gpt fsdp microbatches"]().compiled
+
+
+def test_each_microbatch_counts_once(accumulated: PlainProgram) -> None:
+    steps = accumulated.schedule
+    add = next(step for step in steps if step.op == "add" and step.microbatch == 1)
+    other = tuple(replace(step, microbatch=0) if step.op == "run" and step.microbatch == 1 else step for step in steps)
+    for schedule, why in (
+        (tuple(step for step in steps if step is not add), f"the schedule leaves {add.value}, which nothing takes"),
+        (tuple(step for step in steps if (step.op, step.microbatch) != ("add", 0)), "the schedule runs each once more before part:"),
+        (other, "the schedule runs each of microbatch 0 2 times; it gives parts of sums, of each one"),
+    ):
+        with pytest.raises(ArtifactError, match=why):
+            check_program(replace(accumulated, schedule=schedule), "program.json", rules)
+
+
+def test_what_travels_with_others_is_put_together_as_it_lies(accumulated: PlainProgram) -> None:
+    """Each turn of dims on the way to a collective of several values, or from there, is dropped."""
+    stage, found = accumulated.stages["each"], []
+    assert list(bundled.faults(stage, accumulated.axis_sizes)) == []
+    text = print_stage(stage, accumulated, comments=False).split("\n")
+    turns = [number for number, line in enumerate(text) if re.search(r': "\w+\[[\d, ]+\]" = aten.permute\(', line)]
+    for at in turns:
+        turned, operand = re.findall(r"(\w+): .* = aten.permute\((\w+), ", text[at])[0]
+        lines = [re.sub(rf"\b{turned}\b(?!\()", operand, line) for line in text[:at] + text[at + 1 :]]
+        found.append(list(bundled.faults(parse_stage("\n".join(lines), side_table(stage)), accumulated.axis_sizes)))
+    assert len(turns) > 8 and all(len(told) == 1 and "its elements do not lie in the order of" in told[0][1] for told in found), found
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,21 @@ def main(
     t: "f32[batch 8, width 8] pending(sum: dp, sum: tp)" = "input:t",
     q: "f32[two 2 * width 4/tp, batch 8/dp]" = "input:q",
     i: "i64[batch 8/dp]" = "input:i",
+    seed: "i64[2]" = "random:seed_step",
+    qs: "f32[batch 4, heads 2, seq 8/dp, head 4]" = "input:qs",
+    ks: "f32[batch 4, heads 2, seq 8, head 4]" = "input:ks",
+    both: "f32[batch 8/dp, heads 4/tp, seq 8, head 4]" = "input:both",
 ):
     c: "int" = coordinate("dp")
     d: "int" = coordinate("tp")
     m: "int" = coordinate("mb")
     n: "int" = tile_start(4, [2, 2], [c, d])
     r: "int" = ring_place(c, 1, 2)
+    first: "int" = tile_start(8, [2], [c])
+    other: "int" = tile_start(8, [2], [d])
+    before: "int" = tile_start(8, [2], [r])
+    small: "int" = tile_start(4, [2], [c])
+    four: "i64[4]" = aten.arange(4)
     LINES
     return {
         "output:x": x,
@@ -49,6 +58,11 @@ SOUND = [
     ('y: "f32[batch 4/dp, width 8]" = shard(p, 0, 2, m)',),  # rows of a microbatch, whose sizes these are
     ('y: "f32[batch 8, width 8] pending(sum: dp, sum: tp)" = keep_first(w, n)',),
     ('y: "f32[batch 8, width 8]" = broadcast(w, ["dp"], 1)',),
+    ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, first)', 'z: "i64[rows 4]" = aten.add.Tensor(four, 1)'),
+    ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, first)',),
+    ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, False, 0.5)',),
+    ('heads: "int" = tile_start(4, [2], [d])', 'y: "(f32[4, 2, 8, 4], f32[4, 2, 8])" = meshc.explicit_attention(both, both, both, None, seed, 1, 0.1, [8, 4, 8, 8], [4, 2, 8, 8], [first, heads, 0, 0], True, 0.5, 0, 0, 0)'),
+    ('u: "f32[4, 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [first, 0], f32)', 'y: "f32[batch 8/dp, width 8]" = aten.reshape(u, [4, 8])'),
     ('y: "f32[batch 8/dp/tp, width 8]" = broadcast(x, ["mb"], 1)',),
     ('y: "f32[4, 8]" = shard(w, 0, 2, 1)', 'z: "f32[4, 8]" = aten.relu(y)'),
     # several values that travel together, whose types say again how they lie when they have come
@@ -82,6 +96,22 @@ WRONG = [
     ('y: "f32[batch 8/dp, width 8] pending(sum: tp)" = keep_first(p, r)', "it keeps what the first rank has, and r is no rank's number"),
     ('y: "f32[batch 8/dp, width 8]" = keep_first(p, 1)', "it keeps what the first rank has, and 1 is no rank's number"),
     ('y: "f32[batch 8/dp, width 8] pending(sum: tp)" = keep_first(p, 0)', "its operator makes it pending over nothing, declared is pending(sum: tp)"),
+    # positions, and what is drawn for them: from the start of the tile on
+    ('y: "i64[batch 8/dp]" = aten.arange(4)', "its operator makes dim 0 [4], declared is [batch 8/dp]"),
+    ('y: "i64[1, batch 8/dp]" = aten.reshape(four, [1, 4])', "it is a view of [4], whose elements do not lie as [1, batch 8/dp] says"),
+    ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, 4)', "its operator makes dim 0 [4], declared is [batch 8/dp]"),
+    ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, other)', "its operator makes dim 0 [8/tp], declared is [batch 8/dp]"),
+    ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, n)', "it counts 4 positions from n on, which is not where a rank's tile of so many starts"),
+    ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, before)', "it counts 4 positions from before on, which is not where a rank's tile of so many starts"),
+    ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [0, 0], f32)', "0 is not where a rank's 4 of 8 positions start"),
+    ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [before, 0], f32)', "before is not where a rank's 4 of 8 positions start"),
+    ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [16, 8], [4, 8], [first, 0], f32)', "first is the start of a tile of 8 positions over dp, and 4 of 16 are drawn"),
+    ('y: "f32[batch 8/dp, width 8]" = meshc.uniform(seed, 3, [8, 8], [4, 8], [other, 0], f32)', "it draws a tile over tp, and what is drawn for is [batch 8/dp, width 8]"),
+    ('y: "(f32[4, 2, 8, 4], f32[4, 2, 8])" = meshc.explicit_attention(both, both, both, None, seed, 1, 0.1, [8, 4, 8, 8], [4, 2, 8, 8], [other, small, 0, 0], True, 0.5, 0, 0, 0)', "it draws a tile over tp, dp, and what is drawn for is [batch 8/dp, heads 4/tp, seq 8, seq 8]"),
+    # a causal mask goes from the start of the queries' tile on
+    ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5)', "qs is [seq 8/dp] along dim 2, and its causal mask starts at 0 on all ranks"),
+    ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, before)', "its start is of the rank 1 before this one along dp, and not of this rank"),
+    ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, small)', "its start is a number of tiles of 4 positions of 1, and qs has 4 on a rank"),
     # what ranks have tiles or parts of
     ('y: "f32[batch 8/dp/tp, width 8]" = broadcast(x, ["dp"], 0)', "it sends one rank's tile to all of dp, and dp splits its operand"),
     ('y: "f32[batch 8, width 8] pending(sum: dp)" = broadcast(s, ["tp", "dp"], 1)', "it sends one rank's part to all of tp, dp, and its operand is pending(sum: dp)"),
@@ -134,6 +164,11 @@ SCATTERED = """
 def test_values_that_travel_together_lie_in_the_order_of_their_collective(text: str, value: str, why: str) -> None:
     ((name, said),) = told(*(line.strip() for line in text.strip().splitlines()))
     assert name == value and why in said, said
+
+
+def test_what_is_drawn_may_be_handed_out_as_it_is() -> None:
+    typed = TEXT.replace("LINES", 'u: "f32[8, 8]" = meshc.uniform(seed, 3, [8, 8], [8, 8], [0, 0], f32)').replace('"output:x": x', '"output:x": u')
+    assert list(follow.faults(parse_stage(typed), SIZES, rules)) == []
 
 
 def test_a_check_looks_for_the_rows_of_who_reads_by_it() -> None:

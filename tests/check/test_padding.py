@@ -24,12 +24,16 @@ def main(
     s: "f32[batch 5, width 8] pending(sum: dp)" = "input:s",
     i: "i64[batch 5/dp]" = "input:i",
     u: "f32[vocab 7/dp/tp, width 8]" = "input:u",
+    h: "f32[heads 1/dp, width 8]" = "input:h",
 ):
     c: "int" = coordinate("dp")
     d: "int" = coordinate("tp")
     n: "int" = tile_count(5, [2], [c])
     b: "int" = tile_start(5, [2], [c])
     k: "int" = tile_count(6, [2], [c])
+    one: "int" = tile_count(1, [2], [c])
+    two: "int" = tile_count(2, [2], [c])
+    v: "f32[1, 1, 8]" = aten.reshape(h, [1, 1, 8])
     l: "int" = tile_count(7, [2, 2], [c, d])
     LINES
     return {
@@ -56,6 +60,7 @@ SOUND = [
     ('y: "f32[width 8] pending(sum: dp)" = aten.sum.dim_IntList(e, [0])',),
     (*FILLED, 'y: "f32[batch 5/dp, width 8] pad(zero: 0.0)" = reduce_scatter(f, ["dp"], 0, "sum")'),
     ('y: "f32[batch 6/dp, width 8] pad(zero: 0.0)" = aten.relu(e)',),  # there is none
+    ('m: "f32[1, 1, 8]" = mask(v, 1, one, 0.0)', 'y: "f32[heads 1/dp, width 8] pad(zero: 0.0)" = aten.reshape(m, [1, 8])'),
 ]  # fmt: skip
 
 
@@ -73,10 +78,12 @@ WRONG = [
     ((*ONES, 'y: "f32[batch 5/dp, width 8] pad(zero: 0.0)" = reduce_scatter(f, ["dp"], 0, "sum")'), CLAIM),
     (('y: "f32[vocab 7/dp, width 8] pad(zero: 0.0)" = all_gather(u, ["tp"], 0)',), "its type says that the padding of [vocab 7/dp] is zero"),
     (('y: "f32[width 8] pending(sum: dp)" = aten.sum.dim_IntList(x, [0])',), f"{TAKEN} x in, which is [batch 5/dp] and holds anything there: mask it with 0.0"),
+    (('y: "f32[1, 8]" = aten.amax(x, [0], True)',), f"{TAKEN} x in, which is [batch 5/dp] and holds anything there: mask it with -inf"),
     ((*ZERO, 'y: "f32[width 8] pending(max: dp)" = aten.amax(z, [0])'), f"{TAKEN} z in, which is [batch 5/dp] and holds anything there: mask it with -inf"),
     ((*LOW, 'y: "f32[width 8] pending(sum: dp)" = aten.sum.dim_IntList(m, [0])'), f"{TAKEN} m in"),
     (('y: "f32[3, 8]" = mask(x, 0, k, 0.0)',), "it counts the real positions of a tile of 6 over dp along dim 0 of its operand, which is [batch 5/dp]"),
     (('y: "f32[3, 8]" = mask(x, 0, l, 0.0)',), "it counts the real positions of a tile of 7 over dp/tp along dim 0 of its operand"),
+    (('y: "f32[1, 1, 8]" = mask(v, 1, two, 0.0)',), "it counts the real positions of a tile of 2 over dp, and dp splits 1 of its operand's"),
     (('y: "f32[2, 8]" = mask(u, 0, n, 0.0)',), "it counts the real positions of a tile of 5 over dp along dim 0 of its operand, which is [vocab 7/dp/tp]"),
 ]  # fmt: skip
 
