@@ -394,8 +394,8 @@ def own_draws(mesh: Any) -> None:
     model, rank = llama().double().eval().requires_grad_(False), torch.distributed.get_rank()
     twin: Any = copy.deepcopy(model)
     program = meshc.compile(model, mesh, inputs="local")
-    mine, mask = (torch.arange(4, 14).reshape(2, 5), torch.ones(2, 5)) if rank == 0 else (torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]]))
-    how: dict[str, Any] = dict(attention_mask=mask.long(), do_sample=True, max_new_tokens=8, eos_token_id=[*range(8, 20)])
+    mine = torch.arange(4, 14).reshape(2, 5) if rank == 0 else torch.tensor([[0, 5, 6]])
+    how: dict[str, Any] = dict(attention_mask=mine.sign(), do_sample=True, max_new_tokens=8, eos_token_id=[*range(8, 20)])
     steps = []
     for seed in (7, 8, 9):
         torch.manual_seed(seed + rank)
