@@ -120,11 +120,13 @@ def _drawn_by_parts(states: Sequence[Tensor], counts: Sequence[int], place: int,
         generator.set_state(state)
 
     def multinomial(input: Tensor, num_samples: int, *more: Any, **named: Any) -> Tensor:
-        times, left = divmod(len(input), sum(counts)) if input.dim() == 2 else (0, 0)
-        if torch.compiler.is_compiling() or left or not times or named.get("generator") is not None:
+        if torch.compiler.is_compiling() or input.dim() != 2 or {"generator", "out"} & named.keys():
+            return draw(input, num_samples, *more, **named)
+        times, left = divmod(len(input), sum(counts))
+        if left or not times:
             return draw(input, num_samples, *more, **named)
         parts_of = zip(input.split([count * times for count in counts]), generators, strict=True)
-        found = torch.cat([draw(rows, num_samples, *more, **{**named, "generator": generator}) for rows, generator in parts_of])
+        found = torch.cat([draw(rows, num_samples, *more, **named, generator=generator) for rows, generator in parts_of])
         mine.append(generators[place].get_state())
         return found
 
