@@ -46,7 +46,7 @@ def tokenizer() -> Any:
     )  # fmt: skip
 
 
-def texts(*lengths: int, rows: int = 12, **named: int) -> Any:
+def texts(rows: int = 12, **named: int) -> Any:
     """Rows of words, by name, as many in each as that name has said, and up to two more."""
     disable_progress_bars()
     drawn = torch.Generator().manual_seed(1)
@@ -101,8 +101,8 @@ def same_training(make: Any, model: Any, mesh: Any, rows: int, **more: int) -> N
         torch.testing.assert_close(whole.detach(), theirs[name].detach(), rtol=1e-4, atol=1e-6)
 
 
-def tuner(model: Any, rows: int) -> Any:
-    given = arguments(SFTConfig, rows, max_length=16, pad_to_multiple_of=16)
+def tuner(model: Any, rows: int, **how: Any) -> Any:
+    given = arguments(SFTConfig, rows, max_length=16, pad_to_multiple_of=16, **how)
     return SFTTrainer(model=model, args=given, train_dataset=texts(text=5), processing_class=tokenizer())
 
 
@@ -146,13 +146,7 @@ def tuned_adapters(mesh: Any) -> None:
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         how: dict[str, Any] = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         how |= dict(ddp_find_unused_parameters=False)  # without it DDP refuses what is re-entrant
-        make = functools.partial(_tuner_of_adapters, how)
-        same_training(make, adapted, mesh, 4)
-
-
-def _tuner_of_adapters(how: dict[str, Any], model: Any, rows: int) -> Any:
-    given = arguments(SFTConfig, rows, max_length=16, pad_to_multiple_of=16, **how)
-    return SFTTrainer(model=model, args=given, train_dataset=texts(text=5), processing_class=tokenizer())
+        same_training(functools.partial(tuner, **how), adapted, mesh, 4)
 
 
 @ROWS.row('DPOTrainer, with inputs="local"', line=LOCAL, mesh="dp=2")
