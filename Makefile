@@ -43,7 +43,7 @@ test: $(STAMP)
 test-broad: $(STAMP)
 	$(RUN) -m pytest --timeout $(LONGEST) --durations 20 -m "broad and not gpu"
 
-# Accelerate, Lightning, PEFT: tests that need them, and the page that says what works with them.
+# Accelerate, TRL, Lightning, PEFT: tests that need them, and the page that says what works with them.
 test-frameworks: $(STAMP)
 	$(RUN) -m pip install --quiet -e ".[test,frameworks]"
 	$(RUN) -m pytest -m "frameworks"

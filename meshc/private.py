@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch._dynamo.trace_rules as trace_rules
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
+    import torch._dynamo.variables.torch as calls_of_torch
     import torch.distributed.tensor._random as dtensor_random
     import torch.fx._pytree as trees_of_fx
     import torch.utils._pytree as trees_of_torch
@@ -75,6 +76,7 @@ NAMES: Final[Mapping[str, str]] = {
     "trace_rules": "torch._dynamo.trace_rules",
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
+    "calls_of_torch": "torch._dynamo.variables.torch",
     "dtensor_random": "torch.distributed.tensor._random",
     "trees_of_fx": "torch.fx._pytree",
     "trees_of_torch": "torch.utils._pytree",
@@ -139,6 +141,7 @@ REPLACED: Final = (
     "torch._decomp.decompositions:one_layer_lstm",
     "torch._dynamo:reset", "torch._dynamo:config.patch", "torch._dynamo:maybe_mark_dynamic", "torch._dynamo.config:allow_rnn",
     "torch._dynamo.config:skip_guards_on_constant_func_defaults",
+    "torch._dynamo.config:_autograd_backward_strict_mode_conditional_banned_ops",
     "torch._dynamo.config:reorderable_logging_functions", "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint",
     "torch._dynamo.symbolic_convert:get_funcname", "torch._dynamo.symbolic_convert:InstructionTranslator.dispatch_table",
     "torch._dynamo.symbolic_convert:InliningInstructionTranslator.dispatch_table",
@@ -152,7 +155,8 @@ REPLACED: Final = (
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.variables.builder:VariableBuilder._wrap",
     "torch._dynamo.variables.lazy:LazyConstantVariable.create",
-    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.utils:_compilation_metrics",
+    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_",
+    "torch._dynamo.variables.torch:unimplemented", "torch._dynamo.utils:_compilation_metrics",
     "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",

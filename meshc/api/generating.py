@@ -5,13 +5,18 @@
 
 A rank alone cannot: tokens come one by one, and a rank whose rows end sooner would leave the others waiting. Prompts of other lengths are
 filled up as a collator does it: behind, where an encoder reads them, and else in front, with a mask.
+
+Drawn tokens are those that each rank would have drawn for its rows alone, whatever its seed. The states of all ranks' generators come with
+the prompts, every rank draws for all of them, and its own generator goes on behind the last draw that its rows needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +32,8 @@ from meshc.runtime.comm import collectives
 MASK: Final = "attention_mask"
 TOKENS: Final = ("inputs", "input_ids", MASK)
 """Inputs that are filled up."""
+STATE: Final = "state of the generator"
+"""Beside the prompts, what comes of each rank."""
 Prompts = dict[str, Any]
 
 
@@ -72,23 +79,81 @@ def of_parts(asked: Asked, world: World, model: Any, args: Sequence[Any], kwargs
         given = _named(args, kwargs)
         mine = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
     rest = {name: value for name, value in given.items() if name not in mine}
+    device, place = next(iter(mine.values())).device, _place(asked, dist.get_rank())
     with world.guarded("bring prompts together"):
-        told = _of_places(asked, _from_all(world, {name: value.cpu() for name, value in mine.items()}))
+        told = _of_places(asked, _from_all(world, {STATE: _states(device).get_rng_state(), **{name: x.cpu() for name, x in mine.items()}}))
+        states = [one.pop(STATE) for one in told]
         _refuse_unlike(told)
-        device = next(iter(mine.values())).device
         before = max(_length(one) for one in told) - _length(mine)
         whole = {name: torch.cat(rows).to(device) for name, rows in _filled(model, told).items()}
+    counts = [_rows(one) for one in told]
     generate: Any = own(model)
-    tokens = generate(**whole, **rest)
+    with _drawn_by_parts(states, counts, place, device) as drawn:
+        tokens = generate(**whole, **rest)
     if not isinstance(tokens, Tensor):
         raise _all(
             'tokens alone come back of a batch that ranks have parts of\n  what to do: leave return_dict_in_generate out; or compile with '
             'inputs="global", and pass all prompts on every rank'
         )
-    counts = [_rows(one) for one in told]
-    times, place = len(tokens) // sum(counts), _place(asked, dist.get_rank())
+    times = len(tokens) // sum(counts)
     begin = sum(counts[:place]) * times
-    return tokens[begin : begin + counts[place] * times, 0 if _encodes(model) else before :]
+    found = tokens[begin : begin + counts[place] * times, 0 if _encodes(model) else before :]
+    if len(drawn) > 1:
+        _states(device).set_rng_state(drawn[_draws(found, len(drawn) - 1, _ends(model, rest))])
+    return found
+
+
+def _states(device: torch.device) -> Any:
+    """What has the state of a device's generator."""
+    return torch if device.type == "cpu" else torch.get_device_module(device)
+
+
+@contextlib.contextmanager
+def _drawn_by_parts(states: Sequence[Tensor], counts: Sequence[int], place: int, device: torch.device) -> Iterator[list[Tensor]]:
+    """Inside, `torch.multinomial` of the rows of all parts draws those of a part by the generator of its rank. Yields the states that this
+    rank's has: before the first draw, and behind each. A trace of a model meets torch's own."""
+    from meshc.private import trace_rules
+
+    draw, mine = torch.multinomial, [states[place]]
+    generators = [torch.Generator(device) for _ in states]
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+    def multinomial(input: Tensor, num_samples: int, *more: Any, **named: Any) -> Tensor:
+        if torch.compiler.is_compiling() or input.dim() != 2 or {"generator", "out"} & named.keys():
+            return draw(input, num_samples, *more, **named)
+        times, left = divmod(len(input), sum(counts))
+        if left or not times:
+            return draw(input, num_samples, *more, **named)
+        parts_of = zip(input.split([count * times for count in counts]), generators, strict=True)
+        found = torch.cat([draw(rows, num_samples, *more, **named, generator=generator) for rows, generator in parts_of])
+        mine.append(generators[place].get_state())
+        return found
+
+    trace_rules.get_torch_obj_rule_map()  # Dynamo looks torch's functions up once: before one of them is another
+    with mock.patch.object(torch, "multinomial", multinomial):
+        yield mine
+
+
+def _draws(tokens: Tensor, draws: int, ends: Sequence[int]) -> int:
+    """How many draws these rows needed, of those that were made for all ranks': `generate` stops where each has come to an end."""
+    ended = torch.isin(tokens[:, -draws:], torch.tensor(ends, device=tokens.device, dtype=tokens.dtype))
+    needed = torch.where(ended.any(1), ended.int().argmax(1) + 1, draws)
+    return min(int(needed.max()), draws)
+
+
+def _ends(model: nn.Module, named: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a row; none where beams are searched, which goes on behind them."""
+    configs = (named.get("generation_config"), getattr(model, "generation_config", None))
+
+    def setting(name: str) -> Any:
+        said = (named.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in said if value is not None), None)
+
+    ends = setting("eos_token_id")
+    if ends is None or (setting("num_beams") or 1) > 1:
+        return []
+    return torch.as_tensor(ends).reshape(-1).tolist()
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompts:

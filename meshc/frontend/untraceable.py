@@ -69,6 +69,7 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "take hooks of whole modules (register_full_backward_hook) out; of a parameter's gradient: parameter.register_hook, which a "
         "step runs; of that of a value within forward, or of what the model returns: h.register_hook there"
     )),
+    (r"Shape mismatch with out=", "leave out= out, y = torch.mm(a, b), or give it a tensor that has the result's shape"),
     (r"data_ptr", "take the address out of the model: a traced tensor has none"),
     (r"requires_grad_\(\).* by a functorch transform", (
         "a function that torch calls for all positions at once (the mask of a flex_attention) reads a tensor from outside of the model: "

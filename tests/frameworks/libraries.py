@@ -26,6 +26,7 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "torch": Library("torch's own tools", "tests.frameworks.on_torch", ("torch",)),
     "accelerate": Library("Accelerate", "tests.frameworks.on_accelerate", ("accelerate",)),
     "trainer": Library("The Trainer of transformers", "tests.frameworks.on_trainer", ("transformers", "accelerate")),
+    "trl": Library("TRL", "tests.frameworks.on_trl", ("trl", "datasets", "peft")),
     "lightning": Library("Lightning and Fabric", "tests.frameworks.on_lightning", ("lightning",)),
     "peft": Library("PEFT", "tests.frameworks.on_peft", ("transformers", "peft")),
     "steps": Library("Training steps", "tests.frameworks.on_steps", ("torch",)),
@@ -34,7 +35,7 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "examples": Library("Examples", "tests.frameworks.on_examples", ("transformers", "peft", "PIL")),
     "people": Library("What people look at", "tests.frameworks.on_people", ("torch",)),
 }
-OF_OTHERS: Final = ("accelerate", "trainer", "lightning", "peft")
+OF_OTHERS: Final = ("accelerate", "trainer", "trl", "lightning", "peft")
 """Of these the ones that need more than what meshc is tested with."""
 
 UNTRIED: Final = (
@@ -42,6 +43,7 @@ UNTRIED: Final = (
     "CUDA and NCCL under any of them: no device was there",
     "DeepSpeed and bitsandbytes, which need one; 8-bit and 4-bit adapters with them",
     "Accelerate's `ParallelismConfig`, which takes no CPU ranks; TPUs",
-    "Ray, Composer, Colossal-AI, torchtitan, TRL: they were not installed",
+    "Ray, Composer, Colossal-AI, torchtitan: they were not installed",
+    "TRL's other trainers (RLOO, KTO, distillation), and vLLM beside its GRPOTrainer",
 )
 """What is not known."""

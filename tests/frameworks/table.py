@@ -11,7 +11,7 @@ from typing import Any, Final
 from tests.frameworks.libraries import LIBRARIES, UNTRIED
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "ecosystem.md"
-PACKAGES: Final = ("torch", "transformers", "accelerate", "lightning", "peft", "pillow")
+PACKAGES: Final = ("torch", "transformers", "accelerate", "trl", "lightning", "peft", "pillow")
 
 TITLE: Final = """# The ecosystem
 
@@ -71,7 +71,28 @@ AFTER: Final = """
 - **The Trainer's checkpoints.** It removes old ones before the callback has written a new one's optimizer: with `save_total_limit`
   of at least 2 one that is complete is always there. `load_best_model_at_end` and early stopping need nothing more.
 - **The Trainer's mesh.** It deals out one part to each rank, so `inputs="local"` goes with meshes whose axes all have a data role.
-  On others every rank gets the same batch, by a loader of its own.
+  On others every rank gets the same batch, by a loader of its own; or ranks of one part get the same part, by the line of TRL's rows.
+- **TRL's trainers** compute losses outside the model, of each rank's own rows: `local_loss="mean"`. All they need in a script is
+
+  ```diff
+   model = AutoModelForCausalLM.from_pretrained(name)
+  +mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+  +ids = torch.ones(per_device_batch, length, dtype=torch.long)
+  +meshc.compile(model, mesh, kwargs={"input_ids": ids}, inputs="local", options=meshc.Options(local_loss="mean"))
+  -args = SFTConfig(output_dir, ...)
+  +args = SFTConfig(output_dir, pad_to_multiple_of=length, ...)
+   trainer = SFTTrainer(model=model, args=args, train_dataset=rows)
+  +trainer.accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(  # on meshes of more than data axes
+  +    loader, num_processes=mesh["dp"].size(), process_index=mesh.get_local_rank("dp"), use_seedable_sampler=True)
+   trainer.train()
+  ```
+
+  and likewise with `DPOTrainer`, `RewardTrainer` (with `attention_mask` among the example inputs) and `GRPOTrainer`; a `ref_model` stays
+  as it is. Losses are those of the script under DDP (SFT, DPO, rewards on `dp=2,tp=2` by four ranks: 3.781888, 3.789412, 3.782500;
+  0.693147, 0.693950, 0.693951; 0.698224, 0.693401, 0.704053 in both). `pad_to_multiple_of` is for parts of other lengths, which are
+  refused; each length is a program. `GRPOTrainer` gives each rank a seed of its own, and a rank draws for its own prompts
+  (`docs/generation.md`). LoRA comes before `meshc.compile`. (Re-entrant
+  `gradient_checkpointing` under DDP wants `ddp_find_unused_parameters=False`, as DDP says.)
 - **The Trainer's generation.** With `predict_with_generate=True` prompts of all ranks are brought together and generated with
   `inputs="global"` (`docs/generation.md`); ranks' last batches may differ in rows, but each has one at least.
 - **Modules of a model.** `model.model(ids)`, `model.lm_head(h)`, an encoder or an embedding that somebody calls by itself is a program of

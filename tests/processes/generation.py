@@ -387,6 +387,29 @@ def seeds(mesh: Any) -> None:
             program(input_ids=prompts(3, 1), cache=cache)
 
 
+def own_draws(mesh: Any) -> None:
+    """Of prompts of its own each rank draws what it draws alone, with a seed of its own; rows end at other tokens, and its numbers go on
+    from there."""
+    torch.manual_seed(3)
+    model, rank = llama().double().eval().requires_grad_(False), torch.distributed.get_rank()
+    twin: Any = copy.deepcopy(model)
+    program = meshc.compile(model, mesh, inputs="local")
+    mine = torch.arange(4, 14).reshape(2, 5) if rank == 0 else torch.tensor([[0, 5, 6]])
+    how: dict[str, Any] = dict(attention_mask=mine.sign(), do_sample=True, max_new_tokens=8, eos_token_id=[*range(8, 20)])
+    steps = []
+    for seed in (7, 8, 9):
+        torch.manual_seed(seed + rank)
+        found, after = program.generate(mine, **how), torch.rand(2)
+        torch.manual_seed(seed + rank)
+        wanted, wanted_after = twin.generate(mine, **how), torch.rand(2)
+        assert torch.equal(found[:, : wanted.shape[1]], wanted) and not found[:, wanted.shape[1] :].any(), (found, wanted)
+        assert torch.equal(after, wanted_after), (seed, rank)
+        steps.append(wanted.shape[1] - mine.shape[1])
+    told: list[Any] = [None, None]
+    torch.distributed.all_gather_object(told, steps)
+    assert told[0] != told[1], "one rank ends sooner"
+
+
 def lengths_followed(mesh: Any) -> None:
     """Rotary frequencies that follow the length, by what earlier prompts were long: prompts that are longer than the model's positions,
     shorter, and in between."""
@@ -405,7 +428,7 @@ def lengths_followed(mesh: Any) -> None:
 
 CHECKS = (
     short, copies, greedy, encoders, states, states_held, sampled, beams_and_chunks, windows_and_static, windows, windows_held, turns, rows,
-    looked_at, pipelines, refusals, lengths, lengths_followed, seeds,
+    looked_at, pipelines, refusals, lengths, lengths_followed, own_draws, seeds,
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
     "mesh, ranks, names",
     [
         ("tp=2", 2, ("short", "refusals")),
+        ("dp=2", 2, ("own_draws",)),
         broad("tp=2", 2, ("greedy",)),
         broad("tp=2", 2, ("seeds",)),
         broad("tp=2", 2, ("rows", "copies", "sampled", "beams_and_chunks", "windows_and_static", "turns", "looked_at", "pipelines")),
