@@ -2,7 +2,7 @@
 
     if labels.max() >= self.config.vocab_size:                 a check: a warning names the line, as with an assert
         raise ValueError(f"Label values must be <= vocab_size: {self.config.vocab_size}")
-    h.requires_grad = True                                     nothing: what no one outside asks the gradient of has none in a program
+    h.requires_grad = True                                     h.requires_grad_(): a leaf of the trace (`traced_gradients.py`)
 
 Dynamo knows the `assert` of Python, and gives up at any other branch on a tensor. Its functions for conditional jumps are replaced
 meanwhile: where one side of the jump only makes an error and raises it, and nobody is there to catch it, the other side is where the trace
@@ -58,7 +58,8 @@ def _storing(handler: Handler) -> Handler:
 
     def store(self: Any, instruction: Any) -> None:
         if instruction.argval == "requires_grad" and _is_asked_for(*self.stack[-2:]):
-            self.popn(2)
+            _, of = self.popn(2)
+            of.realize().method_requires_grad_(self)
         else:
             handler(self, instruction)
 

@@ -20,7 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_cuda, attention_hidden, attention_spans
+from meshc.ops import attention_cuda, attention_hidden, attention_spans, twice
+from meshc.ops.attention_in_full import in_full
 from meshc.ops.operands import misfit
 
 aten: Final = torch.ops.aten
@@ -179,6 +180,9 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, out, lse = ctx.saved_tensors
+    if twice.is_differentiated():
+        causal, scale, *_ = ctx.how
+        return (*twice.written_out(lambda *x: [in_full(*x, bias, causal, scale)[0]], (q, k, v), (grad,)), *[None] * 6)
     dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
     return dq, dk, dv, None, None, None, None, None, None
 
