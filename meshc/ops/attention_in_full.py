@@ -22,9 +22,12 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: flo
     if causal:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
-    sums = scores.logsumexp(-1) if lse is None else lse
-    top = torch.where(sums == -math.inf, 0.0, sums)
-    return (scores - top.unsqueeze(-1)).exp(), sums
+    if lse is None:  # a query that sees nothing is left out before, or the gradient of its sum would be NaN
+        blind = scores.detach().amax(-1, keepdim=True) == -math.inf
+        sums = torch.where(blind, 0.0, scores).logsumexp(-1)
+        return (scores - sums.unsqueeze(-1)).exp(), torch.where(blind.squeeze(-1), -math.inf, sums)
+    top = torch.where(lse == -math.inf, 0.0, lse)
+    return (scores - top.unsqueeze(-1)).exp(), lse
 
 
 def in_full(
