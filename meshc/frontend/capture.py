@@ -147,7 +147,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors(
-    module: nn.Module, mode: FakeTensorMode | None, grad: bool, double: bool = False
+    module: nn.Module, mode: FakeTensorMode | None, double: bool = False
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
     """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens. Without a mode they are
     tensors of the device meta.
@@ -242,7 +242,7 @@ def torch_graph(
     with (
         stock.prepared(module),
         trees.known(),
-        fake_tensors(module, mode, grad, double) as (tensors, aliases),
+        fake_tensors(module, mode, double) as (tensors, aliases),
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
         listed_experts(module), adapted_experts(module), unhinted_masks(), traced_distributions(), averaged_norms(), traced_gradients(),

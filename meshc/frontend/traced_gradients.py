@@ -104,7 +104,7 @@ def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
         own = proxy.tracer is tx.output.current_tracer
         if not wanted or value.requires_grad or isinstance(value, nn.Parameter) or not own:
             return plain(self, tx, requires_grad)
-        leaf = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", leaf_of, (proxy,), {}))
+        leaf: Any = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", leaf_of, (proxy,), {}))
         self.proxy, self.requires_grad = leaf.proxy, True
         return self
 

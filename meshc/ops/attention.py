@@ -180,9 +180,10 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, out, lse = ctx.saved_tensors
-    if twice.is_differentiated():
-        causal, scale, *_ = ctx.how
-        return (*twice.written_out(lambda *x: [in_full(*x, bias, causal, scale)[0]], (q, k, v), (grad,)), *[None] * 6)
+    causal, scale, *place = ctx.how
+    if twice.is_differentiated() and not any(place):
+        found = twice.written_out(lambda q, k, v: [in_full(q, k, v, bias, causal, scale)[0]], (q, k, v), (grad,))
+        return *found, *[None] * 6
     dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
     return dq, dk, dv, None, None, None, None, None, None
 

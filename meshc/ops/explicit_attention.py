@@ -252,10 +252,10 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, seed_step, out, lse = ctx.saved_tensors
-    if twice.is_differentiated():
-        call, p, _, _, _, causal, scale, *_ = ctx.how
+    call, p, _, _, _, causal, scale, *place = ctx.how
+    if twice.is_differentiated() and not any(place):
         kept = None if seed_step is None else partial(dropout, seed_step=seed_step, call=call, p=p)
-        found = twice.written_out(lambda *x: [in_full(*x, causal, scale, kept)[0]], (q, k, v, bias), (grad,))
+        found = twice.written_out(lambda q, k, v, b: [in_full(q, k, v, b, causal, scale, kept)[0]], (q, k, v, bias), (grad,))
         return *found, *[None] * 13
     back = explicit_attention_bias_backward if ctx.needs_input_grad[3] else explicit_attention_backward
     found = back(grad, q, k, v, bias, out, lse, seed_step, *ctx.how)

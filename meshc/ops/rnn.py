@@ -194,13 +194,18 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.kind, x, weight, bias, before, ctx.reverse = inputs
     ctx.bias, ctx.before = bias is not None, before is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(weight, output[1], x, bias, before)
+    taken = before if before is not None and before.requires_grad else None  # others a model may overwrite; `kept` has their values
+    ctx.save_for_backward(weight, output[1], x, bias, taken)
 
 
 def _backward(ctx, grad, _, of_last):  # type: ignore[no-untyped-def]
     weight, kept, *others = ctx.saved_tensors
     if twice.is_differentiated():
         x, bias, before = others
+        if ctx.before and before is None:
+            states = KINDS[ctx.kind].states
+            begun = kept[-1 if ctx.reverse else 0].detach().chunk(KINDS[ctx.kind].kept, -1)
+            before = torch.stack(begun[: -states - 1 : -1])
         steps = partial(_written_out, ctx.kind, ctx.reverse)
         return None, *twice.written_out(steps, (x, weight, bias, before), (grad, of_last)), None
     h = weight.shape[1]

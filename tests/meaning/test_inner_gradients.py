@@ -179,15 +179,15 @@ def test_a_module_has_gradients_of_gradients(name: str) -> None:
 
 
 class Still(Forces):
-    def forward(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        energy, forces = super().forward(*given)
+    def forward(self, kinds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        energy, forces = super().forward(kinds, positions)
         return energy.detach(), forces
 
 
 class Adapted(Learner):
-    def forward(self, *given: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor, query: Tensor, wanted: Tensor) -> Tensor:
         with torch.enable_grad():
-            return super().forward(*given).detach()
+            return super().forward(x, labels, query, wanted).detach()
 
 
 def test_without_gradients_a_model_takes_its_own() -> None:
