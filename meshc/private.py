@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import AttrSource, LocalSource, UnspecializedNNModuleSource
     from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
     from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable, LocalMapWrappedHigherOrderVariable
     from torch._dynamo.variables.lazy import LazyCache
@@ -90,6 +90,7 @@ NAMES: Final[Mapping[str, str]] = {
     "AttributeMutationExisting": "torch._dynamo.variables.base:AttributeMutationExisting",
     "ValueMutationExisting": "torch._dynamo.variables.base:ValueMutationExisting",
     "VariableBuilder": "torch._dynamo.variables.builder:VariableBuilder",
+    "wrap_fx_proxy": "torch._dynamo.variables.builder:wrap_fx_proxy",
     "BuiltinVariable": "torch._dynamo.variables.builtin:BuiltinVariable",
     "AutogradFunctionApplyVariable": "torch._dynamo.variables.higher_order_ops:AutogradFunctionApplyVariable",
     "LocalMapWrappedHigherOrderVariable": "torch._dynamo.variables.higher_order_ops:LocalMapWrappedHigherOrderVariable",
@@ -155,8 +156,9 @@ REPLACED: Final = (
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.variables.builder:VariableBuilder._wrap",
     "torch._dynamo.variables.lazy:LazyConstantVariable.create",
-    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_",
-    "torch._dynamo.variables.torch:unimplemented", "torch._dynamo.utils:_compilation_metrics",
+    "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "torch._dynamo.variables.torch:unimplemented",
+    "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "torch._dynamo.utils:proxy_args_kwargs",
+    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.utils:_compilation_metrics",
     "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",

@@ -39,6 +39,7 @@ from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
 from meshc.frontend.traced_ctc import targets_in_rows
 from meshc.frontend.traced_distributions import traced_distributions
+from meshc.frontend.traced_gradients import traced_gradients
 from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
@@ -145,7 +146,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors(
-    module: nn.Module, mode: FakeTensorMode | None, grad: bool, double: bool = False
+    module: nn.Module, mode: FakeTensorMode | None, double: bool = False
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
     """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens. Without a mode they are
     tensors of the device meta.
@@ -172,7 +173,7 @@ def fake_tensors(
                             device = "meta" if mode is None else "cpu"
                             fake = torch.empty(tuple(value.shape), dtype=wide(value.dtype, double), device=device)
                             if isinstance(value, nn.Parameter):
-                                fake = nn.Parameter(fake, requires_grad=grad and value.requires_grad)
+                                fake = nn.Parameter(fake, requires_grad=value.requires_grad)
                         fakes[id(value)] = fake
                         made.add(id(fake))
                         first[id(value)] = name
@@ -240,10 +241,10 @@ def torch_graph(
     with (
         stock.prepared(module),
         trees.known(),
-        fake_tensors(module, mode, grad, double) as (tensors, aliases),
+        fake_tensors(module, mode, double) as (tensors, aliases),
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
-        listed_experts(module), adapted_experts(module), unhinted_masks(), traced_distributions(), averaged_norms(),
+        listed_experts(module), adapted_experts(module), unhinted_masks(), traced_distributions(), averaged_norms(), traced_gradients(),
         apart(), unasked(), unwritten(), untraceable.said_once(), double_by_default(double),
     ):  # fmt: skip
         try:

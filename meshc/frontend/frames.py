@@ -44,11 +44,12 @@ def innermost(stack: traceback.StackSummary) -> Source | None:
 
 def within_torchs_forward(stack: traceback.StackSummary) -> bool:
     """Whether a stack ends in the forward of a module of torch's own, behind the user's last line. What such a module keeps in Python (the
-    flat list of an RNN's weights) is made of its parameters, and made again by the next call that needs it."""
+    flat list of an RNN's weights) is made of its parameters, and made again by the next call that needs it. Or in torch.func's
+    `functional_call`, which puts back what it changes."""
     for frame in reversed(stack):
-        if not is_torch(frame.filename):
+        if is_users(frame.filename) or frame.filename.startswith(OURS):
             return False
-        if frame.name == "forward":
+        if is_torch(frame.filename) and frame.name in ("forward", "_functional_call"):
             return True
     return False
 

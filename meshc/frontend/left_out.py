@@ -2,13 +2,13 @@
 
     if labels.max() >= self.config.vocab_size:                 a check: a warning names the line, as with an assert
         raise ValueError(f"Label values must be <= vocab_size: {self.config.vocab_size}")
-    h.requires_grad = True, h.requires_grad_()                 nothing: what no one outside asks the gradient of has none in a program
+    h.requires_grad = True                                     h.requires_grad_(): a leaf of the trace (`traced_gradients.py`)
     torch.mm(a, b, out=buffer[:, :6])                          a product, written over those columns: values of a program have no strides
 
 Dynamo knows the `assert` of Python, and gives up at any other branch on a tensor. Its functions for conditional jumps are replaced
 meanwhile: where one side of the jump only makes an error and raises it, and nobody is there to catch it, the other side is where the trace
 goes on. That a value is to have a gradient stock models say for the checkpointing that torch had first (`enable_input_require_grads`, of
-adapters); Dynamo takes it of none that the model returns anything of, and some releases of none at all.
+adapters).
 
 Results that go into views of a larger tensor Dynamo takes as any others, and refuses only for the strides that they come to have: the
 refusal is left out. What is written where is torch's functionalisation's to say, for every function with `out=`, and any view. So is
@@ -45,7 +45,7 @@ Handler = Callable[[Any, Any], None]
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
     """A context for tracing. Checks are asserts in the graph."""
-    from meshc.private import calls_of_torch, symbolic_convert, variables
+    from meshc.private import calls_of_torch, symbolic_convert
 
     base = symbolic_convert.InstructionTranslatorBase
     jumps = {getattr(base, name) for name in dir(base) if JUMP.fullmatch(name)}
@@ -59,7 +59,6 @@ def left_out() -> Iterator[None]:
         for tracer, handlers in before:
             tracer.dispatch_table = [standing.get(handler, handler) for handler in handlers]
         with (
-            mock.patch.object(variables.TensorVariable, "method_requires_grad_", _granting(variables.TensorVariable.method_requires_grad_)),
             mock.patch.object(calls_of_torch, "unimplemented", _but_for_strides(calls_of_torch.unimplemented)),
             torch._dynamo.config.patch(_autograd_backward_strict_mode_conditional_banned_ops=[]),
         ):
@@ -84,7 +83,8 @@ def _storing(handler: Handler) -> Handler:
 
     def store(self: Any, instruction: Any) -> None:
         if instruction.argval == "requires_grad" and _is_asked_for(*self.stack[-2:]):
-            self.popn(2)
+            _, of = self.popn(2)
+            of.realize().method_requires_grad_(self)
         else:
             handler(self, instruction)
 
@@ -99,19 +99,6 @@ def _is_asked_for(value: Any, of: Any) -> bool:
     if not value.is_python_constant() or value.as_python_constant() is not True or not isinstance(of, variables.TensorVariable):
         return False
     return not isinstance(of.as_proxy().node.meta.get("example_value"), torch.nn.Parameter)
-
-
-def _granting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Of Dynamo's `x.requires_grad_()`, one that takes it of what is computed, as it does of `x` in `x.requires_grad`."""
-
-    def requires_grad_(self: Any, tracer: Any, requires_grad: Any = True) -> Any:
-        if self.source is not None or not (requires_grad is True or requires_grad.as_python_constant()):
-            return method(self, tracer, requires_grad)
-        self.as_proxy().node.meta["example_value"].requires_grad_()
-        self.requires_grad = True
-        return self
-
-    return requires_grad_
 
 
 def _checking(handler: Handler) -> Handler:

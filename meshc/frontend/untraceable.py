@@ -23,6 +23,9 @@ from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source, trees
 from meshc.private import FakeTensor, HigherOrderOperator
 
+GRADIENTS: Final = ("grad", "_autograd_grad")
+"""What calls that take gradients are called in a graph, torch.func's last."""
+
 Frame = tuple[str, int, str]
 """File, line, function."""
 
@@ -37,14 +40,26 @@ _FIXED: Final = (
 _BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
 _TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
-_SPLITTING: Final = "take it out: meshc calls backward and the optimizer itself (meshc.TrainStep)"
+_SPLITTING: Final = (
+    "take it out: meshc calls backward and the optimizer itself (meshc.TrainStep); a gradient that the model needs for itself is "
+    "torch.autograd.grad(y.sum(), x, create_graph=True)"
+)
 
 _OWN: Final = "docs/add-a-rule.md has an example"
 
 ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"no fake impl registered", f"give the operator a fake (register_fake), which says what it makes of which shapes; {_OWN}"),
     (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
-    (r"Tensor\.backward\(\)", _SPLITTING),
+    (r"Tensor\.backward\(\)|autograd\.backward", _SPLITTING),
+    (r"appears to not have been used in the graph", (
+        "allow_unused=True gives None for it; if it is used, x.requires_grad_() has to stand before what is computed of x, and "
+        "torch.func.grad and torch.func.vjp take that as a function of x"
+    )),
+    (r"tensors does not require grad|differentiated Tensors does not require grad", (
+        "under torch.no_grad(), put what is differentiated and the call into `with torch.enable_grad():`, and x.requires_grad_() before "
+        "both; or write torch.func.grad(lambda x: model(x).sum())(x), which needs neither"
+    )),
+    (r"\bVariable\(", "write x.detach().requires_grad_() for Variable(x, requires_grad=True)"),
     (r"compute_mask_indices|compute_num_masked_span", (
         "set mask_time_prob and mask_feature_prob to 0 in the model's configuration (model.config.apply_spec_augment = False): which spans "
         "are masked is drawn outside of torch; masks that the model takes as mask_time_indices may be drawn before the call"
@@ -152,11 +167,20 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
 
 
 def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
-    """Raises CaptureError if autograd came to an operator of the user's that nobody has said the gradient of."""
-    found = re.search(r"backward through (\S+) but no autograd formula", str(error))
+    """Raises CaptureError if autograd came to an operator without a gradient: one of the user's, or the backward of another."""
+    found = re.search(r"backward through (\S+) but no autograd formula|derivative for '?([\w:]+)'? is not implemented", str(error))
     if found is None:
         return
-    name = found[1].removesuffix(".default")
+    name = (found[1] or found[2]).removesuffix(".default")
+    gradients = [node for node in graph.graph.nodes if _name(node) in GRADIENTS]
+    if name.endswith("_backward") and gradients:
+        lines = dict.fromkeys(f"\n  in your model: {_place(source_of(node))}" for node in gradients)
+        raise CaptureError(
+            f"a gradient that the model takes is itself differentiated, and {name} has no gradient{''.join(lines)}\n"
+            f"  why: it goes through {re.sub(r'^_|_backward$', '', re.split('[.:]+', name)[-1])}, which has no second derivative\n"
+            "  what to do: write that operator out in others (products, sums, exp); or, where nothing is trained through the gradient, "
+            "leave create_graph=True out, or .detach() it"
+        ) from error
     source = next((source_of(node) for node in graph.graph.nodes if str(node.target).removesuffix(".default") == name), None)
     where = f" at {source}" if source is not None and source.file else ""
     raise CaptureError(

@@ -20,7 +20,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_cuda, attention_hidden, attention_spans
+from meshc.ops import attention_cuda, attention_hidden, attention_spans, twice
+from meshc.ops.attention_in_full import in_full
 from meshc.ops.operands import misfit
 
 aten: Final = torch.ops.aten
@@ -179,6 +180,10 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, out, lse = ctx.saved_tensors
+    causal, scale, *place = ctx.how
+    if twice.is_differentiated() and not any(place):
+        found = twice.written_out(lambda q, k, v: [in_full(q, k, v, bias, causal, scale)[0]], (q, k, v), (grad,))
+        return *found, *[None] * 6
     dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
     return dq, dk, dv, None, None, None, None, None, None
 

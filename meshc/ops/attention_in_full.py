@@ -1,4 +1,5 @@
-"""Attention with all scores at once: for a dtype that no kernel of the device takes, float64 on CUDA, which is there to compare with.
+"""Attention with all scores at once: for a dtype that no kernel of the device takes, float64 on CUDA, which is there to compare with;
+and for gradients that are differentiated in their turn (`twice.py`).
 
     scores = scale * q k^T + bias, minus infinity where `causal` hides a key       lse = log(sum(exp(scores)))       out = softmax(scores) v
 
@@ -8,6 +9,7 @@ Shapes are those of `attention.py`. A query that sees nothing has out 0 and lse 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,15 +22,21 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: flo
     if causal:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
-    sums = scores.logsumexp(-1) if lse is None else lse
-    top = torch.where(sums == -math.inf, 0.0, sums)
-    return (scores - top.unsqueeze(-1)).exp(), sums
+    if lse is None:  # a query that sees nothing is left out before, or the gradient of its sum would be NaN
+        blind = scores.detach().amax(-1, keepdim=True) == -math.inf
+        sums = torch.where(blind, 0.0, scores).logsumexp(-1)
+        return (scores - sums.unsqueeze(-1)).exp(), torch.where(blind.squeeze(-1), -math.inf, sums)
+    top = torch.where(lse == -math.inf, 0.0, lse)
+    return (scores - top.unsqueeze(-1)).exp(), lse
 
 
-def in_full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`(out, lse)`; out lies as queries, then heads."""
-    weights, lse = _weights(q, k, bias, causal, scale)
-    return laid_out(torch.matmul(weights, v)), lse.contiguous()
+def in_full(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, kept: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`; out lies as queries, then heads. `kept`: what is kept of the weights."""
+    weights, lse = _weights(_wide(q), _wide(k), bias, causal, scale)
+    weights = weights if kept is None else kept(weights)
+    return laid_out(torch.matmul(weights, _wide(v)).to(q.dtype)), lse.contiguous()
 
 
 def in_full_backward(
@@ -39,6 +47,11 @@ def in_full_backward(
     of_scores = weights * (torch.matmul(grad, v.transpose(2, 3)) - (grad * out).sum(-1, keepdim=True)) * scale
     dq, dk, dv = torch.matmul(of_scores, k), torch.matmul(of_scores.transpose(2, 3), q), torch.matmul(weights.transpose(2, 3), grad)
     return laid_out(dq), laid_out(dk), laid_out(dv)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype in which kernels add up."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def laid_out(x: Tensor) -> Tensor:

@@ -19,16 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_hidden
+from meshc.ops import attention_hidden, twice
 from meshc.ops.attention import _empty, _fit, _fit_backward, _like
 from meshc.ops.attention_block import _check
+from meshc.ops.attention_in_full import in_full
 from meshc.ops.operands import misfit
-from meshc.ops.random import keep_scale
+from meshc.ops.random import dropout, keep_scale
 
 AT_ONCE = 1 << 20
 """So many weights are there at once, or those of 16 queries."""
@@ -250,6 +252,11 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, seed_step, out, lse = ctx.saved_tensors
+    call, p, _, _, _, causal, scale, *place = ctx.how
+    if twice.is_differentiated() and not any(place):
+        kept = None if seed_step is None else partial(dropout, seed_step=seed_step, call=call, p=p)
+        found = twice.written_out(lambda q, k, v, b: [in_full(q, k, v, b, causal, scale, kept)[0]], (q, k, v, bias), (grad,))
+        return *found, *[None] * 13
     back = explicit_attention_bias_backward if ctx.needs_input_grad[3] else explicit_attention_backward
     found = back(grad, q, k, v, bias, out, lse, seed_step, *ctx.how)
     return *found[:3], found[3] if len(found) > 3 else None, *[None] * 13

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from meshc.ops import twice
 from meshc.ops.operands import misfit
 from meshc.ops.turns import Turn, fit_turns
 
@@ -189,14 +191,23 @@ def _(
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.kind, _, weight, bias, before, ctx.reverse = inputs
+    ctx.kind, x, weight, bias, before, ctx.reverse = inputs
     ctx.bias, ctx.before = bias is not None, before is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(weight, output[1])
+    taken = before if before is not None and before.requires_grad else None  # others a model may overwrite; `kept` has their values
+    ctx.save_for_backward(weight, output[1], x, bias, taken)
 
 
 def _backward(ctx, grad, _, of_last):  # type: ignore[no-untyped-def]
-    weight, kept = ctx.saved_tensors
+    weight, kept, *others = ctx.saved_tensors
+    if twice.is_differentiated():
+        x, bias, before = others
+        if ctx.before and before is None:
+            states = KINDS[ctx.kind].states
+            begun = kept[-1 if ctx.reverse else 0].detach().chunk(KINDS[ctx.kind].kept, -1)
+            before = torch.stack(begun[: -states - 1 : -1])
+        steps = partial(_written_out, ctx.kind, ctx.reverse)
+        return None, *twice.written_out(steps, (x, weight, bias, before), (grad, of_last)), None
     h = weight.shape[1]
     grad = kept.new_zeros((*kept.shape[:-1], h)) if grad is None else grad
     gates, of_before = rnn_backward(ctx.kind, grad, of_last, kept, weight, ctx.reverse)
@@ -209,6 +220,19 @@ def _backward(ctx, grad, _, of_last):  # type: ignore[no-untyped-def]
 
 
 rnn.register_autograd(_backward, setup_context=_setup)
+
+
+def _written_out(
+    kind: str, reverse: bool, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`out` and `last`, step by step."""
+    how = KINDS[kind]
+    state: States = list(x.new_zeros(how.states, x.shape[1], weight.shape[1]) if before is None else before)
+    out: list[Tensor] = []
+    for row in reversed([*x]) if reverse else x:
+        state, _ = how.step(row, torch.nn.functional.linear(state[0], weight, bias), state)
+        out.append(state[0])
+    return torch.stack(out[::-1] if reverse else out), torch.stack(list(state))
 
 
 def _steps(

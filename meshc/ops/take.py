@@ -68,7 +68,18 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     return take_backward(grad, index, ctx.ignore, ctx.columns), None, None, None
 
 
+def _setup_twice(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, index, ctx.ignore, *_ = inputs
+    ctx.save_for_backward(index)
+
+
+def _backward_twice(ctx, grad):  # type: ignore[no-untyped-def]
+    (index,) = ctx.saved_tensors
+    return take(grad, index, ctx.ignore), None, None, None, None
+
+
 take.register_autograd(_backward, setup_context=_setup)
+take_backward.register_autograd(_backward_twice, setup_context=_setup_twice)
 
 
 @torch.library.custom_op("meshc::one_hot", mutates_args=())

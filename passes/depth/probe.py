@@ -93,7 +93,7 @@ def probe(request: Request, lists: Sequence[str]) -> Log:
     with (
         untouched(module, (request.function, request.signature)) as there,
         prepared(module),
-        fake_tensors(module, None, request.grad) as (held, _),
+        fake_tensors(module, None) as (held, _),
     ):
         recorder = _Recorder()
         for number, tensor in enumerate(there):

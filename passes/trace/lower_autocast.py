@@ -23,7 +23,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from meshc.errors import CompileError
 from meshc.frontend.autocast_policy import Region, eligible, entered
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
+from meshc.frontend.traced_gradients import GRADIENT
 from meshc.ir import trees
 from meshc.ir.functions import Keywords, Target
 from meshc.ir.graph import placeholders
@@ -43,6 +44,12 @@ from meshc.passes.trace.raise_flex import FLEX
 from meshc.private import FakeTensor, FakeTensorMode
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_ANYWHERE: Final = "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
+_GRADIENT_WITHIN: Final = (
+    "casts are put into a model's own calls, before those of its gradients are there\n"
+    "  what to do: take the gradient behind the region, or here under torch.autocast(device_type, enabled=False): backward runs in the "
+    "dtypes of its forward, which stays in the region"
+)
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -135,10 +142,8 @@ class Lowering:
             return function(*args)
         except (Refused, RuntimeError, TypeError, ValueError) as error:
             name = getattr(node.target, "__name__", node.target)
-            raise CompileError(
-                f"{name}() at {source_of(node)} cannot be compiled under autocast: {error}\n"
-                "  what to do: call it in a region with enabled=False, with the dtypes that it shall have"
-            ) from error
+            advice = "" if error.args == (_GRADIENT_WITHIN,) else f"\n{_ANYWHERE}"
+            raise CompileError(f"{name}() at {source_of(node)} cannot be compiled under autocast: {error}{advice}") from error
 
     def _value(self, argument: Argument) -> Any:
         return map_arg(argument, lambda node: self.values[node])
@@ -155,6 +160,10 @@ class Lowering:
         if node.target is CHECKPOINT:
             self.bodies.append(Lowering(args[0], self.fake_mode, self.device))
             self.values[node] = self.bodies[-1].run(args[1:], stack)
+        elif node.target is GRADIENT:
+            if region:
+                raise Refused(_GRADIENT_WITHIN)
+            self.values[node] = _gradients(node, self._value(node.args[1]))
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             if region and node.target is FLEX:
                 args, region = (*self._flex(node, args[:3], region), *args[3:]), None
@@ -310,6 +319,12 @@ class Lowering:
                     place = f"{source.file.rsplit('/', 1)[-1]}:{source.line}: {source.code}"
                     found.append(f"{place}\n  {dtype} here may be a tensor's dtype as traced; under autocast it is another on the device")
         return list(dict.fromkeys(found))
+
+
+def _gradients(node: Node, inputs: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
+    """Fake ones: of the shapes of the trace, in the dtypes that the inputs have here. Autograd is off, and knows nothing of them."""
+    of = [inputs] if isinstance(inputs, Tensor) else inputs
+    return [one if one is None else one.to(x.dtype) for one, x in zip(node.meta["example_value"], of, strict=True)]
 
 
 def _apply(node: Node, args: Sequence[object], kwargs: Keywords) -> object:

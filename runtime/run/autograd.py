@@ -130,7 +130,7 @@ class ProgramFunction(torch.autograd.Function):
             raise StateError(
                 "create_graph=True: a compiled module's gradients are made by a program, which has no derivative of its own\n"
                 "  what to do: call backward (torch.autograd.grad) without create_graph; a loss that holds gradients, such as a penalty on "
-                "them,\n  needs the model as it was before meshc.compile"
+                "them,\n  takes them within: torch.autograd.grad in the model's forward, or in the loss of a meshc.TrainStep"
             )
         _refuse_anomalies()
         if call.moves != session.store.moves:

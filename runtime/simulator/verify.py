@@ -24,6 +24,7 @@ from meshc.frontend.flex import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.gradient_hooks import run as run_hooks
 from meshc.frontend.reference import Microbatch, ReferenceRandom
+from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
 from meshc.ir import Record, record, trees
 from meshc.ir.functions import Function
@@ -296,6 +297,7 @@ class Reference:
                 stack.enter_context(Widened())
             stack.enter_context(random)
             stack.enter_context(written_out_flex())
+            stack.enter_context(RetainedGraphs())
             yield
 
 

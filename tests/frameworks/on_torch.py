@@ -295,7 +295,7 @@ def pickled(mesh: Any) -> None:
     refuses(meshc.StateError, "neither pickled nor copied", lambda: pickle.dumps(program))
 
 
-@ROWS.row("create_graph=True (second derivatives)", refused="call backward without it; penalties on gradients need the plain model")
+@ROWS.row("create_graph=True (second derivatives)", refused="take the gradient within forward or a step's loss, by torch.autograd.grad")
 def create_graph(mesh: Any) -> None:
     model, _, _ = compiled(mesh)
     refuses(meshc.StateError, "create_graph=True", lambda: model(X).sum().backward(create_graph=True))

@@ -1,0 +1,111 @@
+"""`torch.autograd.grad` in a model or a loss that is traced: one call of the graph, which AOTAutograd runs as any other.
+
+    x.requires_grad_()                                          x is  leaf_of(x)  from there on: a leaf of the trace
+    torch.zeros(3, requires_grad=True)                          leaf_of(torch.zeros(3))
+    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)   itself: its operators, and what differentiates them, are the trace's
+    torch.autograd.functional.hessian(f, x)                     torch's own Python of it, traced
+
+Dynamo's own way (`trace_autograd_ops`) is for what an outer backward could not go through a second time: it refuses leaves that come back
+from a compiled function, and in torch 2.11 all that are made within. A program is traced with its backward, and no call frees what another
+goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+GRADIENT: Final = torch.autograd.grad
+RETAINED: Final = 3
+"""Where `retain_graph` stands among its arguments."""
+
+
+@contextmanager
+def traced_gradients() -> Iterator[None]:
+    """A context for tracing."""
+    from meshc.private import variables
+
+    functions, tensors = variables.TorchInGraphFunctionVariable, variables.TensorVariable
+    with (
+        mock.patch.object(functions, "call_function", _calling(functions.call_function)),
+        mock.patch.object(tensors, "method_requires_grad_", _asking(tensors.method_requires_grad_)),
+    ):
+        yield
+
+
+class RetainedGraphs(TorchFunctionMode):
+    """A context for calls of a model beside its program: what a gradient goes through has one again, as in a trace."""
+
+    def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is GRADIENT and len(args) <= RETAINED:
+            kwargs = {**kwargs, "retain_graph": True}
+        return func(*args, **kwargs)
+
+
+def leaf_of(x: Tensor) -> Tensor:
+    """A tensor that gradients may be taken with respect to, of the same values."""
+    return x.detach().requires_grad_()
+
+
+def _calling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what puts a call of torch's into a graph, one that knows gradients."""
+
+    def call(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        from meshc.private import variables
+
+        if self.value is GRADIENT:
+            return _gradient(tx, list(args), kwargs)
+        if getattr(self.value, "__module__", "") == torch.autograd.functional.__name__:
+            return variables.UserFunctionVariable(self.value, source=self.source).call_function(tx, list(args), kwargs)
+        asked = kwargs.get("requires_grad")
+        if asked is None or not asked.is_python_constant() or asked.as_python_constant() is not True:
+            return plain(self, tx, args, kwargs)
+        made = plain(self, tx, args, {name: value for name, value in kwargs.items() if name != "requires_grad"})
+        return made.method_requires_grad_(tx) if isinstance(made, variables.TensorVariable) else made
+
+    return call
+
+
+def _gradient(tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The call as a node; None where an input is not used."""
+    from meshc.private import dynamo_utils, variables, wrap_fx_proxy
+
+    named = {**dict(zip(("outputs", "inputs"), args, strict=False)), **kwargs}
+    for name in ("outputs", "inputs"):
+        given = named[name].realize()
+        if not isinstance(given, variables.TensorVariable):
+            given = variables.BuiltinVariable(tuple).call_function(tx, [given], {})
+        named[name] = given
+    more, kept = args[2:], variables.ConstantVariable.create(True)
+    if len(args) > RETAINED:
+        more[RETAINED - 2] = kept
+    else:
+        named["retain_graph"] = kept
+    args = [named.pop("outputs"), named.pop("inputs"), *more]
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", GRADIENT, *dynamo_utils.proxy_args_kwargs(args, named)))
+
+
+def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Of `requires_grad_`, one that makes leaves of what a model computes or is given; parameters are as they are outside."""
+
+    def become_leaf(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        from meshc.private import wrap_fx_proxy
+
+        wanted = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
+        proxy = self.as_proxy()
+        value = proxy.node.meta["example_value"]
+        own = proxy.tracer is tx.output.current_tracer
+        if not wanted or value.requires_grad or isinstance(value, nn.Parameter) or not own:
+            return plain(self, tx, requires_grad)
+        leaf: Any = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", leaf_of, (proxy,), {}))
+        self.proxy, self.requires_grad = leaf.proxy, True
+        return self
+
+    return become_leaf
