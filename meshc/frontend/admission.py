@@ -45,10 +45,15 @@ MODULES: Final[Mapping[str, tuple[str, str]]] = {
         "{where} is the module of an ExportedProgram inside another: what calls pass it cannot be compared with what it was exported for",
         "compile it by itself; or put the module that torch.export.export was given in its place",
     ),
-    "torch.ao.nn.": (
+    **dict.fromkeys(("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.ao.nn.sparse.quantized."), (
         "{where} is {name}, a quantized layer of torch.ao: its weights are packed for one device's kernels, which nothing can split",
         "compile the model before it was quantized",
-    ),
+    )),
+    **dict.fromkeys(("torch.ao.quantization.fake_quantize.", "torch.ao.quantization.observer."), (
+        "{where} is {name} of torch.ao, which nothing can trace: it branches on flags in its buffers, and gives them new shapes",
+        "put a module of your own in its place that calls torch.fake_quantize_per_tensor_affine or torch.fake_quantize_per_channel_affine "
+        "with a scale and a zero point in buffers, as observed before on one device",
+    )),
 }  # fmt: skip
 """Classes of modules that are refused, by full name or by package (with a dot at its end): (what is wrong, what to do)."""
 
@@ -188,6 +193,10 @@ def _foreign(module: nn.Module) -> Iterator[str]:
         fault = foreign_tensor(name, tensor)
         if fault:
             yield fault
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                yield foreign_tensor(f"{path}.{name}" if path else name, value)
 
 
 def _copies(module: nn.Module) -> tuple[str, ...]:

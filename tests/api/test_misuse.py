@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize
 from torch.nn.utils import rnn
 
 import meshc
@@ -194,6 +195,17 @@ class Views(nn.Module):
         return sum((x @ p.float().t() for p in self.parameters()), torch.zeros(()))
 
 
+class WithTable(nn.Linear):
+    """A table as a plain attribute."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__(8, 4)
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.table, super().forward(x).t())
+
+
 BIG = torch.ones(12, 8)
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "DataParallel": (lambda: nn.DataParallel(plain()), "torch's DataParallel, which splits work between devices itself"),
@@ -204,6 +216,8 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "traced": (lambda: nn.Sequential(torch.jit.trace(plain(), X)), "model.0 is a TopLevelTracedModule of torch.jit"),
     "an exported module": (lambda: nn.Sequential(torch.export.export(plain(), (X,)).module()), "the module of an ExportedProgram inside"),
     "quantized": (lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(plain()), {nn.Linear}), "before it was quantized"),
+    "observed": (lambda: nn.Sequential(plain(), FakeQuantize()), "model.1 is FakeQuantize of torch.ao, which nothing can trace"),
+    "sparse, and no buffer": (lambda: WithTable(torch.eye(4, 8).to_sparse()), "table is sparse (torch.sparse_coo)"),
     "lazy": (lambda: nn.LazyLinear(4), "call the model once on an example"),
     "a class": (lambda: nn.Linear, "give meshc an instance: Linear(...)"),
     "a number": (lambda: 5, "not an int"),
