@@ -53,6 +53,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "compile the model without labels, and call its loss (model.loss_function) on what the program gives: which box belongs to which "
         "label is found outside of torch, from values"
     )),
+    (r"/models/detection/", (
+        "compile the part of fixed sizes, meshc.compile(model.backbone, mesh, args=(images,)) with images as the model's transform stacks "
+        "them, and call the model as before: how many boxes there are is found from values"
+    )),
     (r"layer_?drop", (
         "set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the model's configuration: which layers run must not be drawn from "
         "call to call"

@@ -18,7 +18,7 @@ from torch.nn.utils import rnn
 
 import meshc
 from meshc.errors import CompilerFault
-from meshc.frontend import faults
+from meshc.frontend import faults, untraceable
 from meshc.passes.driver import pipeline
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Pass
@@ -379,3 +379,10 @@ def test_errors_of_meshc_pass_a_phase_as_they_are() -> None:
         with pytest.raises(type(error)) as raised, faults.phase("anything"):
             raise error
         assert raised.value is error
+
+
+def test_a_detection_model_is_told_to_compile_its_backbone() -> None:
+    line = 'File "/site/torchvision/models/detection/transform.py", line 177, in torch_choice'
+    trace = f"data-dependent expression TruncToInt(zuf0)\nfrom user code:\n  {line}"
+    said = str(untraceable.explained(RuntimeError(trace), plain().forward, (X,), {}))
+    assert "/detection/transform.py:177 in torch_choice" in said and "meshc.compile(model.backbone, mesh, args=(images,))" in said
