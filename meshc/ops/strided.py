@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 
 def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
     """What `torch.as_strided` means, of values that know their strides."""
-    start = 0 if storage_offset is None else storage_offset - input.storage_offset()
+    start: Any = 0 if storage_offset is None else storage_offset - input.storage_offset()
     if start >= 0 and input.numel() and all(size):
         for merged in _mergings(input):
             steps = _steps(merged.shape, merged.stride(), size, stride, start)
@@ -42,7 +43,8 @@ class _Steps:
 
 def _mergings(x: Tensor) -> Iterator[Tensor]:
     """x with its dims in the order of their strides, without those of size 1: as it is, then with neighbours that lie in one as one."""
-    dims = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -x.stride(d))
+    strides = x.stride()
+    dims = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -strides[d])
     x = x.permute([*dims, *(d for d in range(x.dim()) if d not in dims)]).reshape([x.shape[d] for d in dims])
     fits = [x.stride(d) == x.stride(d + 1) * x.shape[d + 1] for d in range(x.dim() - 1)]
     choices = sorted(product(*((False, True) if fit else (False,) for fit in fits)), key=sum)

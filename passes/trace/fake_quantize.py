@@ -4,8 +4,9 @@
   becomes
     level = int(round(x * (1 / scale)) + zero);   out = (clamp(level, low, high) - zero) * scale;   mask = low <= level <= high
 
-To the last bit as torch's kernels for a CPU have it: scales and their reciprocals are float32, a product has the dtype of x, float32 at
-least, levels are whole numbers.
+To the last bit as torch's kernels for a CPU have it: scales and their reciprocals are float32, levels of one scale for all of x are float32
+too, those of channels whole numbers of 64 bits (what that makes of infinities and of NaN is theirs as well). A fractional zero point of a
+channel is added before the level is rounded.
 """
 
 from __future__ import annotations
