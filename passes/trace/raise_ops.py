@@ -48,7 +48,6 @@ COMPOSITES: dict[Target, Function] = {
     functional.multi_head_attention_forward: multi_head_attention,
     functional.interpolate: interpolate,
     torch.as_strided: as_strided,
-    torch.Tensor.as_strided: as_strided,
     "as_strided": as_strided,
     **grouped.RAISED,
     **recurrent.RAISED,
