@@ -51,8 +51,8 @@ MODULES: Final[Mapping[str, tuple[str, str]]] = {
     )),
     **dict.fromkeys(("torch.ao.quantization.fake_quantize.", "torch.ao.quantization.observer."), (
         "{where} is {name} of torch.ao, which nothing can trace: it branches on flags in its buffers, and gives them new shapes",
-        "put a module of your own in its place that calls torch.fake_quantize_per_tensor_affine or torch.fake_quantize_per_channel_affine "
-        "with a scale and a zero point in buffers, as observed before on one device",
+        "leave prepare_qat out, and call torch.fake_quantize_per_tensor_affine or torch.fake_quantize_per_channel_affine in forward, with "
+        "a scale and a zero point in buffers, as observed before on one device",
     )),
 }  # fmt: skip
 """Classes of modules that are refused, by full name or by package (with a dot at its end): (what is wrong, what to do)."""
