@@ -37,6 +37,10 @@ _FIXED: Final = (
 _BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
 _TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
+_OTHERWISE: Final = (
+    "write that line in another way, or outside of the model: torch's tracer does not take it, and so refuses "
+    "torch.export.export(model, args, strict=True)"
+)
 _SPLITTING: Final = "take it out: meshc calls backward and the optimizer itself (meshc.TrainStep)"
 
 _OWN: Final = "docs/add-a-rule.md has an example"
@@ -150,8 +154,8 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
     elif refused:
         reason = f"an operator does not take what it is given: {_innermost(error)}"
     seen = _code(error) if raised else f"{reason}\n{text}\n{_code(error)}"
-    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), _TRY_IT if refused else "")
-    return CaptureError(f"the model cannot be traced as one graph: {reason}{where}" + (f"\n  what to do: {advice}" if advice else ""))
+    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), _TRY_IT if refused or raised else _OTHERWISE)
+    return CaptureError(f"the model cannot be traced as one graph: {reason}{where}\n  what to do: {advice}")
 
 
 def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
