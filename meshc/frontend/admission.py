@@ -158,7 +158,9 @@ def does_not_bind(signature: Callable[..., object], args: Sequence[object], kwar
 
 
 def _wrapped(module: nn.Module) -> Iterator[str]:
+    """A line for each class that is refused, with the first of its modules and how many more there are."""
     refused: list[str] = []
+    faults: dict[tuple[str, str, str], list[str]] = {}
     for path, child in module.named_modules():
         if any(path.startswith(f"{one}.") or not one for one in refused):
             continue  # inside what is refused already
@@ -166,12 +168,13 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
             full = _full_name(base)
             found = MODULES.get(full) or next((row for key, row in MODULES.items() if key[-1] == "." and full.startswith(key)), None)
             if found is not None and (path or full != exported.MODULE):
-                text, advice = found
-                where = f"model.{path}" if path else "the model"
-                said = text.format(where=where, name=type(child).__name__)
                 refused.append(path)
-                yield f"{said}; what to do: {advice.format(where=where if path else 'model')}"
+                faults.setdefault((type(child).__name__, *found), []).append(path)
                 break
+    for (name, text, advice), paths in faults.items():
+        where = f"model.{paths[0]}" if paths[0] else "the model"
+        more = f" (so {'is' if len(paths) == 2 else 'are'} {len(paths) - 1} more)" if len(paths) > 1 else ""
+        yield f"{text.format(where=where, name=name)}{more}; what to do: {advice.format(where=where if paths[0] else 'model')}"
 
 
 def _foreign(module: nn.Module) -> Iterator[str]:

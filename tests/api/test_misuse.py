@@ -386,6 +386,14 @@ def test_errors_of_meshc_pass_a_phase_as_they_are() -> None:
         assert raised.value is error
 
 
+def test_many_of_a_kind_are_one_line() -> None:
+    observers = nn.Sequential(plain(), FakeQuantize(), FakeQuantize(), FakeQuantize())
+    with pytest.raises(meshc.CaptureError) as raised:
+        meshc.compile(observers, meshc.Mesh("dp=2"), args=(X,))
+    assert "model.1 is FakeQuantize" in str(raised.value) and "(so are 2 more); what to do: " in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 2
+
+
 def test_a_detection_model_is_told_to_compile_its_backbone() -> None:
     line = 'File "/site/torchvision/models/detection/transform.py", line 177, in torch_choice'
     trace = f"data-dependent expression TruncToInt(zuf0)\nfrom user code:\n  {line}"
