@@ -22,8 +22,8 @@ SECONDS ?= 3600
 # Seconds after which a test of `make test-broad` counts as hanging. Its longest take minutes of a core, more where the core is shared.
 LONGEST ?= 1800
 
-.PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all fuzz attack conformance placements
-.PHONY: pipelines test-frameworks ecosystem reference site wheel clean
+.PHONY: venv demo test test-broad test-gpu lint bench bench-gpu golden golden-accept plan-tables matrix zoo zoo-all libraries fuzz attack conformance
+.PHONY: placements pipelines test-frameworks ecosystem reference site wheel clean
 
 venv: $(STAMP)
 
@@ -96,6 +96,12 @@ zoo: $(STAMP)
 
 zoo-all: $(STAMP)
 	$(RUN) -m tests.zoo.everything
+
+# Models of ten libraries. torch is named again, so that none of them brings another; litgpt asks for an older hub than transformers does.
+libraries: $(STAMP)
+	$(RUN) -m pip install --quiet "$(TORCH)" -e ".[test,libraries]"
+	$(RUN) -m pip install --quiet --no-deps litgpt
+	$(RUN) -m tests.zoo.libraries
 
 pipelines: $(STAMP)
 	$(RUN) -m tests.pipelining

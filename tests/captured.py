@@ -19,6 +19,7 @@ from meshc.frontend import calling
 from meshc.frontend.train_step import Traced, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
+from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
@@ -64,6 +65,15 @@ class Captured:
 
     def program(self, mesh: str, plan: str | Plan | None = None, **changes: Any) -> PlainProgram:
         """The program for a mesh and a plan; `changes` are fields of the request (optimizer, clip_grad_norm, microbatches)."""
+        try:
+            return self._program(mesh, plan, **changes)
+        except Unequal:  # all layers then, as `meshc.compile` does
+            self.request = replace(self.request, depth="whole")
+            with torch.set_grad_enabled(self.train):
+                self.traced = compile.trace(self.request)
+            return self._program(mesh, plan, **changes)
+
+    def _program(self, mesh: str, plan: str | Plan | None, **changes: Any) -> PlainProgram:
         own = self.traced.beside(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
         own = replace(own, seconds={})
         with torch.set_grad_enabled(self.train):

@@ -45,10 +45,15 @@ MODULES: Final[Mapping[str, tuple[str, str]]] = {
         "{where} is the module of an ExportedProgram inside another: what calls pass it cannot be compared with what it was exported for",
         "compile it by itself; or put the module that torch.export.export was given in its place",
     ),
-    "torch.ao.nn.": (
+    **dict.fromkeys(("torch.ao.nn.quantized.", "torch.ao.nn.intrinsic.quantized.", "torch.ao.nn.sparse.quantized."), (
         "{where} is {name}, a quantized layer of torch.ao: its weights are packed for one device's kernels, which nothing can split",
         "compile the model before it was quantized",
-    ),
+    )),
+    **dict.fromkeys(("torch.ao.quantization.fake_quantize.", "torch.ao.quantization.observer."), (
+        "{where} is {name} of torch.ao, which nothing can trace: it branches on flags in its buffers, and gives them new shapes",
+        "leave prepare_qat out, and call torch.fake_quantize_per_tensor_affine or torch.fake_quantize_per_channel_affine in forward, with "
+        "a scale and a zero point in buffers, as observed before on one device",
+    )),
 }  # fmt: skip
 """Classes of modules that are refused, by full name or by package (with a dot at its end): (what is wrong, what to do)."""
 
@@ -153,7 +158,9 @@ def does_not_bind(signature: Callable[..., object], args: Sequence[object], kwar
 
 
 def _wrapped(module: nn.Module) -> Iterator[str]:
+    """A line for each class that is refused, with the first of its modules and how many more there are."""
     refused: list[str] = []
+    faults: dict[tuple[str, str, str], list[str]] = {}
     for path, child in module.named_modules():
         if any(path.startswith(f"{one}.") or not one for one in refused):
             continue  # inside what is refused already
@@ -161,12 +168,13 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
             full = _full_name(base)
             found = MODULES.get(full) or next((row for key, row in MODULES.items() if key[-1] == "." and full.startswith(key)), None)
             if found is not None and (path or full != exported.MODULE):
-                text, advice = found
-                where = f"model.{path}" if path else "the model"
-                said = text.format(where=where, name=type(child).__name__)
                 refused.append(path)
-                yield f"{said}; what to do: {advice.format(where=where if path else 'model')}"
+                faults.setdefault((type(child).__name__, *found), []).append(path)
                 break
+    for (name, text, advice), paths in faults.items():
+        where = f"model.{paths[0]}" if paths[0] else "the model"
+        more = f" (so {'is' if len(paths) == 2 else 'are'} {len(paths) - 1} more)" if len(paths) > 1 else ""
+        yield f"{text.format(where=where, name=name)}{more}; what to do: {advice.format(where=where if paths[0] else 'model')}"
 
 
 def _foreign(module: nn.Module) -> Iterator[str]:
@@ -188,6 +196,10 @@ def _foreign(module: nn.Module) -> Iterator[str]:
         fault = foreign_tensor(name, tensor)
         if fault:
             yield fault
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                yield foreign_tensor(f"{path}.{name}" if path else name, value)
 
 
 def _copies(module: nn.Module) -> tuple[str, ...]:

@@ -40,6 +40,10 @@ _FIXED: Final = (
 _BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
 _TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
+_OTHERWISE: Final = (
+    "write that line in another way, or outside of the model: torch's tracer does not take it, and so refuses "
+    "torch.export.export(model, args, strict=True)"
+)
 _SPLITTING: Final = (
     "take it out: meshc calls backward and the optimizer itself (meshc.TrainStep); a gradient that the model needs for itself is "
     "torch.autograd.grad(y.sum(), x, create_graph=True)"
@@ -67,6 +71,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"loss_for_object_detection|HungarianMatcher|linear_sum_assignment", (
         "compile the model without labels, and call its loss (model.loss_function) on what the program gives: which box belongs to which "
         "label is found outside of torch, from values"
+    )),
+    (r"/models/detection/", (
+        "compile the part of fixed sizes, meshc.compile(model.backbone, mesh, args=(images,)) with images as the model's transform stacks "
+        "them, and call the model as before: how many boxes there are is found from values"
     )),
     (r"layer_?drop", (
         "set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the model's configuration: which layers run must not be drawn from "
@@ -162,8 +170,8 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
     elif refused:
         reason = f"an operator does not take what it is given: {_innermost(error)}"
     seen = _code(error) if raised else f"{reason}\n{text}\n{_code(error)}"
-    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), _TRY_IT if refused else "")
-    return CaptureError(f"the model cannot be traced as one graph: {reason}{where}" + (f"\n  what to do: {advice}" if advice else ""))
+    advice = next((advice for pattern, advice in ADVICE if re.search(pattern, seen)), _TRY_IT if refused or raised else _OTHERWISE)
+    return CaptureError(f"the model cannot be traced as one graph: {reason}{where}\n  what to do: {advice}")
 
 
 def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:

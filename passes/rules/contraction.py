@@ -21,6 +21,7 @@ TEXTS = {
     aten.mv.default: "m k, k -> m +k",
     aten.dot.default: "k, k -> +k",
     aten.vdot.default: "k, k -> +k",
+    aten._euclidean_dist.default: "... m d!, ... n d! -> ... m n",
     aten._cdist_forward.default: "... m d!, ... n d! -> ... m n",
     aten._cdist_backward.default: "... m n, ... m d, ... n d, ... m n -> ... m d +n",
 }

@@ -62,7 +62,8 @@ OPERATORS: Final[Mapping[str, Positions]] = {
     "_adaptive_avg_pool2d _adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
     "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
     "upsample_linear1d upsample_bicubic2d upsample_trilinear3d upsample_bilinear2d upsample_bilinear2d.vec "
-    "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_bilinear2d_aa max_unpool2d max_unpool3d "
+    "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward "
+    "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward affine_grid_generator max_unpool2d max_unpool3d "
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward "
     "replication_pad3d_backward cholesky_solve": ALONE,
     "linalg_solve_triangular": ((1,),),

@@ -148,4 +148,6 @@ RULES: dict[object, RuleFunction] = {
     aten.upsample_bilinear2d.vec: _whole,
     aten.upsample_nearest2d_backward.default: _torch_upsample_backward,
     aten.upsample_bilinear2d_backward.default: _torch_upsample_backward,
+    aten._upsample_bilinear2d_aa_backward.default: _torch_upsample_backward,
+    aten._upsample_bicubic2d_aa_backward.default: _torch_upsample_backward,
 }

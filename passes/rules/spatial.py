@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch.fx import Node
 
 from meshc.passes.rules.rule import ALONE, Relation, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.passes.rules.local import Local
 
 aten = torch.ops.aten
 
@@ -65,6 +70,17 @@ def _grid_backward(count: int) -> RuleFunction:
     return lambda node, tensors: einsum(text, node, tensors, clean=(2,))
 
 
+def _affine_grid(node: Node, tensors: list[Node]) -> Rule:
+    """(theta [n, 2, 3], size [n, c, space], align_corners) -> [n, space, 2]; likewise of three dims. `size` speaks of the batch too."""
+    space = " ".join(f"x{i}!" for i in range(len(result_shapes(node)[0]) - 2))
+    return einsum(f"n r! q! -> n {space} t!", node, tensors, lower=_lower_affine_grid)
+
+
+def _lower_affine_grid(local: Local) -> Node:
+    size: Any = local.node.args[1]
+    return local.emit(local.node.target, local.operands[0], [local.out_shape(0)[0], *size[1:]], *local.node.args[2:], **local.node.kwargs)
+
+
 PADS = {
     1: (aten.reflection_pad1d, aten.replication_pad1d),
     3: (aten.reflection_pad3d, aten.replication_pad3d),
@@ -81,7 +97,7 @@ POOLS = {
 }
 RESIZES = {
     1: (aten.upsample_nearest1d, aten._upsample_nearest_exact1d, aten.upsample_linear1d),
-    2: (aten.upsample_bicubic2d,),
+    2: (aten.upsample_bicubic2d, aten._upsample_bicubic2d_aa),
     3: (aten.upsample_nearest3d, aten._upsample_nearest_exact3d, aten.upsample_trilinear3d),
 }
 
@@ -89,6 +105,7 @@ RULES: dict[object, RuleFunction] = {
     **{op.default: _space(count) for family in (PADS, PADS_BACKWARD, POOLS, RESIZES) for count, ops in family.items() for op in ops},
     aten.im2col.default: _columns,
     aten.col2im.default: _columns,
+    aten.affine_grid_generator.default: _affine_grid,
     aten.grid_sampler_2d.default: _grid(2),
     aten.grid_sampler_3d.default: _grid(3),
     aten.grid_sampler_2d_backward.default: _grid_backward(2),

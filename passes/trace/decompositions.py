@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshc.ir.functions import Function
+from meshc.passes.trace.fake_quantize import DECOMPOSITIONS as FAKE_QUANTIZE
 from meshc.private import get_decompositions
 
 aten = torch.ops.aten
@@ -171,4 +172,4 @@ def decompositions() -> dict[object, Function]:
     table[aten.convolution_backward.default] = convolution_backward
     table[aten._weight_norm_interface.default] = weight_norm
     table[aten._weight_norm_interface_backward.default] = weight_norm_backward
-    return table
+    return table | FAKE_QUANTIZE

@@ -25,6 +25,7 @@ from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.sdpa import sdpa
 from meshc.ops.signatures import bound
+from meshc.ops.strided import as_strided
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
@@ -46,6 +47,8 @@ COMPOSITES: dict[Target, Function] = {
     functional.one_hot: raised_one_hot,
     functional.multi_head_attention_forward: multi_head_attention,
     functional.interpolate: interpolate,
+    torch.as_strided: as_strided,
+    "as_strided": as_strided,
     **grouped.RAISED,
     **recurrent.RAISED,
 }
@@ -87,7 +90,8 @@ def raised(model: TorchGraph) -> TorchGraph:
         composite = _composite(node.target)
         if composite is not None:
             stand_ins.put(node, composite)
-            own_result(node)
+            if composite is not as_strided:  # a view, which is written through
+                own_result(node)
     module.recompile()
     return replace(model, notes=(*model.notes, *notes))
 

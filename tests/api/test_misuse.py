@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize
 from torch.nn.utils import rnn
 
 import meshc
 from meshc.errors import CompilerFault
-from meshc.frontend import faults
+from meshc.frontend import faults, untraceable
 from meshc.passes.driver import pipeline
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Pass
@@ -127,6 +128,10 @@ def raises(linear: Any, x: Tensor) -> Any:
     raise ValueError("a batch of four is too small")  # line of raises
 
 
+def looks_up(linear: Any, x: Tensor) -> Any:
+    return linear(x) if "indexing" in torch.meshgrid.__kwdefaults__ else x  # line of looks_up
+
+
 IN_FORWARD: dict[Callable[..., Any], str] = {
     item: "keep it a tensor",
     to_int: "keep it a tensor",
@@ -149,6 +154,7 @@ IN_FORWARD: dict[Callable[..., Any], str] = {
     on_cuda: "on the device of an input",
     opens: "take that call out of forward",
     raises: "it raises ValueError: a batch of four is too small",
+    looks_up: "write that line in another way",
 }
 
 
@@ -157,7 +163,7 @@ def test_what_forward_may_not_do(body: Callable[..., Any]) -> None:
     line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# line of {body.__name__}"))
     with pytest.raises(meshc.CaptureError, match=rf"{HERE}:{line}\b") as raised:
         meshc.compile(Layer(body), meshc.Mesh("dp=2"), args=(X,))
-    assert IN_FORWARD[body] in str(raised.value)
+    assert IN_FORWARD[body] in str(raised.value) and "what to do: " in str(raised.value)
 
 
 def counts(linear: Any, x: Tensor) -> Any:
@@ -194,6 +200,17 @@ class Views(nn.Module):
         return sum((x @ p.float().t() for p in self.parameters()), torch.zeros(()))
 
 
+class WithTable(nn.Linear):
+    """A table as a plain attribute."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__(8, 4)
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.table, super().forward(x).t())
+
+
 BIG = torch.ones(12, 8)
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "DataParallel": (lambda: nn.DataParallel(plain()), "torch's DataParallel, which splits work between devices itself"),
@@ -204,6 +221,8 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "traced": (lambda: nn.Sequential(torch.jit.trace(plain(), X)), "model.0 is a TopLevelTracedModule of torch.jit"),
     "an exported module": (lambda: nn.Sequential(torch.export.export(plain(), (X,)).module()), "the module of an ExportedProgram inside"),
     "quantized": (lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(plain()), {nn.Linear}), "before it was quantized"),
+    "observed": (lambda: nn.Sequential(plain(), FakeQuantize()), "model.1 is FakeQuantize of torch.ao, which nothing can trace"),
+    "sparse, and no buffer": (lambda: WithTable(torch.eye(4, 8).to_sparse()), "table is sparse (torch.sparse_coo)"),
     "lazy": (lambda: nn.LazyLinear(4), "call the model once on an example"),
     "a class": (lambda: nn.Linear, "give meshc an instance: Linear(...)"),
     "a number": (lambda: 5, "not an int"),
@@ -365,3 +384,18 @@ def test_errors_of_meshc_pass_a_phase_as_they_are() -> None:
         with pytest.raises(type(error)) as raised, faults.phase("anything"):
             raise error
         assert raised.value is error
+
+
+def test_many_of_a_kind_are_one_line() -> None:
+    observers = nn.Sequential(plain(), FakeQuantize(), FakeQuantize(), FakeQuantize())
+    with pytest.raises(meshc.CaptureError) as raised:
+        meshc.compile(observers, meshc.Mesh("dp=2"), args=(X,))
+    assert "model.1 is FakeQuantize" in str(raised.value) and "(so are 2 more); what to do: " in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_a_detection_model_is_told_to_compile_its_backbone() -> None:
+    line = 'File "/site/torchvision/models/detection/transform.py", line 177, in torch_choice'
+    trace = f"data-dependent expression TruncToInt(zuf0)\nfrom user code:\n  {line}"
+    said = str(untraceable.explained(RuntimeError(trace), plain().forward, (X,), {}))
+    assert "/detection/transform.py:177 in torch_choice" in said and "meshc.compile(model.backbone, mesh, args=(images,))" in said

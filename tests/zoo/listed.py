@@ -21,6 +21,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from tests.models import Case
 from tests.zoo.families import BATCH, SEQ, VOCAB, causal, masked
 from tests.zoo.shrinking import WAYS, shrunk
+from tests.zoo.trying import NotBuilt
 
 Inputs = Callable[[Any, nn.Module], dict[str, Tensor]]
 
@@ -55,12 +56,8 @@ def listed() -> list[Listed]:
     return found
 
 
-class NotBuilt(Exception):
-    """No way of shrinking it gives a model that runs; what the first way came to."""
-
-
 def case(one: Listed) -> Case:
-    """The model with the inputs of a training step. Raises NotBuilt."""
+    """The model with the inputs of a training step. Raises NotBuilt with what the first way of shrinking it came to."""
     why: list[str] = []
     make = configuration(one)
     if make is None:

@@ -6,10 +6,11 @@ import pytest
 from transformers import BailingHybridConfig, LlamaConfig, Mamba2Config, MinistralConfig, Qwen3NextConfig, SwinConfig
 
 from tests.broad import broad
-from tests.zoo import everything
-from tests.zoo.everything import in_a_child, table, tried
-from tests.zoo.listed import TASKS, Listed, NotBuilt, case, listed
+from tests.zoo import trying
+from tests.zoo.everything import section, trial
+from tests.zoo.listed import TASKS, case, listed
 from tests.zoo.shrinking import WAYS, Way, shrunk
+from tests.zoo.trying import NotBuilt, Trial, in_a_child, table, tried
 
 ENTRIES = {one.key: one for one in listed()}
 
@@ -64,17 +65,17 @@ def test_where_names_do_not_do_numbers_are_divided() -> None:
 def test_what_is_not_built_says_why() -> None:
     with pytest.raises(NotBuilt, match="rope_theta"):
         case(ENTRIES["causal dbrx"])
-    assert tried(ENTRIES["causal dbrx"])["outcome"] == "not built"
+    assert tried(trial(ENTRIES["causal dbrx"]))["outcome"] == "not built"
 
 
 def test_a_model_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless(one: Listed) -> None:
+    def endless(one: Trial) -> None:
         while True:
             pass
 
-    monkeypatch.setattr(everything, "SECONDS", 0.25)
-    monkeypatch.setattr(everything, "tried", endless)
-    assert in_a_child(ENTRIES["causal llama"])["outcome"] == "too slow"
+    monkeypatch.setattr(trying, "SECONDS", 0.25)
+    monkeypatch.setattr(trying, "tried", endless)
+    assert in_a_child(trial(ENTRIES["causal llama"]))["outcome"] == "too slow"
 
 
 @pytest.mark.parametrize(
@@ -85,12 +86,12 @@ def test_a_model_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -
     ],
 )  # fmt: skip
 def test_a_type_equals_one_device(key: str) -> None:
-    assert tried(ENTRIES[key]) | {"seconds": 0} == {"outcome": "equal", "why": "", "seconds": 0}
+    assert tried(trial(ENTRIES[key])) | {"seconds": 0} == {"outcome": "equal", "why": "", "seconds": 0}
 
 
 @pytest.mark.parametrize("key, line", [broad("causal jetmoe", "modeling_jetmoe.py:"), broad("seq2seq m2m_100", "modeling_m2m_100.py:")])
 def test_a_type_that_is_refused_names_its_line(key: str, line: str) -> None:
-    row = tried(ENTRIES[key])
+    row = tried(trial(ENTRIES[key]))
     assert row["outcome"] == "refused" and line in row["why"] and "what to do:" in row["why"]
 
 
@@ -98,9 +99,9 @@ def test_the_table_counts_and_names_what_is_not_equal() -> None:
     one, other = ENTRIES["causal llama"], ENTRIES["image vit"]
     rows = {
         one.key: {"outcome": "equal", "why": "", "seconds": 1.0},
-        other.key: {"outcome": "refused", "why": "a line | and what to do", "seconds": 1.0},
+        other.key: {"outcome": "refused", "why": "at vit.py:7 a line | what to do: that", "seconds": 1.0},
     }
-    told = table(rows, list(ENTRIES.values()))
-    assert f"2 of {len(ENTRIES)} were tried" in told
+    told = table(rows, section())
+    assert f"2 of {len(ENTRIES)} were tried. Of 1 refusals 1 name a line and say what to do." in told
     assert "| equal | 1 | 0 | 0 | 0 | 1 |" in told and "| refused | 0 | 0 | 0 | 1 | 1 |" in told
-    assert "Refused:\n\n- image vit: a line / and what to do\n" in told
+    assert "Refused:\n\n- image vit: at vit.py:7 a line / what to do: that\n" in told

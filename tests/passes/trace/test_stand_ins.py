@@ -89,6 +89,7 @@ OWN: dict[Any, Values] = {
         "input": X, "size": 8, "scale_factor": None, "mode": "linear", "align_corners": None, "recompute_scale_factor": None,
         "antialias": False,
     },
+    **dict.fromkeys((torch.as_strided, "as_strided"), {"stride": (12, 5), "storage_offset": 1}),
     F.grouped_mm: {"mat_a": ROWS, "mat_b": MATRICES, "offs": ENDS, "bias": None, "out_dtype": None},
     torch._grouped_mm: {"input": ROWS, "mat2": MATRICES, "offs": ENDS, "bias": None, "out_dtype": None},
     F.dropout2d: {"input": X.unsqueeze(-1)},

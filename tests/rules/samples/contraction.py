@@ -33,6 +33,7 @@ for _p in (1.0, 2.0, 3.0):
     _apart = aten._cdist_forward(_near, _far, _p, 2)
     sample(aten._cdist_forward.default, _near, _far, _p, 2)
     sample(aten._cdist_backward.default, f(2, 5, 7), _near, _far, _p, _apart)
+sample(aten._euclidean_dist.default, f(2, 5, 4), f(2, 7, 4))
 sample(aten.addmv.default, f(5), f(5, 4), f(4), beta=0.5)
 sample(aten.addmv.default, f(()), f(5, 4), f(4))
 sample(aten.addr.default, f(5, 4), f(5), f(4), alpha=0.5)

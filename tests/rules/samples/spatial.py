@@ -48,6 +48,12 @@ sample(aten.grid_sampler_2d_backward.default, f(3, 5, 4, 5), _image, _grid2, 0, 
 sample(aten.grid_sampler_3d_backward.default, f(2, 3, 2, 3, 5), _volume, _grid3, 0, 0, False, [True, True])
 for _op in (aten.upsample_nearest1d, aten._upsample_nearest_exact1d):
     sample(_op.default, _line, [9])
+for _op in (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa):
+    sample(_op.default, _image, [9, 3], True)
+for _op in (aten._upsample_bilinear2d_aa_backward, aten._upsample_bicubic2d_aa_backward):
+    sample(_op.default, f(3, 5, 9, 3), [9, 3], [3, 5, 6, 6], False)
+sample(aten.affine_grid_generator.default, f(3, 2, 3), [3, 5, 6, 4], False)
+sample(aten.affine_grid_generator.default, f(3, 3, 4), [3, 5, 6, 4, 2], True)
 sample(aten.upsample_linear1d.default, _line, [9], True)
 sample(aten.upsample_bicubic2d.default, _image, [9, 3], False)
 for _op in (aten.upsample_nearest3d, aten._upsample_nearest_exact3d):
