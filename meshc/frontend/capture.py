@@ -20,7 +20,6 @@ from torch import nn
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
 from meshc.frontend.adapted_experts import adapted_experts
-from meshc.frontend.averaged_norms import averaged_norms
 from meshc.frontend.double import double_by_default, wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.linalg_checks import settle_checks
@@ -38,8 +37,6 @@ from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
 from meshc.frontend.traced_ctc import targets_in_rows
-from meshc.frontend.traced_distributions import traced_distributions
-from meshc.frontend.traced_gradients import traced_gradients
 from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
@@ -244,7 +241,7 @@ def torch_graph(
         fake_tensors(module, mode, double) as (tensors, aliases),
         torch.set_grad_enabled(grad),
         _dynamo_settings(),
-        listed_experts(module), adapted_experts(module), unhinted_masks(), traced_distributions(), averaged_norms(), traced_gradients(),
+        listed_experts(module), adapted_experts(module), unhinted_masks(),
         apart(), unasked(), unwritten(), untraceable.said_once(), double_by_default(double),
     ):  # fmt: skip
         try:
@@ -264,14 +261,8 @@ def torch_graph(
     if double:
         widen(graph)
     held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
-    traced = TorchGraph(
-        *held,
-        notes=tuple(notes),
-        double=double,
-        reads=reads,
-        numbers=inputs_of_python.by_attribute,
-        seen=replace(seen, said=[]),
-    )
+    kept = replace(seen, said=[])
+    traced = TorchGraph(*held, notes=tuple(notes), double=double, reads=reads, numbers=inputs_of_python.by_attribute, seen=kept)
     return _opened(traced, opened) if opened else traced
 
 
