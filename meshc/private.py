@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch._dynamo.trace_rules as trace_rules
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
+    import torch._subclasses.fake_tensor as fake_tensor
     import torch.distributed.tensor._random as dtensor_random
     import torch.fx._pytree as trees_of_fx
     import torch.utils._pytree as trees_of_torch
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
+    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec
 
@@ -73,6 +75,7 @@ NAMES: Final[Mapping[str, str]] = {
     "trace_rules": "torch._dynamo.trace_rules",
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
+    "fake_tensor": "torch._subclasses.fake_tensor",
     "dtensor_random": "torch.distributed.tensor._random",
     "trees_of_fx": "torch.fx._pytree",
     "trees_of_torch": "torch.utils._pytree",
@@ -111,6 +114,7 @@ NAMES: Final[Mapping[str, str]] = {
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "lazy_graph_modules": "torch.fx._lazy_graph_module:_use_lazy_graph_module",
+    "no_dispatch": "torch.utils._mode_utils:no_dispatch",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "TreeSpec": "torch.utils._pytree:TreeSpec",
 }  # fmt: skip
@@ -145,7 +149,9 @@ REPLACED: Final = (
     "torch._dynamo.variables.builtin:BuiltinVariable.call_function", "torch._dynamo.variables.misc:DebuggingVariable.call_function",
     "torch._dynamo.variables.misc:LoggingLoggerVariable.call_method", "torch._dynamo.variables.builder:VariableBuilder._wrap",
     "torch._dynamo.variables.lazy:LazyConstantVariable.create",
-    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.utils:_compilation_metrics",
+    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.variables:TensorVariable.method_tolist",
+    "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "torch._subclasses.fake_tensor:FakeTensorMode._dispatch_impl",
+    "torch._subclasses.fake_tensor:FakeTensorConverter.add_constant_storage_mapping", "torch._dynamo.utils:_compilation_metrics",
     "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",

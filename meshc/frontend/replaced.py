@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from meshc.frontend.flex import traced_flex
+from meshc.frontend.known_outcomes import known_outcomes
 from meshc.frontend.side_effects import Seen, observed
 from meshc.frontend.spared import unguarded
 from meshc.frontend.stock_experts import unsorted_experts
@@ -17,5 +18,5 @@ from meshc.frontend.traced_ctc import traced_ctc
 def replaced(opened: bool) -> Iterator[Seen]:
     """Inside, what no graph could follow is something else, and what Python does beside is seen. `opened`: sizes stay open, by guards."""
     with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
-        with observed() as seen:
+        with known_outcomes(), observed() as seen:
             yield seen
