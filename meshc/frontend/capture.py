@@ -24,6 +24,7 @@ from meshc.frontend.adapted_experts import adapted_experts
 from meshc.frontend.averaged_norms import averaged_norms
 from meshc.frontend.double import double_by_default, wide, widen
 from meshc.frontend.flex import traced_flex
+from meshc.frontend.known_outcomes import write_known_values
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.mask_hints import unhinted_masks
@@ -32,12 +33,14 @@ from meshc.frontend.read_numbers import Opened
 from meshc.frontend.read_places import Place
 from meshc.frontend.read_values import Number, methods
 from meshc.frontend.replaced import replaced
+from meshc.frontend.selected_rows import follow_selected_rows
 from meshc.frontend.side_effects import leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unasked, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
+from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import targets_in_rows
 from meshc.frontend.traced_distributions import traced_distributions
 from meshc.ir import trees
@@ -135,7 +138,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
         stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
-        traced_flex(),
+        traced_flex(), traced_adaptive(),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -257,6 +260,8 @@ def torch_graph(
     targets_in_rows(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
     leave_out_checks(graph)
+    write_known_values(graph)
+    follow_selected_rows(graph)
     untraceable.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)

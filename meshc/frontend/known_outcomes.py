@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+
+from meshc.frontend.written_behind import is_written_behind
+from meshc.ops.signatures import bound
 
 aten = torch.ops.aten
 
@@ -32,6 +36,14 @@ MADE: Final = frozenset({
     aten.triu_indices.default,
 })  # fmt: skip
 """Operators that make a tensor of sizes and numbers."""
+SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
+"""Calls whose results are as large as values say."""
+COMPARES: Final = frozenset({
+    *(getattr(aten, name).Scalar for name in ("ne", "eq", "gt", "ge", "lt", "le")),
+    *(getattr(aten, name).Tensor for name in ("ne", "eq", "gt", "ge", "lt", "le", "bitwise_and", "bitwise_or")),
+    aten.bitwise_not.default, aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.isnan.default,
+})  # fmt: skip
+"""Operators that make masks."""
 COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
@@ -45,12 +57,14 @@ def known_outcomes() -> Iterator[None]:
     """Around one trace."""
     from meshc.private import FakeTensorMode, fake_tensor, variables
 
-    dispatch, as_list = FakeTensorMode._dispatch_impl, variables.TensorVariable.method_tolist
+    dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _Masks()
 
-    def dispatched(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        found = dispatch(self, func, types, args, kwargs)
+    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, kwargs = dispatch(self, func, types, args, kwargs), kwargs or {}
         if func in MADE and isinstance(found, Tensor) and _is_plain(found, (*args, *kwargs.values())):
             _know(self, found, func, args, kwargs)
+        if func in COMPARES and isinstance(found, Tensor):
+            masks.note(func, args, found)
         return found
 
     def listed(self: Any, tx: Any) -> Any:
@@ -59,11 +73,70 @@ def known_outcomes() -> Iterator[None]:
 
     with (
         mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST),
-        mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatched),
+        mock.patch.object(FakeTensorMode, "dispatch", dispatched),
         mock.patch.object(variables.TensorVariable, "method_tolist", listed),
         mock.patch.object(torch.jit, "isinstance", is_of),
     ):
         yield
+
+
+class _Masks:
+    """Masks of one trace that are made alike: what one of them selects is as much as what another does."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, Any] = {}
+        self._same: dict[int, int] = {}
+        self._held: list[object] = []
+
+    def note(self, func: Any, args: Any, made: Any) -> None:
+        self._held.append((args, made))  # an id is of what is still there
+        key = func, *((self._same.get(id(one), id(one)), one._version) if isinstance(one, Tensor) else repr(one) for one in args)
+        first = self._first.setdefault(key, made)
+        self._same[id(made)] = id(first)
+        if first is not made and first.nonzero_memo is not None:
+            made.nonzero_memo = first.nonzero_memo
+
+
+def write_known_values(module: GraphModule) -> None:
+    """Of a trace, in place: what has a size by a known value, and would have none without it, becomes that value, or is taken by it."""
+    for node in list(module.graph.nodes):
+        if node.op not in ("call_function", "call_method") or not re.search(SIZED_BY_VALUES, _name(node)) or is_written_behind(node):
+            continue
+        with module.graph.inserting_before(node):
+            value = _constant(node)
+            if value is not None:
+                made = _literal(node, value)
+            elif (taken := _repeated(node)) is not None:
+                x, dim, places = taken
+                made = module.graph.call_function(torch.index_select, (x, dim, _literal(node, places)))
+            else:
+                continue
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _constant(node: object) -> Tensor | None:
+    value = getattr(node.meta.get("example_value"), "constant", None) if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _literal(like: Node, value: Tensor) -> Node:
+    made = like.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+    made.meta = {**like.meta, "example_value": like.meta["example_value"].new_empty(value.shape, dtype=value.dtype)}
+    return made
+
+
+def _repeated(node: Node) -> tuple[Node, int, Tensor] | None:
+    """Of rows that are repeated a known number of times, which rows come."""
+    if _name(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
+        return None
+    named = bound(node.target, node.args, node.kwargs)
+    counts, dim = _constant(named.get("repeats")), named.get("dim")
+    if counts is None or dim is None or is_written_behind(named["repeats"]) or counts.dim() != 1:
+        return None
+    return named["input"], dim, torch.repeat_interleave(counts)
 
 
 def _is_plain(made: Tensor, given: tuple[object, ...]) -> bool:
@@ -83,9 +156,7 @@ def _know(mode: Any, made: Any, func: Any, args: Any, kwargs: Any) -> None:
 
 def known(traced: Any) -> Tensor | None:
     """The value of a tensor of a trace, if it has one whatever comes."""
-    example = traced.as_proxy().node.meta.get("example_value")
-    value = getattr(example, "constant", None)
-    return value if isinstance(value, Tensor) else None
+    return _constant(traced.as_proxy().node)
 
 
 def outcome(traced: Any) -> bool | None:
@@ -126,7 +197,8 @@ def is_of(value: object, kind: Any) -> bool:
     """`torch.jit.isinstance`, in Python that can be traced: `List[Tensor]`, `Dict[str, Tensor]`, `Tuple[int, str]`, `Optional[Tensor]`."""
     if isinstance(kind, tuple):
         return any([is_of(value, one) for one in kind])
-    origin, of = getattr(kind, "__origin__", None), getattr(kind, "__args__", ())
+    origin: Any = getattr(kind, "__origin__", None)
+    of: Any = getattr(kind, "__args__", ())
     if origin is None and not of:
         return isinstance(value, kind)
     if origin is list:

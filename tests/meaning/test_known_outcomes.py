@@ -50,7 +50,12 @@ def asked(h: Tensor, x: Tensor) -> Tensor:
     return h if torch.jit.isinstance(given, dict[str, list[Tensor]]) and not torch.jit.isinstance(h, (int, list[Tensor])) else -h
 
 
-@pytest.mark.parametrize("after", [dice, written, drawn, asked])
+def sized(h: Tensor, x: Tensor) -> Tensor:
+    pairs = torch.ones(3, 3).triu(1).nonzero()
+    return h.repeat_interleave(torch.tensor([1, 0, 2, 1, 1, 1]), 0) * h[:, pairs[:, 0]].sum() + h[:, pairs[:, 1]].sum()
+
+
+@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized])
 def test_a_program_has_what_is_known(after: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module_means_itself(Model(after), {"x": torch.randn(6, 4)}, "dp=2,tp=2")
@@ -59,7 +64,7 @@ def test_a_program_has_what_is_known(after: Callable[[Tensor, Tensor], Tensor]) 
 def unknown(h: Tensor, x: Tensor) -> Tensor:
     order = torch.zeros(2, dtype=torch.int64)
     order[0] = x[0, 0].long()
-    return h * order.tolist()[0]
+    return h[:, : order.tolist()[0]]
 
 
 def possible(h: Tensor, x: Tensor) -> Tensor:
