@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
     import torch._dynamo.variables.torch as calls_of_torch
+    import torch._subclasses.fake_tensor as fake_tensor
     import torch.distributed.tensor._random as dtensor_random
     import torch.fx._pytree as trees_of_fx
     import torch.utils._pytree as trees_of_torch
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
+    from torch.nn.modules.adaptive import _ASMoutput as AdaptiveOutput
+    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec
 
@@ -77,6 +80,7 @@ NAMES: Final[Mapping[str, str]] = {
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
     "calls_of_torch": "torch._dynamo.variables.torch",
+    "fake_tensor": "torch._subclasses.fake_tensor",
     "dtensor_random": "torch.distributed.tensor._random",
     "trees_of_fx": "torch.fx._pytree",
     "trees_of_torch": "torch.utils._pytree",
@@ -107,6 +111,7 @@ NAMES: Final[Mapping[str, str]] = {
         )
     },
     "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+    "AdaptiveOutput": "torch.nn.modules.adaptive:_ASMoutput",
     "TracingContext": "torch._guards:TracingContext",
     "tracing": "torch._guards:tracing",
     "with_effects": "torch._higher_order_ops.effects:with_effects",
@@ -118,6 +123,7 @@ NAMES: Final[Mapping[str, str]] = {
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "lazy_graph_modules": "torch.fx._lazy_graph_module:_use_lazy_graph_module",
+    "no_dispatch": "torch.utils._mode_utils:no_dispatch",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "TreeSpec": "torch.utils._pytree:TreeSpec",
 }  # fmt: skip
@@ -133,6 +139,7 @@ REACHED: Final = (
     "torch.distributed.tensor:DTensor._op_dispatcher._allow_implicit_replication", "torch.distributed.tensor:DTensor._spec",
     "torch.distributed.tensor:DTensor._local_tensor",
     "torch._inductor:compile", "torch.amp.autocast_mode:_enter_autocast", "torch.amp.autocast_mode:_exit_autocast",
+    "torch.nn:AdaptiveLogSoftmaxWithLoss._get_full_log_prob",
     "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
 )  # fmt: skip
 """What is used where it is, by attribute."""
@@ -158,7 +165,10 @@ REPLACED: Final = (
     "torch._dynamo.variables.lazy:LazyConstantVariable.create",
     "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "torch._dynamo.variables.torch:unimplemented",
     "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "torch._dynamo.utils:proxy_args_kwargs",
-    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.utils:_compilation_metrics",
+    "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.variables:TensorVariable.method_tolist",
+    "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
+    "torch._subclasses.fake_tensor:FakeTensorConverter.add_constant_storage_mapping",
+    "torch._subclasses.fake_tensor:SymNumberMemoDescriptor", "torch._dynamo.utils:_compilation_metrics",
     "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",

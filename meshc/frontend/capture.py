@@ -22,20 +22,22 @@ from meshc.frontend import stock, untraceable
 from meshc.frontend.adapted_experts import adapted_experts
 from meshc.frontend.double import double_by_default, wide, widen
 from meshc.frontend.flex import traced_flex
+from meshc.frontend.known_outcomes import write_known_values
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
-from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.read_numbers import Opened
 from meshc.frontend.read_places import FUNCTION, MODEL, Place, watched_at_calls
 from meshc.frontend.read_values import Number, Resolved, methods
 from meshc.frontend.replaced import replaced
+from meshc.frontend.selected_rows import follow_selected_rows
 from meshc.frontend.side_effects import Seen, leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unasked, unwritten
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
+from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import targets_in_rows
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -132,7 +134,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
         stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
-        traced_flex(),
+        traced_flex(), traced_adaptive(),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -236,13 +238,9 @@ def torch_graph(
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        stock.prepared(module),
-        trees.known(),
-        fake_tensors(module, mode, double) as (tensors, aliases),
-        torch.set_grad_enabled(grad),
-        _dynamo_settings(),
-        listed_experts(module), adapted_experts(module), unhinted_masks(),
-        apart(), unasked(), unwritten(), untraceable.said_once(), double_by_default(double),
+        stock.prepared(module), trees.known(), fake_tensors(module, mode, double) as (tensors, aliases), torch.set_grad_enabled(grad),
+        _dynamo_settings(), listed_experts(module), adapted_experts(module), apart(), unasked(), unwritten(), untraceable.said_once(),
+        double_by_default(double),
     ):  # fmt: skip
         try:
             with replaced(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
@@ -255,6 +253,8 @@ def torch_graph(
     targets_in_rows(graph)
     notes = [*seen.notes(), *unchecked(graph, source_of)]
     leave_out_checks(graph)
+    write_known_values(graph)
+    follow_selected_rows(graph)
     untraceable.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)

@@ -32,12 +32,30 @@ VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.defau
 DIM: Final[Mapping[object, int]] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
     aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cat.default: 1,
-    aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.amax.default: 1,
+    aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.amax.default: 1, aten.amin.default: 1, aten.argmax.default: 1, aten.argmin.default: 1,
+    aten.max.dim: 1, aten.min.dim: 1, aten.any.dim: 1, aten.all.dim: 1, aten.cumsum.default: 1, aten.logsumexp.default: 1,
+    aten.linalg_vector_norm.default: 2, aten.norm.ScalarOpt_dim: 2, aten.topk.default: 2, aten.sort.default: 1, aten.var.correction: 1,
+    aten.std.correction: 1,
 }  # fmt: skip
 """Operators that work along a dim, and where among their operands they say which."""
+LAST: Final = (aten.topk.default, aten.sort.default)
+"""Of those they that take the last dim where none is said."""
+PRODUCTS: Final[Mapping[object, int]] = {
+    aten.mm.default: 0, aten.linear.default: 0, aten.addmm.default: 1, aten.mv.default: 0, aten.embedding.default: 1,
+    aten.convolution.default: 0,
+}  # fmt: skip
+"""Operators of one operand's rows and of others that are the same for all, and which that is."""
+WITHOUT_SUM: Final[Mapping[object, int]] = {
+    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
+    aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
+}  # fmt: skip
+"""Losses that are pointwise where they are asked for no sum, and where they say so."""
+TOGETHER: Final = (aten.bmm.default, aten.expand.default)
+"""Operators that take the same row of each operand."""
 EACH: Final = (
     aten.clone.default, aten.detach.default, aten._to_copy.default, aten.alias.default, aten.native_dropout.default, aten.bernoulli_.float,
-    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.fill_.Scalar,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
 DRAWS: Final = (aten.native_dropout.default, aten.bernoulli_.float)
 
@@ -106,7 +124,7 @@ def _run(expert: nn.Module, width: int) -> Tape:
     blank = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_parameters()}
     blank |= {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_buffers()}
     dtype = next(iter(blank.values())).dtype
-    noted, proof = _Noted({id(blank[name]): name for name, _ in expert.named_parameters()}), _Proof()
+    noted, proof = _Noted({id(blank[name]): name for name, _ in expert.named_parameters()}), Proof()
     with torch.no_grad(), proof:
         rows = torch.empty(ROWS, width, dtype=dtype, device="meta")
         noted.give(rows)
@@ -175,46 +193,63 @@ def _tensors(made: object) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-class _Proof(TorchDispatchMode):
-    """Refuses what may let one row know of another."""
+class Proof(TorchDispatchMode):
+    """Refuses what may let one row know of another. Rows are the first dim; `folded`: or what is major in it."""
 
     draws = writes = False
 
+    def __init__(self, folded: bool = False) -> None:
+        super().__init__()
+        self.folded = folded
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        rows = [each for each in _tensors(args) if _is_rows(each)]
+        rows = [each for each in _tensors(args) if self._is_rows(each)]
         if rows:
             self.draws = self.draws or func in DRAWS
             self.writes = self.writes or func._schema.is_mutable
-            if not _apart(func, args) or not all(_is_rows(each) for each in _tensors(made)):
+            results = made[:1] if func is aten.nll_loss_forward.default else made  # beside it, the sum of the classes' weights
+            if not self._apart(func, args) or not all(self._is_rows(each) for each in _tensors(results)):
                 raise NotRows(f"{func} is not known to keep its rows apart")
         return made
 
+    def _is_rows(self, x: Tensor) -> bool:
+        return x.dim() > 0 and (x.shape[0] == ROWS or self.folded and x.shape[0] > 0 and x.shape[0] % ROWS == 0)
 
-def _is_rows(x: Tensor) -> bool:
-    return x.dim() > 0 and x.shape[0] == ROWS
-
-
-def _apart(func: Any, args: Sequence[Any]) -> bool:
-    if torch.Tag.pointwise in func.tags or func in EACH:
-        dims = max(each.dim() for each in _tensors(args))
-        return all(each.dim() < dims or each.shape[0] in (1, ROWS) for each in _tensors(args)) and all(
-            each.dim() == dims for each in _tensors(args) if _is_rows(each)
-        )
-    if func in (aten.mm.default, aten.linear.default):
-        return _is_rows(args[0]) and not any(map(_is_rows, args[1:]))
-    if func is aten.addmm.default:
-        return _is_rows(args[1]) and not _is_rows(args[0]) and not _is_rows(args[2])
-    if func in VIEWS:
-        return True  # of rows, and rows: what comes first of a row stays first
-    if func is aten.native_layer_norm.default:
-        return len(args[1]) < args[0].dim()
-    if func in DIM:
-        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        said: Any = args[DIM[func]] if len(args) > DIM[func] else 0
-        along: Sequence[int] = said if isinstance(said, list | tuple) else [said]
-        return bool(along) and all(dim % (first.dim() + (func is aten.unsqueeze.default)) != 0 for dim in along)
-    return False
+    def _apart(self, func: Any, args: Sequence[Any]) -> bool:
+        are = [isinstance(each, Tensor) and self._is_rows(each) for each in args]
+        if torch.Tag.pointwise in func.tags or func in EACH:
+            dims = max(each.dim() for each in _tensors(args))
+            return all(each.dim() < dims or each.shape[0] == 1 or self._is_rows(each) for each in _tensors(args)) and all(
+                each.dim() == dims for each in _tensors(args) if self._is_rows(each)
+            )
+        if func in PRODUCTS:
+            return are[PRODUCTS[func]] and sum(are) == 1
+        if func in TOGETHER:
+            return are[0] and (are[1] if func is aten.bmm.default else len(args[1]) == args[0].dim())
+        if func in WITHOUT_SUM:
+            reduction = args[WITHOUT_SUM[func]] if len(args) > WITHOUT_SUM[func] else 1
+            return reduction == 0 and all(self._is_rows(each) for each in _tensors(args[:2]))
+        if func is aten.permute.default:
+            return args[1][0] % args[0].dim() == 0
+        if func is aten.transpose.int:
+            return all(dim % args[0].dim() != 0 for dim in args[1:])
+        if func in VIEWS:
+            return True  # of rows, and rows: what comes first of a row stays first
+        if func is aten.native_layer_norm.default:
+            return len(args[1]) < args[0].dim()
+        if func is aten.nll_loss_forward.default:
+            return are[0] and are[1] and not any(are[2:]) and args[3] == 0
+        if func is aten.gather.default:
+            return are[0] and are[2] and args[1] % args[0].dim() != 0
+        if func is aten.index.Tensor:
+            return are[0] and args[1][0] is None and not any(each is not None and self._is_rows(each) for each in args[1])
+        if func in DIM:
+            first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+            said: Any = args[DIM[func]] if len(args) > DIM[func] else -1 if func in LAST else 0
+            along: Sequence[int] = said if isinstance(said, list | tuple) else [said]
+            return bool(along) and all(dim is not None and dim % (first.dim() + (func is aten.unsqueeze.default)) != 0 for dim in along)
+        return False
 
 
 def play(

@@ -28,6 +28,8 @@ from unittest import mock
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from meshc.frontend.known_outcomes import outcome
+
 MOST: Final = 200
 """Instructions of a side that raises; longer ones are no checks."""
 ELSEWHERE: Final = ("POP_JUMP", "JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL")
@@ -102,11 +104,18 @@ def _is_asked_for(value: Any, of: Any) -> bool:
 
 
 def _checking(handler: Handler) -> Handler:
-    """Of a conditional jump, one that sees whether it is a check."""
+    """Of a conditional jump, one that sees whether it is a check, or settled."""
+    from meshc.private import variables
 
     def jump(self: Any, instruction: Any) -> None:
         behind, there = self.instruction_pointer, self.indexof[instruction.target]
         value = self.stack[-1].realize()
+        settled = outcome(value)
+        if settled is not None:
+            self.pop()
+            self.push(variables.ConstantVariable.create(settled))
+            handler(self, instruction)
+            return
         check = _check_of(value)
         if check is None or not (_raises(self, behind) or _raises(self, there)):
             handler(self, instruction)

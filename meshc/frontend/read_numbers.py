@@ -29,9 +29,9 @@ from meshc.errors import CaptureError
 from meshc.frontend.read_places import Place, place_of
 from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.frontend.sources import source_of
+from meshc.frontend.written_calls import WrittenCalls
 from meshc.ir.functions import Function, Target
 from meshc.optimizer.spec import Guard
-from meshc.private import FakeTensor
 
 BUFFER: Final = "meshc_number_"
 _RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
@@ -40,14 +40,14 @@ _RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
 }  # fmt: skip
 """How a relation is written, and how with its sides exchanged."""
 
-_NUMBERS: Final[Mapping[Target, Target]] = {
+NUMBERS: Final[Mapping[Target, Target]] = {
     **{one: one for one in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.abs)},
     **{one: one for one in (operator.floordiv, operator.mod, operator.pos)},
     math.sqrt: torch.sqrt, torch.sym_max: torch.clamp_min, torch.sym_min: torch.clamp_max,
 }  # fmt: skip
 """What Python makes a number of numbers with, and how it is made of tensors."""
-_TWO: Final[Mapping[Target, Target]] = {torch.sym_max: torch.maximum, torch.sym_min: torch.minimum}
-_NAMES: Final = frozenset(
+TWO: Final[Mapping[Target, Target]] = {torch.sym_max: torch.maximum, torch.sym_min: torch.minimum}
+BY_NUMBERS: Final = frozenset(
     "add sub rsub mul multiply div divide true_divide truediv pow iadd isub imul itruediv subtract add_ sub_ mul_ div_ gt ge lt le eq ne "
     "where masked_fill clamp clip clamp_min clamp_max".split()
 )
@@ -160,15 +160,13 @@ def _unique(names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-class _Writing:
+class _Writing(WrittenCalls):
     """One graph: its numbers become tensors of no dims, in double precision."""
 
     def __init__(self, module: GraphModule) -> None:
-        self._module, self._graph = module, module.graph
+        super().__init__(module)
         self._tensors: dict[Node, Node] = {}
         """Of each number of the graph the tensor that stands for it."""
-        examples = [one.meta.get("example_value") for one in self._graph.nodes]
-        self._mode = next(one.fake_mode for one in examples if isinstance(one, FakeTensor))
 
     def write(self) -> None:
         nodes = list(self._graph.nodes)
@@ -206,13 +204,13 @@ class _Writing:
         if getattr(target, "__name__", "") == "sym_float":
             self._tensors[node] = self._tensors[node.all_input_nodes[0]]
             return
-        if node.op != "call_function" or target not in _NUMBERS or node.kwargs:
+        if node.op != "call_function" or target not in NUMBERS or node.kwargs:
             raise self._refused(node)
         args = [self._tensors.get(one, one) if isinstance(one, Node) else one for one in node.args]
-        made = _NUMBERS[target]
-        if target in _TWO:
+        made = NUMBERS[target]
+        if target in TWO:
             args = sorted(args, key=lambda one: not isinstance(one, Node))  # the tensor first
-            made = _TWO[target] if all(isinstance(one, Node) for one in args) else made
+            made = TWO[target] if all(isinstance(one, Node) for one in args) else made
         self._tensors[node] = self._call(node, made, *args)
 
     def _user(self, node: Node) -> None:
@@ -227,7 +225,7 @@ class _Writing:
         if isinstance(alpha, Node) and alpha in self._tensors and len(node.args) == 2:
             scaled = self._call(node, operator.mul, node.args[1], self._cast(node, alpha, [node.args[1]], value))
             node.args, node.kwargs = (node.args[0], scaled), {one: given for one, given in node.kwargs.items() if one != "alpha"}
-        if name not in _NAMES:
+        if name not in BY_NUMBERS:
             raise self._refused(node)
         others = [one for one in node.all_input_nodes if one not in self._tensors]
         cast = {one: self._cast(node, one, others, value) for one in node.all_input_nodes if one in self._tensors}
@@ -265,19 +263,6 @@ class _Writing:
         if dtype in (torch.float16, torch.bfloat16):
             raise self._refused(user)
         return self._call(user, "to", tensor, dtype)
-
-    def _call(self, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A call before `like`, as of its line; of a method by its name."""
-        with self._graph.inserting_before(like):
-            made = self._graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
-        made.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "unbacked_bindings")}
-        made.meta["example_value"] = self._example(made.op, made.target, made.args, made.kwargs)
-        return made
-
-    def _example(self, op: str, target: Any, args: Any, kwargs: Any) -> Any:
-        given, named = map_arg((args, kwargs), lambda one: one.meta["example_value"])
-        with self._mode:
-            return getattr(given[0], target)(*given[1:], **named) if op == "call_method" else target(*given, **named)
 
     def _refused(self, node: Node) -> CaptureError:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

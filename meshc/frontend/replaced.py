@@ -11,10 +11,13 @@ from torch import Tensor
 
 from meshc.frontend.averaged_norms import averaged_norms
 from meshc.frontend.flex import traced_flex
+from meshc.frontend.known_outcomes import known_outcomes
+from meshc.frontend.mask_hints import unhinted_masks
 from meshc.frontend.side_effects import Seen, observed
 from meshc.frontend.spared import unguarded
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
+from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import traced_ctc
 from meshc.frontend.traced_distributions import traced_distributions
 from meshc.frontend.traced_gradients import traced_gradients
@@ -24,7 +27,10 @@ from meshc.frontend.traced_gradients import traced_gradients
 def replaced(opened: bool) -> Iterator[Seen]:
     """Inside, what no graph could follow is something else, and what Python does beside is seen. `opened`: sizes stay open, by guards."""
     with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
-        with averaged_norms(), traced_distributions(), traced_gradients(), lstm_states(), each_tensor_once(), observed() as seen:
+        with (
+            unhinted_masks(), averaged_norms(), traced_distributions(), traced_gradients(), lstm_states(), each_tensor_once(),
+            traced_adaptive(), known_outcomes(), observed() as seen,
+        ):  # fmt: skip
             yield seen
 
 

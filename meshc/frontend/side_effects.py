@@ -53,6 +53,10 @@ ASSERTS: Final = ("_assert", "_assert_async", "_assert_scalar")
 """What an `assert` on what tensors hold is in a trace, and a branch that only raises (`left_out.py`)."""
 
 
+TORCHS: Final = "Runtime assertion failed for expression"
+"""How a check's message begins that is no user's."""
+
+
 @dataclass
 class Seen:
     """What one trace has shown.
@@ -103,10 +107,15 @@ def _listed(what: str, places: Sequence[Source], advice: str) -> str:
 def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
     """A note of the lines that assert what tensors hold, of which a program computes nothing; none if there are none."""
     bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # itself, and checkpointed regions
-    nodes = [node for body in bodies for node in body.graph.nodes if is_check(node)]
+    nodes = [node for body in bodies for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
     return [_listed(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
+
+
+def _is_torchs(check: torch.fx.Node) -> bool:
+    """Whether torch's tracer has written it, of a size that a tensor decides."""
+    return any(isinstance(one, str) and one.startswith(TORCHS) for one in check.args)
 
 
 def is_check(node: torch.fx.Node) -> bool:

@@ -14,13 +14,15 @@ from typing import Final
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import is_torch, is_users
+from meshc.frontend.known_outcomes import SIZED_BY_VALUES
+from meshc.frontend.selected_places import is_unbacked
+from meshc.frontend.selected_rows import STOPPED
 from meshc.frontend.written_behind import changed_by
-from meshc.ir import Source, trees
+from meshc.ir import Source
 from meshc.private import FakeTensor, HigherOrderOperator
 
 GRADIENTS: Final = ("grad", "_autograd_grad")
@@ -51,9 +53,28 @@ _SPLITTING: Final = (
 
 _OWN: Final = "docs/add-a-rule.md has an example"
 
+OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
+    (r"torch_geometric/utils/loop\.py|self_loops\(", (
+        "add self-loops before the call (torch_geometric.utils.add_remaining_self_loops(edge_index, num_nodes=n)), and build the layer "
+        "with add_self_loops=False: how many of a graph's edges are such loops, its values say"
+    )),
+    (r"transformer_lumina2\.py", (
+        "where all prompts have one length, write [attention_mask.shape[1]] * len(attention_mask) for attention_mask.sum(dim=1).tolist(); "
+        "how long a row of the model is follows from that list"
+    )),
+    (r"valid_prompt_token_indices", (
+        "give the model a processor of your own (set_attn_processor) that takes all tokens of a prompt and masks: "
+        "F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :]), the mask with ones for the picture's tokens"
+    )),
+)  # fmt: skip
+"""Lines of libraries (a pattern of file or code), and what to do about each."""
 ADVICE: Final[tuple[tuple[str, str], ...]] = (
+    *OF_LIBRARIES,
     (r"no fake impl registered", f"give the operator a fake (register_fake), which says what it makes of which shapes; {_OWN}"),
-    (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", "give the layer the padded tensor, and mask what is beyond each length"),
+    (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", (
+        "give the layer the padded tensor, and mask what is beyond each length: out, _ = rnn(x); "
+        "torch.where((torch.arange(x.shape[1]) < lengths[:, None])[..., None], out, 0)"
+    )),
     (r"Tensor\.backward\(\)|autograd\.backward", _SPLITTING),
     (r"appears to not have been used in the graph", (
         "allow_unused=True gives None for it; if it is used, x.requires_grad_() has to stand before what is computed of x, and "
@@ -83,6 +104,10 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"RandomValueSource|Random\.random", (
         "draw by torch (torch.rand([])), whose numbers are drawn anew in each call; a branch on what Python's random gives cannot be held "
         "by a program: in a stock model set layerdrop and the like to 0, or call it in evaluation mode"
+    )),
+    (r"Eq\(u\d+, u\d+\)", (
+        "give the mask a name and select by that (keep = labels >= 0; a[keep], b[keep]): of two masks torch does not know that they select "
+        "as many"
     )),
     (r"[Dd]ata-dependent branching|Data.dependent jump|Caused by: if ", _BRANCH),
     (r"ToFloat\(u\d+\)", _KEEP),
@@ -263,7 +288,7 @@ def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
 
 def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
     """Raises CaptureError if a value of the graph, or a size, depends on what tensors contain; it names each call that begins that."""
-    faults = [_content(node, source_of(node)) for node in (*_unbacked(graph), *_by_values(graph), *_branching(graph))]
+    faults = [_content(node, source_of) for node in (*_unbacked(graph), *_by_values(graph), *_branching(graph))]
     if faults:
         raise CaptureError(
             "the model cannot be compiled, since tensors decide what it computes:\n  "
@@ -276,16 +301,22 @@ def _unbacked(graph: GraphModule) -> Iterator[Node]:
     """Calls that make such a value of operands that are none themselves."""
     for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
         for node in body.graph.nodes:
-            if node.op in ("call_function", "call_method", "call_module") and _is_unbacked(node):
-                if not any(_is_unbacked(operand) for operand in node.all_input_nodes):
+            if node.op in ("call_function", "call_method", "call_module") and is_unbacked(node):
+                if not any(is_unbacked(operand) for operand in node.all_input_nodes):
                     yield node
 
 
 def _by_values(graph: GraphModule) -> Iterator[Node]:
     for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
         for node in body.graph.nodes:
-            if node.op in ("call_function", "call_method") and re.search(_BY_VALUES, _name(node)):
+            by_values = re.search(_BY_VALUES, _name(node)) or re.search(SIZED_BY_VALUES, _name(node)) and not _is_counted(node)
+            if node.op in ("call_function", "call_method") and by_values and not is_unbacked(node):
                 yield node
+
+
+def _is_counted(node: Node) -> bool:
+    """Whether rows are repeated as often as a number says, or a length is said."""
+    return _name(node) == "repeat_interleave" and (len(node.all_input_nodes) == 1 or node.kwargs.get("output_size") is not None)
 
 
 def _branching(graph: GraphModule) -> Iterator[Node]:
@@ -294,17 +325,18 @@ def _branching(graph: GraphModule) -> Iterator[Node]:
             yield node
 
 
-def _is_unbacked(node: Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-    return any(isinstance(leaf, kinds) and bool(free_unbacked_symbols(leaf)) for leaf in trees.leaves(value))
-
-
-def _content(node: Node, source: Source) -> str:
+def _content(node: Node, source_of: Callable[[Node], Source]) -> str:
     name = _name(node)
     does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
     call = "indexing with a mask" if name == "getitem" else f"{name}()"
-    return f"{_place(source)}: {call} {does}; what to do: {advice}"
+    source = source_of(node)
+    seen = f"{source.file} {source.code}"
+    advice = next((said for pattern, said in OF_LIBRARIES if re.search(pattern, seen)), advice)
+    there, why = node.meta.get(STOPPED, (node, ""))
+    line = _place(source_of(there))
+    at = f" at {line}" if source_of(there).file and line != _place(source) else ""
+    further = f", and{at} {why}" if why else ""
+    return f"{_place(source)}: {call} {does}{further}; what to do: {advice}"
 
 
 def _place(source: Source) -> str:

@@ -48,7 +48,8 @@ def changed_by(call: Node) -> Node | None:
     if call.op not in ("call_function", "call_method") or not isinstance(first, Node) or call.target in UNCHANGED:
         return None
     name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
-    in_place = call.target in CHANGES or name.endswith("_") and not name.endswith("__")
+    named = name.endswith("_") and not name.endswith("__") and getattr(call.target, "__module__", "") != "_operator"  # and_, or_, not_
+    in_place = call.target in CHANGES or named
     return first if in_place or call.meta.get("example_value") is first.meta.get("example_value") is not None else None
 
 

@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 
 def item(linear: Any, x: Tensor) -> Any:
-    return linear(x) * x.sum().item()  # line of item
+    return linear(x).repeat(x.sum().item(), 1)  # line of item
 
 
 def to_int(linear: Any, x: Tensor) -> Any:
@@ -61,15 +61,15 @@ def nonzero(linear: Any, x: Tensor) -> Any:
 
 
 def masked(linear: Any, x: Tensor) -> Any:
-    return linear(x)[x[:, :4] > 0].sum()  # line of masked
+    return linear(x)[x[:, :4] > 0].sort()[0].sum()  # line of masked
 
 
 def masked_select(linear: Any, x: Tensor) -> Any:
-    return torch.masked_select(linear(x), x[:, :4] > 0).mean()  # line of masked_select
+    return torch.masked_select(linear(x), x[:, :4] > 0).std()  # line of masked_select
 
 
 def where(linear: Any, x: Tensor) -> Any:
-    return linear(x).sum() + torch.where(x > 0)[0].sum()  # line of where
+    return linear(x).sum() + torch.where(x > 0)[0]  # line of where
 
 
 def unique(linear: Any, x: Tensor) -> Any:
@@ -77,7 +77,7 @@ def unique(linear: Any, x: Tensor) -> Any:
 
 
 def repeated(linear: Any, x: Tensor) -> Any:
-    return linear(x).repeat_interleave(torch.tensor([1, 2, 3, 4]), 0)  # line of repeated
+    return linear(x).repeat_interleave(x[:, 0].long().abs(), 0)  # line of repeated
 
 
 def counted(linear: Any, x: Tensor) -> Any:

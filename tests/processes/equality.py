@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 import meshc
 from meshc.cost import memory
 from meshc.cost.devices import assumed, device
 from meshc.runtime.comm import disk, host
-from tests.models import FACTORIES, FLOAT32_INSIDE, Case
+from tests.models import FACTORIES, FLOAT32_INSIDE, Case, mlp
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import device_mesh
 from tests.zoo.experts import FAMILIES as EXPERTS
@@ -49,6 +51,7 @@ TWO = (
     Sample("mlp", "dp_shard=2", UPDATES),
     Sample("mlp", "dp_shard=2", ON_DISK),
     Sample("mlp", "dp=2", "zero2", "sgd", 2),
+    Sample("selected", "dp=2"),
     Sample("resnet", "cp=2", "cp: height", "sgd"),
     Sample("llama", "cp=2", "cp: seq", attention="ring"),
     Sample("lstm", "cp=2", "cp: seq"),
@@ -134,7 +137,7 @@ def check(sample: Sample) -> str:
 def _check(sample: Sample) -> str:
     """One line that says how close two steps came. Losses to 1e-10 and the state to 1e-9 in float64; models that compute some values in
     float32 whatever their dtype: 1e-5."""
-    small = {"batch": 8} if sample.kind == "resnet" else {"batch": 12} if sample.kind == "mlp" else {"batch": 12, "layers": 1}
+    small = {"batch": 8} if sample.kind == "resnet" else {"batch": 12} if sample.kind in ("mlp", "selected") else {"batch": 12, "layers": 1}
     case = _stock(sample.kind) if sample.kind in FAMILIES else _factory(sample.kind)(torch.float64, **small)
     build = {"adamw": adamw, "sgd": sgd}[sample.optimizer]
     start = copy.deepcopy(case.model)
@@ -167,7 +170,23 @@ def _check(sample: Sample) -> str:
     return f"{sample.kind} on {sample.mesh}: loss {losses[-1]:.6f}, state to {worst:.1e}"
 
 
+def selected(dtype: torch.dtype, batch: int) -> Case:
+    """A loss of rows that a mask selects, of which the second half of the batch has none."""
+    case = mlp(dtype, batch)
+    targets = case.target_kwargs["target"].clone()
+    targets[0] = -100
+    targets[batch // 2 :] = -100
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        kept = target != -100
+        return F.cross_entropy(logits[kept], target[kept]) + logits[kept].square().sum() / kept.sum()
+
+    return replace(case, loss=loss, target_kwargs={"target": targets})
+
+
 def _factory(kind: str) -> Callable[..., Case]:
+    if kind == "selected":
+        return selected
     return FACTORIES[kind] if kind in FACTORIES else _plain(kind)
 
 

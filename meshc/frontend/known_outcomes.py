@@ -1,0 +1,210 @@
+"""What a trace may know although tensors hold it: values that no input, parameter or draw decides, and choices that no draw decides.
+
+    for i in torch.arange(1, 3).tolist():              1, 2
+    n = int(torch.tensor(x.shape[1:]).prod())          a number
+    if torch.rand(1).item() <= self.rate:              False, where the rate is 0.0;  < 1.0 is True
+    if torch.jit.isinstance(x, torch.Tensor):          as Python says it of what is traced
+
+Fake tensors carry the values of what Python makes of numbers (`torch.tensor(4)`), and of what is made of that alone, for one element. Here
+they do so for `MOST`, and for what torch makes of sizes and numbers. What is written to where a value is unknown forgets its value: that is
+torch's own care. A draw is in [0, 1); that one is exactly 0 counts as never.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from meshc.frontend.written_behind import is_written_behind
+from meshc.ops.signatures import bound
+
+aten = torch.ops.aten
+
+MOST: Final = 4096
+"""Elements of a value that is known."""
+MADE: Final = frozenset({
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.logspace.default, aten.zeros.default,
+    aten.ones.default, aten.full.default, aten.eye.default, aten.eye.m, aten.scalar_tensor.default, aten.tril_indices.default,
+    aten.triu_indices.default,
+})  # fmt: skip
+"""Operators that make a tensor of sizes and numbers."""
+SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
+"""Calls whose results are as large as values say."""
+COMPARES: Final = frozenset({
+    *(getattr(aten, name).Scalar for name in ("ne", "eq", "gt", "ge", "lt", "le")),
+    *(getattr(aten, name).Tensor for name in ("ne", "eq", "gt", "ge", "lt", "le", "bitwise_and", "bitwise_or")),
+    aten.bitwise_not.default, aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.isnan.default,
+})  # fmt: skip
+"""Operators that make masks."""
+COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+SAME: Final = frozenset("item float sym_float reshape view flatten squeeze unsqueeze to cpu detach clone getitem".split())
+"""Calls whose result is a draw where what they are given is one."""
+DRAWS: Final = frozenset("rand rand_like uniform_ random_sample".split())
+
+
+@contextlib.contextmanager
+def known_outcomes() -> Iterator[None]:
+    """Around one trace."""
+    from meshc.private import FakeTensorMode, fake_tensor, variables
+
+    dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _Masks()
+
+    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, kwargs = dispatch(self, func, types, args, kwargs), kwargs or {}
+        if func in MADE and isinstance(found, Tensor) and _is_plain(found, (*args, *kwargs.values())):
+            _know(self, found, func, args, kwargs)
+        if func in COMPARES and isinstance(found, Tensor):
+            masks.note(func, args, found)
+        return found
+
+    def listed(self: Any, tx: Any) -> Any:
+        value = known(self)
+        return as_list(self, tx) if value is None else variables.VariableTracker.build(tx, value.tolist())
+
+    with (
+        mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST),
+        mock.patch.object(FakeTensorMode, "dispatch", dispatched),
+        mock.patch.object(variables.TensorVariable, "method_tolist", listed),
+        mock.patch.object(torch.jit, "isinstance", is_of),
+    ):
+        yield
+
+
+class _Masks:
+    """Masks of one trace that are made alike: what one of them selects is as much as what another does."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, Any] = {}
+        self._same: dict[int, int] = {}
+        self._held: list[object] = []
+
+    def note(self, func: Any, args: Any, made: Any) -> None:
+        self._held.append((args, made))  # an id is of what is still there
+        key = func, *((self._same.get(id(one), id(one)), one._version) if isinstance(one, Tensor) else repr(one) for one in args)
+        first = self._first.setdefault(key, made)
+        self._same[id(made)] = id(first)
+        if first is not made and first.nonzero_memo is not None:
+            made.nonzero_memo = first.nonzero_memo
+
+
+def write_known_values(module: GraphModule) -> None:
+    """Of a trace, in place: what has a size by a known value, and would have none without it, becomes that value, or is taken by it."""
+    for node in list(module.graph.nodes):
+        if node.op not in ("call_function", "call_method") or not re.search(SIZED_BY_VALUES, _name(node)) or is_written_behind(node):
+            continue
+        with module.graph.inserting_before(node):
+            value = _constant(node)
+            if value is not None:
+                made = _literal(node, value)
+            elif (taken := _repeated(node)) is not None:
+                x, dim, places = taken
+                made = module.graph.call_function(torch.index_select, (x, dim, _literal(node, places)))
+            else:
+                continue
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _constant(node: object) -> Tensor | None:
+    value = getattr(node.meta.get("example_value"), "constant", None) if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _literal(like: Node, value: Tensor) -> Node:
+    made = like.graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+    made.meta = {**like.meta, "example_value": like.meta["example_value"].new_empty(value.shape, dtype=value.dtype)}
+    return made
+
+
+def _repeated(node: Node) -> tuple[Node, int, Tensor] | None:
+    """Of rows that are repeated a known number of times, which rows come."""
+    if _name(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
+        return None
+    named = bound(node.target, node.args, node.kwargs)
+    counts, dim = _constant(named.get("repeats")), named.get("dim")
+    if counts is None or dim is None or is_written_behind(named["repeats"]) or counts.dim() != 1:
+        return None
+    return named["input"], dim, torch.repeat_interleave(counts)
+
+
+def _is_plain(made: Tensor, given: tuple[object, ...]) -> bool:
+    """Whether it is a tensor of this machine's memory, of numbers that are numbers, and small."""
+    sizes = [one for each in given for one in (each if isinstance(each, list | tuple) else [each])]
+    open_ = any(isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool) for one in sizes)
+    return not open_ and made.device.type == "cpu" and made.layout is torch.strided and made.numel() <= MOST
+
+
+def _know(mode: Any, made: Any, func: Any, args: Any, kwargs: Any) -> None:
+    from meshc.private import no_dispatch
+
+    with no_dispatch():
+        made.constant = func(*args, **kwargs)
+    mode.fake_tensor_converter.add_constant_storage_mapping(made)
+
+
+def known(traced: Any) -> Tensor | None:
+    """The value of a tensor of a trace, if it has one whatever comes."""
+    return _constant(traced.as_proxy().node)
+
+
+def outcome(traced: Any) -> bool | None:
+    """What a branch asks for, where that is known: a truth of a trace, as a tensor of one element or as a number of one."""
+    from meshc.private import variables
+
+    if isinstance(traced, variables.TensorVariable):
+        value = known(traced)
+        if value is not None:
+            return bool(value) if value.numel() == 1 else None
+    elif not isinstance(traced, variables.SymNodeVariable):
+        return None
+    asked = traced.as_proxy().node
+    compare = COMPARED.get(_name(asked).strip("_"))
+    if compare is None or len(asked.args) != 2 or asked.kwargs:
+        return None
+    one, other = asked.args
+    turned = isinstance(other, Node)
+    draw, bound = (other, one) if turned else (one, other)
+    if not isinstance(bound, int | float) or not isinstance(draw, Node) or not _is_draw(draw):
+        return None
+    if 0 < bound < 1:
+        return None
+    return compare(bound, 0.5) if turned else compare(0.5, bound)
+
+
+def _is_draw(node: Node) -> bool:
+    while _name(node) in SAME:
+        node = node.all_input_nodes[0]
+    return _name(node) in DRAWS and not (_name(node) == "uniform_" and (len(node.args) > 1 or node.kwargs))
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def is_of(value: object, kind: Any) -> bool:
+    """`torch.jit.isinstance`, in Python that can be traced: `List[Tensor]`, `Dict[str, Tensor]`, `Tuple[int, str]`, `Optional[Tensor]`."""
+    if isinstance(kind, tuple):
+        return any([is_of(value, one) for one in kind])
+    origin: Any = getattr(kind, "__origin__", None)
+    of: Any = getattr(kind, "__args__", ())
+    if origin is None and not of:
+        return isinstance(value, kind)
+    if origin is list:
+        return isinstance(value, list) and all([is_of(one, of[0]) for one in value])
+    if origin is dict:
+        return isinstance(value, dict) and all([is_of(one, of[0]) and is_of(each, of[1]) for one, each in value.items()])
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(of) and all([is_of(one, each) for one, each in zip(value, of, strict=True)])
+    return any([is_of(value, one) for one in of])

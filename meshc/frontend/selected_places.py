@@ -1,0 +1,388 @@
+"""Rows that a mask selects, as all rows of which some count: where they come from, and what is written to where they were.
+
+    s = h[keep]                  where(keep.flatten()[:, None], h.flatten(0, 1), 0)
+    i, j = torch.where(mask)     for each entry of the mask where it is;  x[i] is x, once for each j
+    out[keep] = s                out.copy_(where(keep[..., None], s, out))
+    out.index_add_(0, i, s)      out plus the sum over j of what counts
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from meshc.frontend.written_behind import changed_by, is_written_behind
+from meshc.frontend.written_calls import WrittenCalls, mapped
+from meshc.ops.signatures import bound, filled
+
+WRITES: Final = frozenset(("setitem", "index_add_", "index_add", "index_put_", "index_put", "index_copy_", "index_copy", "masked_scatter_"))
+PURE: Final = frozenset(
+    "ne eq gt ge lt le and_ or_ xor invert not_ logical_and logical_or logical_not getitem view reshape flatten squeeze unsqueeze to bool "
+    "isnan isfinite isinf __and__ __or__ __invert__".split()
+)
+"""Calls that give the same of the same: two masks written by them alike are one."""
+
+IN_PLACE: Final[Mapping[object, Callable[..., object]]] = {
+    getattr(operator, f"i{name}"): getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod")
+}
+"""What changes its first operand, and what makes another value instead."""
+
+
+class NotFollowed(Exception):
+    """Why rows that are selected cannot be followed through a call."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which rows count: a mask, and its shape."""
+
+    mask: Node
+    dims: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.dims)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What stands for selected rows.
+
+    value  of all rows
+    zero   in those that do not count there is nothing but zeros
+    along  the dims of the mask along which it says where a row is, as `torch.where` gives them; a column each if there are `columns`
+    """
+
+    value: Node
+    chosen: Chosen
+    zero: bool = False
+    along: tuple[int, ...] = ()
+    columns: bool = False
+
+
+@dataclass
+class Number:
+    """A number that a tensor holds, or that is made of how many rows count: as a tensor of no dims, and of which rows."""
+
+    tensor: Node
+    chosen: Chosen | None
+
+
+@dataclass
+class Place:
+    """An index by coordinates of selected rows: along which dims of the mask, and what of the index is left behind them."""
+
+    chosen: Chosen
+    along: tuple[int, ...]
+    rest: tuple[Any, ...] = field(default_factory=tuple)
+
+
+class Places(WrittenCalls):
+    """Of one graph: selections, and what is written to their places.
+
+    rows     what stands for each value of selected rows; of several in one a tuple
+    numbers  what stands for each number that data decides
+    begun    by value or number, the selections that it comes from
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.rows: dict[Node, Rows | tuple[Rows, ...]] = {}
+        self.numbers: dict[Node, Number] = {}
+        self.begun: dict[Node, tuple[Node, ...]] = {}
+        self.stopped: set[Node] = set()
+        self.done: list[Node] = []
+        self._masks: dict[object, Chosen] = {}
+
+    def coordinates(self, node: Node, x: Any, columns: bool) -> None:
+        mask = x if value_of(x).dtype == torch.bool else self._call(node, torch.ne, x, 0)
+        chosen = self.chosen(node, mask)
+        if not chosen.dims:
+            raise NotFollowed("a number has no places")
+        each = [self.along(node, chosen, dim) for dim in range(len(chosen.dims))]
+        if columns:
+            whole = self._call(node, torch.stack, each, 1)
+            self.rows[node] = Rows(whole, chosen, along=tuple(range(len(each))), columns=True)
+        else:
+            self.rows[node] = tuple(Rows(one, chosen, along=(dim,)) for dim, one in enumerate(each))
+
+    def along(self, like: Node, chosen: Chosen, dim: int) -> Node:
+        """Of all rows the coordinates along a dim of the mask."""
+        numbers = self._call(like, torch.arange, chosen.dims[dim])
+        shaped = self._call(like, "reshape", numbers, [-1 if one == dim else 1 for one in range(len(chosen.dims))])
+        return self._call(like, "reshape", self._call(like, "expand", shaped, list(chosen.dims)), [-1])
+
+    def chosen(self, like: Node, mask: Node) -> Chosen:
+        """What a mask selects at a call. One that is made of what changes in place is copied there, and selects as no other does."""
+        shape = value_of(mask).shape
+        if mask in self.begun or any(not isinstance(size, int) for size in shape):
+            raise NotFollowed("the mask's own size is not known beforehand")
+        written = as_written(mask)
+        if written is None:
+            mask = self._call(like, "clone", mask)
+        return self._masks.setdefault(written or mask, Chosen(mask, tuple(shape)))
+
+    def spread(self, like: Node, chosen: Chosen, each: int) -> Chosen:
+        """What is selected where each row is several."""
+        if (chosen, each) not in self._masks:
+            column = self._call(like, "reshape", chosen.mask, [chosen.count, 1])
+            mask = self._call(like, "reshape", self._call(like, "expand", column, [chosen.count, each]), [-1])
+            self._masks[chosen, each] = Chosen(mask, (chosen.count * each,))
+        return self._masks[chosen, each]
+
+    def take(self, node: Node, name: str) -> None:
+        x = node.args[0]
+        assert isinstance(x, Node)
+        if name == "index_select":
+            named = bound(node.target, node.args, node.kwargs)
+            if named["dim"] % value_of(x).dim() != 0:
+                raise NotFollowed("they are taken along another dim than the first")
+            index: Any = named["index"]
+        else:
+            index = node.args[1]
+        rows = self.rows.get(index) if isinstance(index, Node) else None
+        if isinstance(rows, Rows) and not rows.along and not value_of(rows.value).is_floating_point():  # rows of a table, by number
+            value = self._call(node, operator.getitem, x, self.zeroed(node, rows).value)
+            self.rows[node] = self.zeroed(node, Rows(value, rows.chosen))
+            return
+        self.rows[node] = self.indexed(node, x, self.place(node, index))
+
+    def place(self, like: Node, index: Any) -> Place:
+        """An index as coordinates of rows."""
+        given = index if isinstance(index, tuple) else (index,)
+        if isinstance(given[0], Node) and given[0] not in self.begun and value_of(given[0]).dtype == torch.bool:
+            if any(isinstance(one, Node) for one in given[1:]):
+                raise NotFollowed("of an index only a mask that stands first is followed")
+            chosen = self.chosen(like, given[0])
+            return Place(chosen, tuple(range(len(chosen.dims))), given[1:])
+        found = [self.rows.get(one) if isinstance(one, Node) else None for one in given]
+        rows = [one for one in found if isinstance(one, Rows)]
+        front = found[: len(rows)]
+        if not rows or any(one not in rows for one in front) or any(isinstance(one, Node) for one in given[len(rows) :]):
+            raise NotFollowed("of an index only places of selected rows that stand first are followed")
+        along = tuple(one.along[0] for one in rows if len(one.along) == 1 and not one.columns)
+        if len(along) != len(rows) or list(along) != sorted(set(along)) or any(one.chosen != rows[0].chosen for one in rows):
+            raise NotFollowed("they are an index, and no longer the places that a mask has")
+        return Place(rows[0].chosen, along, given[len(rows) :])
+
+    def indexed(self, node: Node, x: Node, place: Place) -> Rows:
+        """`x[place]`"""
+        chosen, shape = place.chosen, list(value_of(x).shape)
+        for dim, of in enumerate(place.along):
+            if dim >= len(shape) or not isinstance(shape[dim], int) or shape[dim] < chosen.dims[of]:
+                raise NotFollowed("what they are taken from is smaller than the mask")
+            if shape[dim] > chosen.dims[of]:
+                x = self._call(node, "narrow", x, dim, 0, chosen.dims[of])
+        rest = list(value_of(x).shape)[len(place.along) :]
+        if len(place.along) < len(chosen.dims):
+            for dim in range(len(chosen.dims)):
+                if dim not in place.along:
+                    x = self._call(node, "unsqueeze", x, dim)
+            x = self._call(node, "expand", x, [*chosen.dims, *rest])
+        value = self._call(node, "reshape", x, [chosen.count, *rest])
+        made = self.zeroed(node, Rows(value, chosen))
+        if not place.rest:
+            return made
+        kept = slice(None)
+        return replace(made, value=self._call(node, operator.getitem, made.value, (kept, *place.rest)))
+
+    def zeroed(self, node: Node, rows: Rows, fill: object = 0) -> Rows:
+        """With `fill` in rows that do not count."""
+        if rows.zero and fill == 0:
+            return rows
+        value = self._call(node, torch.where, self.mask(node, rows), rows.value, self.filling(node, rows, fill))
+        return Rows(value, rows.chosen, zero=fill == 0)
+
+    def filling(self, node: Node, rows: Rows, fill: object) -> Any:
+        dtype = value_of(rows.value).dtype
+        return bool(fill) if dtype == torch.bool else fill
+
+    def mask(self, node: Node, rows: Rows) -> Node:
+        return self._call(node, "reshape", rows.chosen.mask, [rows.chosen.count, *[1] * (value_of(rows.value).dim() - 1)])
+
+    # What a number that data decides says where.
+
+    def at_number(self, node: Node, name: str, index: tuple[Any, ...], dim: int) -> None:
+        """`x[.., i : i + 4]` and `x[.., i]`, read or written, where a tensor holds i: by the numbers of the places."""
+        x, entry = node.args[0], index[dim]
+        assert isinstance(x, Node)
+        sliced = isinstance(entry, slice)
+        count = self.length(entry) if sliced else 1
+        first = entry.start if sliced else entry
+        if any(one != slice(None) for one in index[:dim]) or first not in self.numbers:
+            raise NotFollowed("a number that a tensor holds says where, behind another index")
+        at = self._call(node, operator.add, self.numbers[first].tensor, self._call(node, torch.arange, count))
+        if name == "getitem":
+            if is_written_behind(node):
+                self.write_back(node)
+            elif self.outlives(node, x):
+                raise NotFollowed("a view of what a number says is read after its tensor has changed")
+            found = self._call(node, "index_select", x, dim, at)
+            rest = (*index[:dim], slice(None) if sliced else 0, *index[dim + 1 :])
+            node.replace_all_uses_with(self._call(node, operator.getitem, found, rest))
+            return
+        if any(one != slice(None) for one in index[dim + 1 :]):
+            raise NotFollowed("a number that a tensor holds says where, in front of another index")
+        value = node.args[2]
+        if isinstance(value, Node):
+            value = self.numbers[value].tensor if value in self.numbers else value
+            value = self._call(node, "to", value, value_of(x).dtype)
+            shape = list(value_of(x).shape)
+            value = value if sliced or value_of(value).dim() <= dim else self._call(node, "unsqueeze", value, dim)
+            value = self._call(node, "expand", value, [*shape[:dim], count, *shape[dim + 1 :]])
+        self._call(node, "index_copy_" if isinstance(value, Node) else "index_fill_", x, dim, at, value)
+
+    def outlives(self, view: Node, x: Node) -> bool:
+        """Whether a view of a tensor may be read once that has been changed in place."""
+        memory, views, changed = _memory(x), {view}, False
+        for one in itertools.islice(itertools.dropwhile(lambda one: one is not view, self._graph.nodes), 1, None):
+            read = any(given in views for given in one.all_input_nodes)
+            if read and changed:
+                return True
+            views |= {one} if read and _memory(one) == memory else set()
+            of = changed_by(one)
+            changed = changed or of is not None and _memory(of) == memory
+        return False
+
+    def write_back(self, node: Node) -> None:
+        """Of `x[i : i + 4] += y` the sum, which is written where it was read: no view of a place has to be changed."""
+        changed = next(iter(node.users))
+        back = next(iter(changed.users), None)
+        alone = len(node.users) == len(changed.users) == 1 and changed.target in IN_PLACE
+        if not alone or back is None or name_of(back) != "setitem" or back.args != (*node.args, changed):
+            raise NotFollowed("a view of what a number says is changed in place")
+        changed.target = IN_PLACE[changed.target]
+
+    def length(self, entry: slice) -> int:
+        """Of a slice between two numbers."""
+        first, last = (value_of(one) if isinstance(one, Node) else one for one in (entry.start, entry.stop))
+        found = last - first if None not in (first, last) and entry.step in (None, 1) else None
+        if isinstance(found, torch.SymInt):
+            found = int(found.node.expr) if found.node.expr.is_number else None
+        if not isinstance(found, int) or found < 0:
+            raise NotFollowed("how long a slice is, a tensor decides")
+        return found
+
+    # What writes them to where they were.
+
+    def write(self, node: Node, name: str) -> None:
+        y = node.args[0]
+        assert isinstance(y, Node)
+        adds = False
+        if name == "setitem":
+            index, value = node.args[1:]
+        elif name == "masked_scatter_":
+            raise NotFollowed("masked_scatter_() takes its rows in their order")
+        else:
+            named = filled(node.target, node.args, node.kwargs)
+            adds = name.startswith("index_add") or bool(named.get("accumulate"))
+            index = tuple(named["indices"]) if "indices" in named else named["index"]
+            value = named.get("source", named.get("values"))
+            if "dim" in named and named["dim"] % value_of(y).dim() != 0 or named.get("alpha", 1) != 1:
+                raise NotFollowed("they are written along another dim than the first, or scaled by alpha")
+        place = self.place(node, index)
+        if place.rest and any(one not in (slice(None), ...) for one in place.rest):
+            raise NotFollowed("parts of rows are written")
+        written = self.written(node, y, place, value, adds)
+        if name.endswith("_") or name == "setitem":
+            written = self._call(node, "copy_", self.part(node, y, place), written)
+            node.replace_all_uses_with(y, propagate_meta=False)
+            return
+        if value_of(written).shape != value_of(y).shape:
+            raise NotFollowed("what they are written to is larger than the mask")
+        node.replace_all_uses_with(written)
+
+    def part(self, node: Node, y: Node, place: Place) -> Node:
+        """What of `y` the mask's coordinates reach."""
+        for dim, of in enumerate(place.along):
+            size = place.chosen.dims[of]
+            if dim >= value_of(y).dim() or value_of(y).shape[dim] < size:
+                raise NotFollowed("what they are written to is smaller than the mask")
+            if value_of(y).shape[dim] > size:
+                y = self._call(node, "narrow", y, dim, 0, size)
+        return y
+
+    def written(self, node: Node, y: Node, place: Place, value: Any, adds: bool) -> Node:
+        """What the part of `y` is then."""
+        chosen, y = place.chosen, self.part(node, y, place)
+        rest = list(value_of(y).shape)[len(place.along) :]
+        rows = self.rows.get(value) if isinstance(value, Node) else None
+        if isinstance(value, Node) and value in self.begun and (not isinstance(rows, Rows) or rows.chosen != chosen):
+            raise NotFollowed("rows of another selection, or a number, are written there")
+        at = self._call(node, "reshape", chosen.mask, [*chosen.dims, *[1] * len(rest)])
+        given = value
+        if isinstance(rows, Rows):
+            inner = list(value_of(rows.value).shape)[1:]
+            if len(inner) > len(rest) or value_of(rows.value).dtype != value_of(y).dtype:
+                raise NotFollowed("they are written as another dtype, or in another shape")
+            given = self._call(node, "reshape", rows.value, [*chosen.dims, *[1] * (len(rest) - len(inner)), *inner])
+        missing = [dim for dim in range(len(chosen.dims)) if dim not in place.along]
+        if not missing and not adds:
+            return self._call(node, torch.where, at, given, y)
+        if isinstance(given, Node) and value_of(given).dtype != value_of(y).dtype:
+            raise NotFollowed("they are written as another dtype")
+        last = at if adds else self.last(node, at, missing)
+        filled_in = self._call(node, torch.where, last, given, 0)
+        filled_in = self._call(node, "to", filled_in, value_of(y).dtype)
+        summed = self._call(node, "sum", filled_in, missing) if missing else filled_in
+        if adds:
+            return self._call(node, operator.add, y, summed)
+        return self._call(node, torch.where, self._call(node, torch.any, at, missing[0]) if len(missing) == 1 else at, summed, y)
+
+    def last(self, node: Node, at: Node, missing: Sequence[int]) -> Node:
+        """Of the places that are written more than once those that are written last."""
+        if len(missing) != 1:
+            raise NotFollowed("they are written to places of fewer dims")
+        count = self._call(node, "to", at, torch.int64)
+        (dim,) = missing
+        total = self._call(node, "sum", count, [dim], True)
+        before = self._call(node, "cumsum", count, dim)
+        return self._call(node, torch.logical_and, at, self._call(node, torch.eq, before, total))
+
+
+def as_written(node: Node) -> object | None:
+    """What a mask is made of, the same for masks that are written alike; None if something of it is changed in place."""
+    if is_written_behind(node):
+        return None
+    if name_of(node) not in PURE:
+        return node
+    given = [as_written(one) for one in node.all_input_nodes]
+    return None if None in given else (node.op, node.target, repr(mapped(node, lambda one: "")), *given)
+
+
+
+
+def first_of(node: Node) -> Node | None:
+    return node.args[0] if node.args and isinstance(node.args[0], Node) else None
+
+
+def name_of(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return node.target if isinstance(node.target, str) else getattr(packet, "__name__", "")
+
+
+def value_of(node: Any) -> Any:
+    """What a node gives on the fake tensors of a trace."""
+    return node.meta.get("example_value")
+
+
+def _memory(node: Node) -> int | None:
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def is_unbacked(node: Node) -> bool:
+    """Whether it is a number that data decides, or has a size that is."""
+    value = value_of(node)
+    found = value if isinstance(value, tuple | list) else [value]
+    sizes = [size for one in found for size in (one.shape if isinstance(one, Tensor) else [one])]
+    return any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(free_unbacked_symbols(size)) for size in sizes)

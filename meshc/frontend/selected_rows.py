@@ -1,0 +1,491 @@
+"""Rows that a mask selects, in a torch-level graph: all rows, of which those count that the mask has.
+
+    s = h[keep]                    s = where(keep.flatten()[:, None], h.flatten(0, 1), 0)         [n, ..] in the place of [u0, ..]
+    e = (linear(s, w) - t).abs()   the same of all rows; what meets a weight is 0 again in rows that do not count
+    e.mean()                       where(keep, e, 0).sum() / keep.sum()
+    out[keep] = s                  out = where(keep, s, out)
+    i, j = torch.where(mask)       coordinates: x[i] is x, once for each j;  out.index_add_(0, i, s) sums over j
+
+How many rows a mask selects is data, and no program has such a size; how many there are is known. What treats each row by itself
+(`expert_tape.py` proves it of a call) may be given all of them, and what adds up rows, or writes them to where they were, leaves out those
+that do not count. These are left out by a choice, never by a product with 0: nothing of what they hold reaches a result; nor a gradient,
+since what meets a weight has nothing but zeros in them, forward and backward. Where a call mixes rows in another way, the selection is
+left as it is, and refused by its line and that of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+from torch.fx.node import map_arg
+
+from meshc.frontend.expert_tape import ROWS, NotRows, Proof
+from meshc.frontend.read_numbers import BY_NUMBERS, NUMBERS, TWO
+from meshc.frontend.selected_places import (
+    IN_PLACE,
+    WRITES,
+    Chosen,
+    NotFollowed,
+    Number,
+    Place,
+    Places,
+    Rows,
+    first_of,
+    is_unbacked,
+    name_of,
+    value_of,
+)
+from meshc.frontend.side_effects import is_check
+from meshc.frontend.written_behind import changed_by
+from meshc.frontend.written_calls import mapped
+from meshc.ops.signatures import bound, filled
+
+STOPPED: Final = "meshc_stopped"
+"""In a selection's meta: the call at which its rows cannot be followed, and why."""
+SIZED: Final = frozenset("view reshape expand zeros ones full empty new_zeros new_ones new_full new_empty broadcast_to unflatten".split())
+"""Calls that take how many rows there are as a size."""
+BY_CLASS: Final = ("cross_entropy", "nll_loss")
+SUMMED: Final = ("sum", "mean", "any", "all", "count_nonzero")
+
+
+def follow_selected_rows(module: GraphModule) -> None:
+    """Of a trace, in place. Selections that cannot be followed stay, and say in their meta where they could not (`STOPPED`)."""
+    for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
+        if any(is_unbacked(node) for node in body.graph.nodes):
+            _Following(body).run()
+            body.recompile()
+
+
+class _Following(Places):
+    """
+    rows     what stands for each value of selected rows; of several in one a tuple
+    numbers  what stands for each number made of their count
+    begun    by value or number, the selections that it comes from
+    done     calls that something stands for
+    """
+
+    def run(self) -> None:
+        nodes = list(self._graph.nodes)
+        known = set(nodes)  # but for those that have another size now than they were traced with
+        for node in nodes:
+            given = [one for one in node.all_input_nodes if one in self.begun]
+            if not given and is_unbacked(node) and any(one not in known for one in node.all_input_nodes):
+                with contextlib.suppress(RuntimeError, TypeError):
+                    node.meta["example_value"] = self._example(node.op, node.target, node.args, node.kwargs)
+                    known.remove(node)
+            if not given and not (node.op in ("call_function", "call_method") and is_unbacked(node)):
+                continue
+            self.begun[node] = tuple(dict.fromkeys(first for one in given for first in self.begun[one])) or (node,)
+            if any(one in self.stopped for one in given):
+                self.stopped.add(node)
+                continue
+            try:
+                self.read(node) if given else self.begin(node)
+            except NotFollowed as why:
+                self.stop(node, str(why))
+            except (RuntimeError, TypeError, LookupError, ValueError):  # torch's, of all rows
+                self.stop(node, f"{name_of(node)}() does not take all rows in the place of those that are selected")
+            else:
+                self.done.append(node)
+        for node in reversed(self.done):
+            if not node.users:
+                self._graph.erase_node(node)
+
+    def stop(self, node: Node, why: str) -> None:
+        self.stopped.add(node)
+        for first in self.begun[node]:
+            first.meta.setdefault(STOPPED, (node, why))
+        if not is_unbacked(node):
+            del self.begun[node]  # what it gives has sizes that are known: others stop for their own reasons
+
+    # What selects.
+
+    def begin(self, node: Node) -> None:
+        name, args = name_of(node), node.args
+        if name == "getitem" and isinstance(args[0], Node):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if not isinstance(index[0], Node) or value_of(index[0]).dtype != torch.bool or any(isinstance(one, Node) for one in index[1:]):
+                raise NotFollowed("of an index only a mask that stands first, with numbers and slices behind it, is followed")
+            chosen = self.chosen(node, index[0])
+            self.rows[node] = self.indexed(node, args[0], Place(chosen, tuple(range(len(chosen.dims))), index[1:]))
+        elif name == "masked_select":
+            named = bound(node.target, args, node.kwargs)
+            x, mask = named["input"], named["mask"]
+            shape = torch.broadcast_shapes(value_of(x).shape, value_of(mask).shape)
+            if tuple(value_of(mask).shape) != tuple(shape):
+                mask = self._call(node, torch.broadcast_to, mask, tuple(shape))
+            chosen = self.chosen(node, mask)
+            x = self._call(node, torch.broadcast_to, x, tuple(shape))
+            self.rows[node] = self.indexed(node, x, Place(chosen, tuple(range(len(shape)))))
+        elif name in ("nonzero", "argwhere") or name == "where" and len(args) == 1 and not node.kwargs:
+            self.coordinates(node, args[0], name != "where" and not node.kwargs.get("as_tuple", False))
+        elif name == "item" and self.example_of(args[0]).dtype != torch.bool and not value_of(args[0]).is_complex():
+            held = self._call(node, "reshape", self._call(node, "clone", self._call(node, "detach", args[0])), [])
+            self.numbers[node] = Number(self.exact(node, held), None)
+        else:
+            raise NotFollowed("")
+
+    def example_of(self, node: Any) -> Any:
+        """What an operand gives; Dynamo does not say it of the entries of a `tolist()`."""
+        if value_of(node) is None:
+            node.meta["example_value"] = self._example(node.op, node.target, node.args, node.kwargs)
+        return value_of(node)
+
+    def exact(self, node: Node, number: Node) -> Node:
+        """As Python has a number, in double precision."""
+        return self._call(node, "to", number, torch.float64 if value_of(number).is_floating_point() else torch.int64)
+
+    # What takes rows.
+
+    def read(self, node: Node) -> None:
+        name = name_of(node)
+        if node.op == "output":
+            raise NotFollowed("the model returns them" if node.graph is self._graph else "")
+        if is_check(node) or name in ("sym_constrain_range_for_size", "sym_constrain_range", "_check", "_check_is_size"):
+            return
+        args: Any = node.args
+        value: Any = value_of(node)
+        first: Any = args[0] if args else None
+        if isinstance(value, torch.SymBool):
+            return  # of a check
+        if any(one in self.begun and one not in self.rows and one not in self.numbers for one in node.all_input_nodes):
+            raise NotFollowed("how many they are decides what is computed")
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            self.number(node, name)
+        elif name == "getitem" and isinstance(held := self.rows.get(first), tuple):
+            self.rows[node] = held[args[1]]
+        elif name in ("getitem", "setitem") and (dim := self.numbered(node)) is not None:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.at_number(node, name, index, dim)
+        elif name == "setitem" and isinstance(given := args[2], Node) and given in self.numbers and first not in self.begun:
+            number = self._call(node, "to", self.numbers[given].tensor, value_of(first).dtype)
+            self._call(node, operator.setitem, first, args[1], number)
+        elif name in WRITES and first not in self.begun:
+            self.write(node, name)
+        elif name in ("getitem", "index_select") and first not in self.begun:
+            self.take(node, name)
+        elif name in SUMMED and self.sums(node):
+            pass
+        elif "reduction" in (named := _named(node)) and named["reduction"] != "none":
+            self.loss(node, name, named)
+        elif not any(one in self.rows for one in node.all_input_nodes):
+            self.by_number(node, name)
+        else:
+            self.rows[node] = self.each(node, name)
+            if (changed := changed_by(node)) is not None:
+                self.rows |= {one: self.rows[node] for one in self.rows if value_of(one) is value_of(changed)}
+
+    def each(self, node: Node, name: str) -> Rows | tuple[Rows, ...]:
+        """A call that treats each row by itself, of all rows."""
+        given = [self.rows[one] for one in node.all_input_nodes if one in self.rows]
+        if any(isinstance(one, tuple) for one in given):
+            raise NotFollowed("places of rows are taken together")
+        rows = [one for one in given if isinstance(one, Rows)]
+        first = next(one for one in node.all_input_nodes if one in self.rows)
+        chosen = rows[0].chosen
+        if any(one.chosen != chosen for one in rows) or any(
+            self.numbers[one].chosen not in (None, chosen) for one in self.numbers_in(node)
+        ):
+            raise NotFollowed("rows that different masks select meet")
+        if self.numbers_in(node) and name not in SIZED and name not in BY_NUMBERS:
+            raise NotFollowed(f"{name}() takes how many they are")
+        target, changed = node.target, changed_by(node)
+        if changed is not None:
+            target = self.without_writing(node, changed)
+        each = self.prove(node, target, name) // _rows_of(value_of(first).shape[0])
+        old = node.meta.get("example_value")
+        weighs = any(
+            isinstance(value := one.meta.get("example_value"), Tensor) and value.requires_grad and one not in self.begun
+            for one in node.all_input_nodes
+        )
+        values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
+        args, kwargs = self.given(node, name, lambda one: values[one], chosen.count, lambda one: self.numbers[one].tensor)
+        made = self._call(node, target, *args, **kwargs)
+        if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, in which examples are not made
+            with self._mode:
+                made.meta["example_value"] = value_of(made).to(old.dtype)
+        chosen = chosen if each == 1 else self.spread(node, chosen, each)
+        if isinstance(old, tuple | list):
+            return tuple(self.made(node, Rows(self._call(node, operator.getitem, made, at), chosen), weighs) for at in range(len(old)))
+        if not isinstance(old, Tensor):
+            raise NotFollowed("it gives no tensor")
+        found = Rows(made, chosen, along=self.still_along(rows, node, name))
+        found = replace(found, columns=len(found.along) > 1 or bool(found.along) and value_of(made).dim() > 1)
+        return self.made(node, found, weighs)
+
+    def made(self, node: Node, rows: Rows, weighs: bool) -> Rows:
+        """What a call has made, with zeros in rows that do not count where a weight has had part in it."""
+        return self.zeroed(node, rows) if weighs and value_of(rows.value).is_floating_point() else rows
+
+    def standing(self, node: Node, one: Node, weighs: bool) -> Node:
+        rows = self.rows[one]
+        assert isinstance(rows, Rows)
+        return self.zeroed(node, rows).value if weighs and not rows.along else rows.value
+
+    def still_along(self, rows: Sequence[Rows], node: Node, name: str) -> tuple[int, ...]:
+        """Of coordinates in columns that are taken one by one, or are one column, along which dims they are."""
+        first = rows[0]
+        if len(rows) > 1 or not first.along or name not in ("getitem", "squeeze", "view", "reshape", "flatten", "select", "contiguous"):
+            return ()
+        if name == "getitem":
+            index: Any = node.args[1]
+            one = isinstance(index, tuple) and len(index) == 2 and index[0] in (slice(None), ...) and isinstance(index[1], int)
+            return (first.along[index[1]],) if one and first.columns else ()
+        return first.along if len(first.along) == 1 and name != "select" else ()
+
+    def without_writing(self, node: Node, changed: Node) -> Any:
+        """Of a call that changes a value in place that no other is a view of, or that is a view, one that makes another."""
+        name = name_of(node)
+        memory = value_of(changed).untyped_storage()._cdata
+        before = itertools.takewhile(lambda one: one is not node, self._graph.nodes)
+        held = [one for one in map(value_of, before) if isinstance(one, Tensor) and one is not value_of(changed)]
+        if changed not in self.rows or any(one.untyped_storage()._cdata == memory for one in held):
+            raise NotFollowed("they are changed in place, or change something")
+        if node.target in IN_PLACE:
+            return IN_PLACE[node.target]
+        if isinstance(node.target, str) and hasattr(torch.Tensor, name[:-1]):
+            return name[:-1]
+        raise NotFollowed("they are changed in place")
+
+    def prove(self, node: Node, target: Any, name: str) -> int:
+        """That a call treats each row by itself; as how many rows it gives `ROWS`. Raises NotFollowed."""
+        with torch.no_grad(), Proof(folded=True) as proof:
+            blank = lambda one: _blank(one.meta.get("example_value"))  # noqa: E731
+            args, kwargs = self.given(node, name, blank, ROWS, lambda one: torch.empty((), dtype=torch.int64, device="meta"))
+            args, kwargs = map_arg((args, kwargs), blank)
+            try:
+                made = target(*args, **kwargs) if not isinstance(target, str) else getattr(args[0], target)(*args[1:], **kwargs)
+            except NotRows as why:
+                raise NotFollowed(f"{name}() is not known to treat each row by itself ({why})") from why
+            except Exception as why:
+                raise NotFollowed(f"{name}() is not known to treat each row by itself") from why
+        found = [one for one in (made if isinstance(made, list | tuple) else [made]) if isinstance(one, Tensor)]
+        if proof.draws:
+            raise NotFollowed(f"{name}() draws for each row that is selected")
+        counts = {one.shape[0] if one.dim() else 0 for one in found}
+        if len(counts) != 1 or 0 in counts:
+            raise NotFollowed(f"{name}() gives no row for each row")
+        return counts.pop()
+
+    def given(
+        self, node: Node, name: str, row: Callable[[Node], Any], count: int, tensor: Callable[[Node], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments, with what stands for rows; how many there are is a size where a size is asked for, and else a tensor."""
+
+        def one(argument: Node) -> Any:
+            if argument in self.rows:
+                return row(argument)
+            if argument not in self.numbers:
+                return argument
+            return _size(argument, count) if name in SIZED else tensor(argument)
+
+        return mapped(node, one)
+
+    def numbered(self, node: Node) -> int | None:
+        """The first entry of an index that has a number in it."""
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        found = [dim for dim, one in enumerate(index) if any(each in self.numbers for each in _nodes(one))]
+        return found[0] if found and first_of(node) not in self.begun else None
+
+    def numbers_in(self, node: Node) -> Iterable[Node]:
+        return [one for one in node.all_input_nodes if one in self.numbers]
+
+    # Numbers of how many there are.
+
+    def number(self, node: Node, name: str) -> None:
+        first = node.all_input_nodes[0]
+        held = self.rows.get(first)
+        if isinstance(held, Rows):
+            if name not in ("sym_size", "sym_size.int", "size", "sym_numel", "numel") or node.kwargs:
+                raise NotFollowed("a number is read of them")
+            of = value_of(first)
+            counted = self.count(node, held.chosen)
+            if name in ("sym_numel", "numel"):
+                counted = self._call(node, operator.mul, counted, math.prod(value_of(held.value).shape[1:]))
+            elif [one % of.dim() for one in node.args[1:] if isinstance(one, int)] != [0]:
+                raise NotFollowed("a number is read of them")
+            self.numbers[node] = Number(counted, held.chosen)
+            return
+        target: Any = node.target
+        rows = [self.numbers[one] for one in node.all_input_nodes if one in self.numbers]
+        if name in ("sym_float", "sym_int") and len(rows) == 1:
+            whole = self._call(node, "to", rows[0].tensor, torch.int64 if name == "sym_int" else torch.float64)
+            self.numbers[node] = Number(whole, rows[0].chosen)
+            return
+        if node.target not in NUMBERS or node.kwargs or len(rows) != len(node.all_input_nodes):
+            raise NotFollowed("what is done with how many there are has no counterpart among tensors")
+        args = [self.numbers[one].tensor if isinstance(one, Node) else one for one in node.args]
+        made = NUMBERS[target]
+        if target in (operator.truediv, math.sqrt):  # of whole numbers Python makes one in double precision
+            args = [self._call(node, "to", one, torch.float64) if isinstance(one, Node) else one for one in args]
+        if target in TWO:
+            args = sorted(args, key=lambda one: not isinstance(one, Node))
+            made = TWO[target] if all(isinstance(one, Node) for one in args) else made
+        chosen = next((one.chosen for one in rows if one.chosen is not None), None)
+        self.numbers[node] = Number(self._call(node, made, *args), chosen)
+
+    def count(self, node: Node, chosen: Chosen) -> Node:
+        return self._call(node, "sum", chosen.mask)
+
+    def by_number(self, node: Node, name: str) -> None:
+        """A call that takes no rows, but how many there are."""
+        value = node.meta.get("example_value")
+        if not isinstance(value, Tensor):
+            raise NotFollowed("how many they are decides something else than a tensor")
+        if is_unbacked(node):
+            if name not in SIZED:
+                raise NotFollowed(f"{name}() makes a tensor of as many")
+            chosen = self.numbers[next(iter(self.numbers_in(node)))].chosen
+            if chosen is None:
+                raise NotFollowed("a tensor's size is a number that another holds")
+            args, kwargs = self.given(node, name, lambda one: one, chosen.count, lambda one: one)
+            made = self._call(node, node.target, *args, **kwargs)
+            if value.dim() == 0 or value_of(made).shape[0] != chosen.count or _blank(value).shape[0] != ROWS:
+                raise NotFollowed(f"{name}() makes a tensor of as many")
+            self.rows[node] = Rows(made, chosen)
+            return
+        if name not in BY_NUMBERS:
+            raise NotFollowed(f"{name}() takes the number itself, and no tensor")
+        for dtype in (None, value.dtype):
+            held = {one: self.numbers[one].tensor for one in self.numbers_in(node)}
+            if dtype is not None:  # beside tensors without dims it is none that decides the result's
+                held = {one: self._call(node, "to", tensor, dtype) for one, tensor in held.items()}
+            args, kwargs = mapped(node, partial(_in_place_of, held))
+            made = self._call(node, node.target, *args, **kwargs)
+            if value_of(made).dtype == value.dtype and value_of(made).shape == value.shape:
+                node.replace_all_uses_with(made)
+                return
+        raise NotFollowed(f"{name}() gives another dtype of a tensor than of a number")
+
+    # What ends it.
+
+    def sums(self, node: Node) -> bool:
+        """A reduction over rows; False if it is one within each row."""
+        given: Any = node.args or (node.kwargs["input"],)
+        first, *more = given
+        named: dict[str, Any] = {**dict(zip(("dim", "keepdim"), more, strict=False)), **node.kwargs}
+        rows, said = self.rows.get(first), named.get("dim", named.get("axis"))
+        if not isinstance(rows, Rows):
+            raise NotFollowed("places of rows are taken together")
+        dims = value_of(rows.value).dim()
+        over = [*range(dims)] if said in (None, [], ()) else said if isinstance(said, list | tuple) else [said]
+        along = sorted({one % dims for one in over})
+        if 0 not in along:
+            return False
+        name = name_of(node)
+        blank = self.zeroed(node, rows, fill=1 if name == "all" else 0).value
+        args, kwargs = mapped(node, partial(_in_place_of, {first: blank}))
+        if name != "mean":
+            node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
+            return True
+        inner = math.prod(value_of(rows.value).shape[one] for one in along if one != 0)
+        keepdim, dtype = bool(named.get("keepdim")), named.get("dtype")
+        node.replace_all_uses_with(self.mean(node, blank, rows.chosen, inner, along, keepdim, dtype))
+        return True
+
+    def mean(
+        self, node: Node, blank: Node, chosen: Chosen, inner: int, along: Sequence[int], keepdim: bool, dtype: torch.dtype | None
+    ) -> Node:
+        """Of rows that count, and of `inner` numbers in each; torch adds up halves in single precision."""
+        wanted = dtype or value_of(blank).dtype
+        wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+        summed = self._call(node, "sum", blank, list(along), keepdim, dtype=wide)
+        count = self._call(node, operator.mul, self.count(node, chosen), inner)
+        made = self._call(node, operator.truediv, summed, count)
+        return made if wide == wanted else self._call(node, "to", made, wanted)
+
+    def loss(self, node: Node, name: str, named: Mapping[str, Any]) -> None:
+        """Of torch's losses one that is a sum or a mean over rows."""
+        if named.get("size_average") is not None or named.get("reduce") is not None:
+            raise NotFollowed("size_average and reduce are torch's older words for reduction")
+        target = named.get("target")
+        if name in BY_CLASS and isinstance(target, Node) and not value_of(target).is_floating_point() and target in self.rows:
+            self.by_class(node, named)
+            return
+        reduction = named["reduction"]
+        asked = {**bound(node.target, node.args, node.kwargs), "reduction": "none"}
+        like = self._graph.create_node  # a call with the same arguments, of which each row has its own loss
+        with self._graph.inserting_before(node):
+            each = like(node.op, node.target, (), asked)
+        each.meta = {**node.meta, "example_value": torch.empty(0)}
+        try:
+            rows = self.each(each, name)
+        finally:
+            self._graph.erase_node(each)
+        assert isinstance(rows, Rows)
+        blank = self.zeroed(node, rows).value
+        shape = value_of(blank).shape
+        if reduction == "sum":
+            node.replace_all_uses_with(self._call(node, "sum", blank))
+            return
+        inner = 1 if reduction == "batchmean" else math.prod(shape[1:])
+        node.replace_all_uses_with(self.mean(node, blank, rows.chosen, inner, range(len(shape)), False, None))
+
+    def by_class(self, node: Node, named: Mapping[str, Any]) -> None:
+        """A loss of classes: those of rows that do not count are the class that is ignored."""
+        x, target = named["input"], named["target"]
+        scores, classes = self.rows.get(x), self.rows[target]
+        if not isinstance(scores, Rows) or not isinstance(classes, Rows) or scores.chosen != classes.chosen:
+            raise NotFollowed("rows that different masks select meet")
+        ignored = named.get("ignore_index", -100)
+        values = {
+            x: self.zeroed(node, scores).value,
+            target: self.zeroed(node, replace(classes, zero=False), fill=ignored).value,
+        }
+        args, kwargs = mapped(node, partial(_in_place_of, values))
+        if any(one in self.begun for one in (*_nodes(args), *_nodes(kwargs))):
+            raise NotFollowed("weights of classes follow from them")
+        node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
+
+def _blank(value: Any) -> Any:
+    """A tensor of a trace without values, of `ROWS` rows where it has as many as a mask selects."""
+    if isinstance(value, Tensor):
+        return torch.empty([_rows_of(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, tuple | list):
+        return type(value)(_blank(one) for one in value)
+    return value
+
+
+def _rows_of(size: Any, count: int = ROWS) -> int:
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    if not all(one in free_unbacked_symbols(size) for one in free_symbols(size)):
+        raise NotFollowed("sizes are left open beside it")
+    return int(expr.xreplace(dict.fromkeys(free_unbacked_symbols(size), count)))
+
+
+def _size(number: Node, count: int) -> int:
+    return _rows_of(number.meta["example_value"], count)
+
+
+def _named(node: Node) -> Mapping[str, Any]:
+    """The arguments of a loss by name, with its defaults; of anything else nothing."""
+    if getattr(node.target, "__module__", "") != "torch.nn.functional":
+        return {}
+    try:
+        target: Any = node.target
+        return filled(target, node.args, node.kwargs)
+    except TypeError:
+        return {}
+
+
+def _in_place_of(values: Mapping[Node, Any], node: Node) -> Any:
+    return values.get(node, node)
+
+
+def _nodes(given: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(given, lambda one: found.append(one))
+    return found

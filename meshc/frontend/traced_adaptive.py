@@ -1,0 +1,53 @@
+"""`nn.AdaptiveLogSoftmaxWithLoss` in a model that is traced: each cluster of classes on all rows; those count whose target is there.
+
+    rows = mask.nonzero().squeeze();  if rows.numel() == 0: continue          per_row = log_softmax(tail(where(mask, input, 0)))
+    output.index_copy_(0, rows, log_softmax(tail(input[rows])) ...)           output = where(mask, per_row ..., output)
+
+torch gives each tail the rows of its own cluster, whose number is data, and passes over one that has none; it has then no gradient there,
+and zeros here. Which targets are none of the classes torch checks; a program does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshc.private import AdaptiveOutput
+
+
+@contextmanager
+def traced_adaptive() -> Iterator[None]:
+    """Inside, such a module has no sizes that targets decide."""
+    kind = nn.AdaptiveLogSoftmaxWithLoss
+    with mock.patch.object(kind, "forward", loss_of_clusters), mock.patch.object(kind, "predict", likeliest):
+        yield
+
+
+def loss_of_clusters(self: Any, input_: Tensor, target_: Tensor) -> Any:
+    batched = target_.dim() > 0
+    x, target = (input_, target_) if batched else (input_.unsqueeze(0), target_.unsqueeze(0))
+    if target.dim() != 1 or x.dim() != 2 or x.size(0) != target.size(0):
+        raise RuntimeError(f"a row of the input for each target: {list(input_.size())} and {list(target_.size())}")
+    output = x.new_zeros(target.size(0))
+    column = torch.where(target < self.shortlist_size, target, 0)
+    for i, tail in enumerate(self.tail):
+        low, high = self.cutoffs[i], self.cutoffs[i + 1]
+        mask = (target >= low) & (target < high)
+        logs = F.log_softmax(tail(torch.where(mask.unsqueeze(1), x, 0)), dim=1)
+        own = logs.gather(1, torch.where(mask, target - low, 0).unsqueeze(1)).squeeze(1)
+        output = torch.where(mask, own, output)
+        column = torch.where(mask, self.shortlist_size + i, column)
+    output = output + F.log_softmax(self.head(x), dim=1).gather(1, column.unsqueeze(1)).squeeze(1)
+    return AdaptiveOutput(output if batched else output.squeeze(0), (-output).mean())
+
+
+def likeliest(self: Any, input: Tensor) -> Tensor:
+    head = self.head(input)
+    found = torch.argmax(head, dim=1)
+    return torch.where(found < self.shortlist_size, found, torch.argmax(self._get_full_log_prob(input, head), dim=1))
