@@ -38,8 +38,8 @@ MILLI: Final = 1e3
 NODES: Final = 50
 GAP: Final = 1e-3
 BRANCHES: Final = 20
-"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: seconds for a hundred million of rows
-times columns, which a linear program takes in a fifth of one."""
+"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: ten seconds for a hundred million of
+rows times columns, of which a linear program takes half a second."""
 SHARE: Final = 1e-6
 """What a column that is whole may lack of it."""
 
