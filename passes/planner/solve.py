@@ -37,9 +37,9 @@ MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
 NODES: Final = 50
 GAP: Final = 1e-3
-BRANCHES: Final = 20
-"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: ten seconds for a hundred million of
-rows times columns, of which a linear program takes half a second."""
+BRANCHES: Final = 10
+"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: three to nine seconds for a hundred
+million of rows times columns, of which a linear program takes a second at most."""
 SHARE: Final = 1e-6
 """What a column that is whole may lack of it."""
 

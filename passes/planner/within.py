@@ -73,6 +73,8 @@ class Within:
     """The prices of the highest bound."""
     fewest: float = 0.0
     """No choice holds fewer bytes."""
+    crossed: bool = False
+    """Whether branch and bound was asked: a second time it takes as long, and finds nothing, unless it is over all that is left."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -190,8 +192,9 @@ class Within:
         kept = [mine | known for mine, known in zip(self.mixed, together(best, self.ascent), strict=True)]
         known = self.best + self.ascent.weighed.owed(self.budget)
         few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=PAIRS)
-        if not self.allowed.spend(few, BRANCHES):
+        if (self.crossed and not everything) or not self.allowed.spend(few, BRANCHES):
             return -np.inf
+        self.crossed = True
         say(f"a plan within {bytes_text(self.budget)}, branch and bound")
         pick, least = few.whole(FEW_NODES, ENOUGH)
         if pick is not None:
