@@ -65,6 +65,8 @@ HIDES: Final = "found, hiding more"
 AGAIN: Final = "found, making values again"
 AGAIN_ROUNDS: Final = 2
 """Of searches for these: each of their programs is lowered several times."""
+ENOUGH: Final = "as many choices as may be have been through all passes"
+SAME: Final = "does what was found does"
 
 
 def open_axes(plan: Plan) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ def _refuse_beaten(placed: Placed, search: Search) -> None:
 @dataclass
 class _Finding:
     """
-    picks        choices that have been judged, and whether layers were held to decide alike
+    picks        choices that have been judged, with layers held to decide alike or not, and whether there was a program
     within       the budget by the model of which programs are known to keep the true one; None: none was tried
     certificate  of the last search by the seconds of all
     solved_s     CPU seconds of choices: the model, and its solutions
@@ -124,7 +126,7 @@ class _Finding:
     axes: tuple[str, ...]
     judge: Judge
     search: Search
-    picks: dict[tuple[bool, tuple[Option, ...]], None] = field(default_factory=dict)
+    picks: dict[tuple[bool, tuple[Option, ...]], bool] = field(default_factory=dict)
     within: float | None = None
     certificate: Certificate | None = None
     solved_s: float = 0.0
@@ -191,15 +193,19 @@ class _Finding:
             for found in some[:BEST]:
                 if (near, found.options) in self.picks:
                     return
-                self.picks[near, found.options] = None
+                self.picks[near, found.options] = False
                 weighed = _weighed(name, self.placed, found)
                 if judge.known_faster(weighed):
                     return
                 if judge.too_slow(weighed, judge.last_ratio(), 0.0):  # than another of this kind
                     judge.drop(weighed, SLOWER)
                     return
+                if not self.search.allowed.take_candidate():
+                    judge.drop(weighed, ENOUGH)
+                    return
                 placed = with_text(self.placed, self.axes, found.choices)
                 holds = judge.weigh(_weighed(name, placed, found), placed, near)
+                self.picks[near, found.options] = holds is not None
                 if holds is None or judge.budget is None or holds <= judge.budget:
                     return
                 tried.append((float(holds), found.certificate.held))
@@ -241,9 +247,19 @@ class _Finding:
         known = (False, found.options) in self.picks or (True, found.options) in self.picks
         if known or self.judge.too_slow(weighed, self.judge.last_ratio(), 0.0):
             return None
-        self.picks[True, found.options] = None
+        self.picks[True, found.options] = False
+        if not self.search.allowed.take_candidate():
+            self.judge.drop(weighed, ENOUGH)
+            return None
         placed = with_text(self.placed, self.axes, found.choices)
-        return self.judge.weigh(_weighed(AGAIN, placed, found), placed)
+        holds = self.judge.weigh(_weighed(AGAIN, placed, found), placed)
+        self.picks[True, found.options] = holds is not None
+        return holds
+
+    @property
+    def _judged(self) -> set[tuple[Option, ...]]:
+        """What choices decide whose program is known."""
+        return {options for (_, options), there in self.picks.items() if there}
 
     # ------------------------------------------------------------------------------------------------------------------------ recipes
 
@@ -253,7 +269,11 @@ class _Finding:
         if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it makes again
             ratio = min(ratio, 1.0)
         tried: list[PricedRecipe] = []
+        judged = self._judged
         for recipe in self.recipes:
+            if recipe.options in judged:
+                judge.drop(replace(recipe.weighed, estimated=None), SAME)
+                continue
             slow, large = judge.too_slow(recipe.weighed, ratio, MARGIN), judge.too_large(recipe.weighed)
             if not large and judge.known_faster(recipe.weighed):
                 continue
@@ -269,11 +289,11 @@ class _Finding:
         """The recipe that holds least by the model; if that is too large as well, choices, so that it is known what they would take."""
         judge = self.judge
         least = min(self.recipes, key=lambda one: inf if one.holds is None else one.holds, default=None)
-        if least is not None and least not in tried:
+        if least is not None and least not in tried and least.options not in self._judged:
             judge.dropped = [one for one in judge.dropped if one.name != least.name]
             judge.weigh(least.weighed, under(self.placed, least.plan))
         for found in (*self._smallest(), *self._solved(ALL, False, None)) if judge.best is None else ():
-            if (False, found.options) in self.picks:
+            if found.options in self._judged:
                 continue
             placed = with_text(self.placed, self.axes, found.choices)
             with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers

@@ -31,7 +31,7 @@ from meshc.passes.driver.nothing_fits import Trying, nothing_fits
 from meshc.passes.driver.search import SLOWER
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.single import Hook, say
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
@@ -126,6 +126,7 @@ class Judge:
     def weigh(self, weighed: Weighed, placed: Placed, near: bool = True) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless
         layers were held to decide alike (`near`)."""
+        say(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
         try:
             found = attempt(partial(self._candidate, weighed, placed))
         except Unequal as unequal:

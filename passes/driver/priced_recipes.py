@@ -18,6 +18,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.placed import Placed
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Search
+from meshc.passes.planner.space import Option
 from meshc.passes.planner.survey import searched_axes
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.plan.combinations import combinations
@@ -28,7 +29,7 @@ from meshc.plan.weighed import Weighed
 
 @dataclass(frozen=True)
 class PricedRecipe:
-    """Recipes for the open axes, `own` of their roles. By the model: seconds, those on a clock, and bytes."""
+    """Recipes for the open axes, `own` of their roles. By the model: seconds, those on a clock, and bytes; `options` of all decisions."""
 
     name: str
     plan: Plan
@@ -36,6 +37,7 @@ class PricedRecipe:
     modelled: float | None = None
     played: float | None = None
     holds: float | None = None
+    options: tuple[Option, ...] = ()
 
     @property
     def weighed(self) -> Weighed:
@@ -69,6 +71,7 @@ def priced(search: Search, recipes: Iterable[PricedRecipe], decided: Mapping[str
         if recipe.name in decided:
             pick = search.pick_of(decided[recipe.name])
             modelled, played = search.model.seconds(pick), played_seconds(search.model, pick)
-            recipe = replace(recipe, modelled=float(modelled), played=played, holds=search.held(pick))
+            options = search.options_of(decided[recipe.name])
+            recipe = replace(recipe, modelled=float(modelled), played=played, holds=search.held(pick), options=options)
         found.append(recipe)
     return sorted(found, key=lambda one: (one.played is None, one.played or 0.0, not one.own))

@@ -27,7 +27,7 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.single import Hook, say
 from meshc.passes.stages.attempt import Refused, attempt
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.entries import STORES
@@ -162,6 +162,7 @@ class Trying:
 
     def _one(self, change: Change, placed: Placed, plan: PlanLike, lower: Lower) -> WouldDo | None:
         request = change.of(placed.request, resolve(plan, placed.mesh))
+        say(f"the budget is too small; whether this would do: {change.said.replace(HEAD, 'the head')}")
         try:
             found = attempt(lambda: lower(placed.again(request), None))
         except Unequal:

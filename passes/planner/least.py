@@ -4,7 +4,7 @@
     choices that are known              weights at which the cheapest of them is dearest come next (a matrix game: von Neumann, 1928)
 
 Seconds do not count, so a model of bytes alone is asked, by the messages that the search itself is asked by (`ascent.py`). What they leave
-open is asked of branch and bound: whether some choice holds a little less than the least that is known.
+open is asked of branch and bound, once they bring nothing new: whether some choice holds a little less than the least that is known.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from meshc.passes.planner.space import Floats, Numbers
 from meshc.passes.planner.weighed import Weighed
 
 ROUNDS: Final = 12
+"""Of weights, before branch and bound is asked, and after it has found a choice:"""
+PROGRAMS: Final = 3
+"""so often at most."""
 SWEEPS: Final = 4
 GIGA: Final = 1e9
 """Bytes are weighed as billions: tolerances of solvers are absolute."""
@@ -72,26 +75,35 @@ class Least:
             self.moments.append(moment)
         return True
 
+    @property
+    def close(self) -> bool:
+        return self.held <= self.bound * (1 + CLOSE)
+
     def find(self) -> None:
         weights, ascent = [1.0], None
+        for _ in range(PROGRAMS):
+            ascent = self._sweep(weights, ascent)
+            if self.close or not self._less(ascent):
+                break
+            weights = self._dearest()
+
+    def _sweep(self, weights: Sequence[float], ascent: Ascent | None) -> Ascent:
+        """Messages at these weights, then at others, while that brings choices that are new."""
         for _ in range(ROUNDS):
             weighed = Weighed(self.bytes, self.memory, {at: one / GIGA for at, one in zip(self.moments, weights, strict=False)})
             ascent = Ascent(weighed, self.left, ascent)
             for _ in range(SWEEPS):
                 ascent.sweep()
             self.bound = max(self.bound, (ascent.bound - weighed.owed(0.0)) * GIGA)
-            before, new = self.held, [self.note(pick) for pick in decoded(ascent, [self.best])]
-            fewer = self.held < before * (1 - CLOSE) or self._less(ascent)
-            if not fewer and not any(new):
-                break
-            if self.held <= self.bound * (1 + CLOSE):
+            new = [self.note(pick) for pick in decoded(ascent, [self.best])]
+            if self.close or not any(new):
                 break
             weights = self._dearest()
+        assert ascent is not None, "there is a round"
+        return ascent
 
     def _less(self, ascent: Ascent) -> bool:
         """Whether branch and bound over what weighs least knows of a choice that holds less."""
-        if self.held <= self.bound * (1 + CLOSE):
-            return False
         known, kept = ascent.weighed.seconds(self.best), together([self.best], ascent)
         columns, _ = columns_of(ascent, known, kept, self.moments, self.held * (1 - CLOSE), most=PAIRS)
         if not self.allowed.spend(columns, BRANCHES):

@@ -21,13 +21,14 @@ program's own walk (`cost/memory.py`) judges in the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import numpy as np
 
 from meshc.ir import records
 from meshc.passes.depth.counts import counts_of
+from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed import Placed
 from meshc.passes.planner.again import Span, apart, gaps, parts
 from meshc.passes.planner.model import Group, Leg, Model
@@ -44,6 +45,9 @@ class Memory:
         self.model = model
         self._gaps = gaps((value for group in model.groups for value in group.values), placed) if again else {}
         self._parts = parts(placed) if again else {}
+        self._own_spans: dict[Value, tuple[Span, ...]] = {}
+        self._form_spans: dict[tuple[Value, tuple[int, ...], bool], tuple[Span, ...]] = {}
+        """By the first value of a group; of forms also by their readings, and whether what is given is pending."""
         self.length = len(placed.graph.nodes) + 1
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
@@ -74,11 +78,11 @@ class Memory:
         at[0] = self.fixed + sum(row[option] for row, option in zip(self.stored, pick, strict=True))
         for group in self.model.groups:
             lies = int(group.given[pick[group.maker]])
-            for value in group.values:
-                if not group.lies[lies][1]:
-                    _add(at, self._own(group, value), group.held[lies])
-                for (wants, _), legs in self._brought(group, lies, pick).items():
-                    _add(at, self._form(group, value, legs, lies, wants), group.brought[wants])
+            pending = bool(group.lies[lies][1])
+            if not pending:
+                _add(at, self._own(group), group.held[lies])
+            for (wants, _), legs in self._brought(group, lies, pick).items():
+                _add(at, self._form(group, legs, pending), group.brought[wants])
         return np.cumsum(at)[:-1]
 
     def _brought(self, group: Group, lies: int, pick: Sequence[int]) -> dict[tuple[int, str], list[Leg]]:
@@ -93,26 +97,34 @@ class Memory:
 
     def held_at(self, moment: int, group: Group) -> float:
         """How many of a group's values are alive as they were made (casts and copies of them counted by their size)."""
-        return sum(share for value in group.values for start, end, share in self._own(group, value) if start <= moment <= end)
+        return sum(share for start, end, share in self._own(group) if start <= moment <= end)
 
-    def brought_at(self, moment: int, group: Group, legs: Sequence[Leg], lies: int, wants: int) -> float:
-        """Likewise of a form that these legs want, of one that is given."""
-        return sum(
-            share
-            for value in group.values
-            for start, end, share in self._form(group, value, legs, lies, wants)
-            if start <= moment <= end
-        )
+    def brought_at(self, moment: int, group: Group, legs: Sequence[Leg], pending: bool) -> float:
+        """Likewise of a form that these legs want; `pending`: of one that is given so."""
+        return sum(share for start, end, share in self._form(group, legs, pending) if start <= moment <= end)
 
-    def _own(self, group: Group, value: Made) -> Iterator[Span]:
+    def _own(self, group: Group) -> tuple[Span, ...]:
+        key = group.values[0].root
+        if key not in self._own_spans:
+            self._own_spans[key] = tuple(span for value in group.values for span in self._own_of(group, value))
+        return self._own_spans[key]
+
+    def _own_of(self, group: Group, value: Made) -> Iterator[Span]:
         gap = self._gaps.get(value.root)
         spans = own_span(group, value, self.length) if gap is None else apart(_own_span(value, self.length, False), gap)
-        yield from self._part(value, spans)
+        return self._part(value, spans)
 
-    def _form(self, group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int) -> Iterator[Span]:
+    def _form(self, group: Group, legs: Sequence[Leg], pending: bool) -> tuple[Span, ...]:
+        readings = tuple(at for leg in legs for at in leg.readings)
+        key = group.values[0].root, readings, pending
+        if key not in self._form_spans:
+            self._form_spans[key] = tuple(span for value in group.values for span in self._form_of(value, readings, pending))
+        return self._form_spans[key]
+
+    def _form_of(self, value: Made, readings: Sequence[int], pending: bool) -> Iterator[Span]:
         gap = self._gaps.get(value.root)
-        spans = brought_span(group, value, legs, lies, wants, self.length, seams=gap is None)
-        yield from self._part(value, spans if gap is None else apart(spans, gap))
+        spans = brought_span(value, readings, pending, self.length, seams=gap is None)
+        return self._part(value, spans if gap is None else apart(spans, gap))
 
     def _part(self, value: Made, spans: Iterator[Span]) -> Iterator[Span]:
         """Of what a head makes, which is there a chunk at a time."""
@@ -120,7 +132,7 @@ class Memory:
         return spans if part is None else ((first, last, share * part) for first, last, share in spans)
 
 
-def _add(at: Floats, spans: Iterator[tuple[int, int, float]], size: float) -> None:
+def _add(at: Floats, spans: Iterable[Span], size: float) -> None:
     for start, end, share in spans:
         at[start] += size * share
         at[end + 1] -= size * share
@@ -152,13 +164,12 @@ def _own_span(value: Made, length: int, left_out: bool) -> Iterator[tuple[int, i
         yield from _span(start, until, size / whole if whole else 0.0)
 
 
-def brought_span(
-    group: Group, value: Made, legs: Sequence[Leg], lies: int, wants: int, length: int, seams: bool = True
-) -> Iterator[tuple[int, int, float]]:
-    """From where to where a form is alive that these legs want. `seams`: also of layers that were not captured."""
-    readings = [value.readings[at] for leg in legs for at in leg.readings]
+def brought_span(value: Made, read: Sequence[int], pending: bool, length: int, seams: bool = True) -> Iterator[Span]:
+    """From where to where a form is alive for these readings, made where a `pending` value is. `seams`: also of layers that were not
+    captured."""
+    readings = [value.readings[at] for at in read]
     for left_out in (False, True) if value.count > 1 and seams else (False,):
-        first = _begin(value, left_out) if group.lies[lies][1] else min(_begin(reading, left_out) for reading in readings)
+        first = _begin(value, left_out) if pending else min(_begin(reading, left_out) for reading in readings)
         last = max(_end(reading, length, left_out) for reading in readings)
         yield from _span(first, last, value.count - 1.0 if left_out else 1.0)
 

@@ -24,7 +24,7 @@ from meshc.passes.planner import fold, overlap
 from meshc.passes.planner.beside import option_of, widened
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.chosen import choices
-from meshc.passes.planner.least import least
+from meshc.passes.planner.least import Least, least
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick, build
 from meshc.passes.planner.moves import Moves
@@ -113,8 +113,8 @@ class Search:
         self.everything = [np.arange(len(own)) for own in self.model.own]
         self._known = [self.pick_of(plan) for plan in self.beside]
         self._free: Narrowed | None = None
-        self._fewest: list[Pick] = []
-        """The choice that holds fewest bytes, once it has been looked for; for all questions about the same choices."""
+        self._fewest: list[Least] = []
+        """The fewest bytes, once they have been looked for; for all questions about the same choices."""
         self.smallest: Found | None = None
         """The choice that holds least, where it had to be looked for."""
         self._begun: Narrowed | None = None
@@ -140,11 +140,7 @@ class Search:
             near._step(lambda: near._nearest(near._within(budget, near=True)[0], budget))
         picks, bound = near._within(budget)
         if not any(near.held(one) <= budget for one in picks):
-            if not near._fewest:  # they are the same for any budget, and whatever counts of seconds
-                say("the fewest bytes of a plan")
-                with self.allowed.half() as allowed:
-                    near._fewest.append(least(near.model, near.memory, near.everything, picks, allowed).best)
-            smallest = min([*near._fewest, *picks], key=near.held)
+            smallest = min([near._least(picks).best, *picks], key=near.held)
             self.smallest, picks = near._with_certificate(smallest, bound, budget), [*picks, smallest]
         fitting = [one for one in picks if near.held(one) <= budget]
         self.least = near.least
@@ -154,7 +150,15 @@ class Search:
     def _within(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
         """`near`: whether one small linear program will do."""
         with self.allowed.half() as allowed:
-            return within(self.model, self.memory, budget, self._unbounded(), self._known, near, allowed)
+            return within(self.model, self.memory, budget, self._unbounded(), self._known, near, allowed, None if near else self._least)
+
+    def _least(self, picks: Sequence[Pick]) -> Least:
+        """The fewest bytes, from choices that are known: the same for any budget, and whatever counts of seconds."""
+        if not self._fewest:
+            say("the fewest bytes of a plan")
+            with self.allowed.half() as allowed:
+                self._fewest.append(least(self.model, self.memory, self.everything, picks, allowed))
+        return self._fewest[0]
 
     def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
         """The fastest that fits, or else the one that holds least."""
@@ -194,6 +198,10 @@ class Search:
         """The options that a plan takes, one of those `beside`: of a class what its first member does."""
         first = (self.space.decisions[members[0]] for members in self.folded.members)
         return tuple(one.options.index(option_of(self.space.axes, one, plan)) for one in first)
+
+    def options_of(self, plan: Assignment) -> tuple[Option, ...]:
+        """What a plan decides of everything."""
+        return tuple(option_of(self.space.axes, one, plan) for one in self.space.decisions.values())
 
     def held(self, pick: Pick) -> float:
         """Bytes that a rank holds at the fullest moment of a choice."""

@@ -37,17 +37,28 @@ MILLI: Final = 1e3
 """Seconds are solved as milliseconds: tolerances of solvers are absolute."""
 NODES: Final = 50
 GAP: Final = 1e-3
-BRANCHES: Final = 4
-"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare."""
+BRANCHES: Final = 10
+"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: three to nine seconds for a hundred
+million of rows times columns, of which a linear program takes a second at most."""
 SHARE: Final = 1e-6
 """What a column that is whole may lack of it."""
 
 
 @dataclass
 class Allowance:
-    """Rows times columns that the linear programs of a search may still have, all together."""
+    """What a search may still do, with those that it is asked for once more.
+
+    left        rows times columns of linear programs within budgets, all together
+    candidates  choices that go through all passes
+    """
 
     left: float = 4e9
+    candidates: int = 18
+
+    def take_candidate(self) -> bool:
+        """Whether one more choice may go through all passes, which then counts."""
+        self.candidates -= 1
+        return self.candidates >= 0
 
     def spend(self, columns: Columns, times: int = 1) -> bool:
         """Whether there is enough for so many programs of this size, which then counts."""
@@ -109,6 +120,20 @@ class Used:
     columns: list[int]
 
 
+@dataclass(frozen=True)
+class Alive:
+    """What legs that share a change of sharding keep alive of it at a moment.
+
+    everyone  how many of the group's values, all legs together
+    alone     of each leg the part of that which it keeps alive by itself
+    both      of two legs, where they keep more together than either does
+    """
+
+    everyone: float
+    alone: tuple[float, ...] = ()
+    both: tuple[tuple[int, int, float], ...] = ()
+
+
 @dataclass
 class Columns:
     """The columns and rows of a model.
@@ -135,6 +160,8 @@ class Columns:
         self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
         self.held = [dict[int, float]() for _ in self.moments]
         self.first: list[int] = []
+        self._kept: dict[tuple[tuple[int, ...], ...], list[Alive]] = {}
+        """Of the group at hand by its legs' readings; the last says whether what is given is pending."""
         self.legs: dict[tuple[int, int], tuple[int, Numbers, Numbers]] = {}
         """Of each leg with pairs, the first of its rows, and the forms that these are about."""
         for number, own in enumerate(self.model.own):
@@ -205,6 +232,7 @@ class Columns:
                 alike.setdefault((a, b), []).append(column)
             for (a, b), each in alike.items():
                 used.setdefault((a, b, leg.phase if leg.gathers[a, b] else ""), []).append(Used(leg, each))
+        self._kept.clear()
         for (a, b, _), legs in used.items():
             self._change(group, a, b, legs)
 
@@ -241,11 +269,10 @@ class Columns:
         if price:
             for column in used[0].columns if len(used) == 1 else [self._shared([(one, 1.0) for one in used])]:
                 self.cost[column] += price
-        for row, moment in zip(self.held, self.moments, strict=True):
-            everyone = self.memory.brought_at(moment, group, [one.leg for one in used], a, b)
-            if everyone:
-                for column in used[0].columns if len(used) == 1 else [self._alive(moment, group, a, b, used, everyone)]:
-                    _plus(row, column, everyone * group.brought[b])
+        for row, alive in zip(self.held, self._alive(group, used, bool(group.lies[a][1])), strict=True):
+            if alive.everyone:
+                for column in used[0].columns if len(used) == 1 else [self._part(used, alive)]:
+                    _plus(row, column, alive.everyone * group.brought[b])
 
     def _shared(self, used: Sequence[tuple[Used, float]]) -> int:
         """A column that is at least each of these, times its part."""
@@ -254,15 +281,31 @@ class Columns:
             self._row(0.0, np.inf, [(found, 1.0), *((column, -part) for column in one.columns)])
         return found
 
-    def _alive(self, moment: int, group: Group, a: int, b: int, used: list[Used], everyone: float) -> int:
+    def _part(self, used: Sequence[Used], alive: Alive) -> int:
         """How much of what all legs together keep alive at a moment those do that use the change: alone, or two together."""
-        alone = [self.memory.brought_at(moment, group, [one.leg], a, b) / everyone for one in used]
-        found = self._shared([(one, part) for one, part in zip(used, alone, strict=True) if part])
-        for (one, mine), (other, its) in combinations(zip(used, alone, strict=True), 2):
-            both = self.memory.brought_at(moment, group, [one.leg, other.leg], a, b) / everyone
-            if both > max(mine, its):
-                self._row(-both, np.inf, [(found, 1.0), *((column, -both) for column in (*one.columns, *other.columns))])
+        found = self._shared([(one, part) for one, part in zip(used, alive.alone, strict=True) if part])
+        for one, other, both in alive.both:
+            columns = (*used[one].columns, *used[other].columns)
+            self._row(-both, np.inf, [(found, 1.0), *((column, -both) for column in columns)])
         return found
+
+    def _alive(self, group: Group, used: Sequence[Used], pending: bool) -> list[Alive]:
+        """At each moment."""
+        key = *(one.leg.readings for one in used), (int(pending),)
+        if key not in self._kept:
+            self._kept[key] = [self._alive_at(moment, group, [one.leg for one in used], pending) for moment in self.moments]
+        return self._kept[key]
+
+    def _alive_at(self, moment: int, group: Group, legs: Sequence[Leg], pending: bool) -> Alive:
+        everyone = self.memory.brought_at(moment, group, legs, pending)
+        if not everyone or len(legs) == 1:
+            return Alive(everyone)
+        alone = tuple(self.memory.brought_at(moment, group, [leg], pending) / everyone for leg in legs)
+        two = [
+            (one, other, self.memory.brought_at(moment, group, [legs[one], legs[other]], pending) / everyone)
+            for one, other in combinations(range(len(legs)), 2)
+        ]  # fmt: skip
+        return Alive(everyone, alone, tuple(each for each in two if each[2] > max(alone[each[0]], alone[each[1]])))
 
     # -------------------------------------------------------------------------------------------------------------------------- solved
 

@@ -65,10 +65,10 @@ class Weighed:
 
     def _brought(self, group: Group, leg: Leg) -> Floats | None:
         seconds = [0.0, 0.0]
-        at = {bool(form[1]): number for number, form in enumerate(group.lies)}
+        pending = {bool(form[1]) for form in group.lies}
         for moment, weight in self.weights.items():
-            for pending, form in at.items():
-                seconds[pending] += weight * self.memory.brought_at(moment, group, [leg], form, 0)
+            for given in pending:
+                seconds[given] += weight * self.memory.brought_at(moment, group, [leg], given)
         if not any(seconds):
             return None
         rows = np.array([seconds[bool(form[1])] for form in group.lies])

@@ -11,7 +11,7 @@ at which the cheapest of the choices that are known is dearest (Kelley's cutting
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from meshc.passes.phases.single import say
 from meshc.passes.planner.ascent import Ascent
+from meshc.passes.planner.least import Least
 from meshc.passes.planner.linear import solved
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model, Pick
@@ -70,6 +71,10 @@ class Within:
     moments: list[int] = field(default_factory=list)
     weights: Sequence[float] = ()
     """The prices of the highest bound."""
+    fewest: float = 0.0
+    """No choice holds fewer bytes."""
+    crossed: bool = False
+    """Whether branch and bound was asked: a second time it takes as long, and finds nothing, unless it is over all that is left."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,8 +106,8 @@ class Within:
 
     @property
     def nothing(self) -> bool:
-        """Whether no choice fits: the bound is above what the dearest of all takes."""
-        return self.bound > self.dearest_s
+        """Whether no choice fits: each holds more, or the bound is above what the dearest of all takes."""
+        return self.fewest * (1 - MARGIN) > self.budget or self.bound > self.dearest_s
 
     def near(self, bound: float, part: float) -> bool:
         """Whether the best choice that fits is so near to a bound."""
@@ -187,8 +192,10 @@ class Within:
         kept = [mine | known for mine, known in zip(self.mixed, together(best, self.ascent), strict=True)]
         known = self.best + self.ascent.weighed.owed(self.budget)
         few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=PAIRS)
-        if not self.allowed.spend(few, BRANCHES):
+        if (self.crossed and not everything) or not self.allowed.spend(few, BRANCHES):
             return -np.inf
+        self.crossed = True
+        say(f"a plan within {bytes_text(self.budget)}, branch and bound")
         pick, least = few.whole(FEW_NODES, ENOUGH)
         if pick is not None:
             self.note(pick)
@@ -209,12 +216,18 @@ def within(
     known: Sequence[Pick] = (),
     near: bool = False,
     allowed: Allowance | None = None,
+    fewest: Callable[[Sequence[Pick]], Least] | None = None,
 ) -> tuple[list[Pick], float]:
-    """Choices, and a bound on those that hold no more than the budget. `near`: with one small linear program at most."""
+    """Choices, and a bound on those that hold no more than the budget. `near`: with one small linear program at most; `fewest`: the fewest
+    bytes, from choices that are known, asked where no price of bytes leads to what fits."""
     search = Within(model, memory, budget, free.whole, free.bound, allowed or Allowance())
     for pick in (free.pick, *known):
         search.note(pick)
     search.rise()
+    if search.best == np.inf and fewest is not None:
+        found = fewest(list(search.picks))
+        search.fewest = found.bound
+        search.note(found.best)
     if search.best < np.inf:
         search.narrow()
     if not search.nothing:

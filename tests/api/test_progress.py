@@ -61,6 +61,24 @@ def test_a_search_says_what_it_is_at(terminal: Terminal, monkeypatch: pytest.Mon
     assert "meshc compiles MLP: a plan within 12.0 kB, linear program 1" in terminal.getvalue()
 
 
+def test_a_search_says_which_candidate_it_is_at(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshc.passes.driver.judge import Judge
+
+    real = Judge._candidate
+
+    def slowly(self: Any, *given: Any) -> Any:
+        time.sleep(0.6)
+        return real(self, *given)
+
+    monkeypatch.setattr("meshc.api.progress.AFTER_S", 0.0)
+    monkeypatch.setattr(Judge, "_candidate", slowly)
+    case = mlp()
+    case.model.requires_grad_(False)
+    with contextlib.redirect_stderr(terminal):
+        meshc.compile(case.model, meshc.Mesh("dp=2"), plan="auto", kwargs=case.kwargs)
+    assert "meshc compiles MLP: a plan: candidate 1, found" in terminal.getvalue()
+
+
 def compile_on(terminal: Terminal) -> None:
     case = mlp()
     case.model.requires_grad_(False)

@@ -23,6 +23,7 @@ from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Found, Search
+from meshc.passes.planner.solve import Allowance
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
 from tests import models
@@ -67,6 +68,36 @@ def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
     recipes = [one for one in table if one.name != choose.FOUND]
     assert len(recipes) == 13 and all(one.modelled is not None and one.holds for one in recipes)
     assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
+
+
+def test_a_recipe_that_does_what_was_found_does_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same program under another name. As if the search had found the first of the recipes."""
+    captured = Captured(models.mlp(batch=8, width=64), train=True, double=False)
+    ask = adam(captured)
+
+    def solved(finding: choose._Finding, *_: object) -> list[Found]:
+        search = finding.search
+        return [search._with_certificate(search.pick_of(search.beside[0]), 0.0, None)]
+
+    monkeypatch.setattr(choose._Finding, "_solved", solved)
+    taken, *others = left(captured, "dp=4", **ask).weighed
+    (same,) = [one for one in others if one.dropped == choose.SAME]
+    program = captured.program("dp=4", Plan(same.plan), **ask)
+    assert (taken.name, same.name, same.seconds) == (choose.FOUND, "ddp", None)
+    assert program_seconds(program, for_mesh(program.mesh)).total == taken.seconds
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_choices_than_are_allowed_go_through_all_passes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within this budget two are tried, the second the faster one; with one alone that is taken."""
+    weighed: list[str] = []
+    real = judge.Judge._candidate
+    monkeypatch.setattr(judge.Judge, "_candidate", lambda *given: weighed.append(given[1].name) or real(*given))
+    monkeypatch.setattr("meshc.passes.driver.choose.Allowance", lambda: Allowance(candidates=most))
+    captured = Captured(models.mlp(), train=True, double=False)
+    table = left(captured, "dp=2,tp=2", **adam(captured), memory_budget=17_000).weighed
+    assert weighed == [choose.HIDES] * most and table[0].name == choose.HIDES
+    assert any(one.dropped == choose.ENOUGH for one in table) == (most == 1)
 
 
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.7, marks=pytest.mark.broad)])

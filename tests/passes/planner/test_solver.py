@@ -14,6 +14,7 @@ import pytest
 from meshc.cost.devices import device
 from meshc.passes.planner import narrow as narrowing
 from meshc.passes.planner.ascent import Ascent
+from meshc.passes.planner.least import least
 from meshc.passes.planner.memory import Memory
 from meshc.passes.planner.model import Model
 from meshc.passes.planner.narrow import closed, narrow
@@ -91,6 +92,23 @@ def test_what_a_price_shows_to_fit_nowhere_is_asked_of_no_program(seed: int, mon
         picks, bound = within(model, memory, budget, free)
         assert (bound > max(map(model.seconds, choices(model)))) == shown and bool(asked) <= (not shown)
         assert any(fullest(memory, pick) <= budget for pick in picks) <= (not shown)
+
+
+def test_what_holds_less_than_the_fewest_bytes_is_asked_of_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A price need not show it: of some problems programs are asked where nobody knows of the fewest bytes."""
+    asked: list[int] = []
+    monkeypatch.setattr(Columns, "relaxed", lambda self: asked.append(1))
+    unknown = 0
+    for seed in range(15):
+        model, memory = drawn(seed, classes=4)
+        free = closed(narrow(Weighed(model, memory), everything(model)))
+        known = least(model, memory, everything(model), [free.pick])
+        within(model, memory, 0.99 * known.bound, free)
+        unknown += len(asked)
+        asked.clear()
+        picks, _ = within(model, memory, 0.99 * known.bound, free, fewest=lambda _: known)  # noqa: B023
+        assert not asked and min(fullest(memory, pick) for pick in picks) == known.held
+    assert unknown
 
 
 @pytest.mark.parametrize("seed", range(8))
