@@ -74,7 +74,7 @@ class Within:
     fewest: float = 0.0
     """No choice holds fewer bytes."""
     crossed: bool = False
-    """Whether branch and bound was asked: a second time it takes as long, and finds nothing, unless it is over all that is left."""
+    """Whether branch and bound was asked: a second time it takes as long, and finds little, unless it is over all that is left."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

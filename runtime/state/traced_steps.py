@@ -1,6 +1,6 @@
 """Steps on DTensors of optimizers whose own code cannot take them, in a loop of one's own or under the Trainer.
 
-    state["row"] = torch.zeros(grad.shape[:-1])      no DTensor, and torch refuses to add one to it (transformers' Adafactor, Shampoo)
+    state["row"] = torch.zeros(grad.shape[:-1])      no DTensor: whole on every rank, which gathers for it (Shampoo's)
     grad.norm(dim=-1, keepdim=True).square_()        of a sum over ranks that was not taken yet (torch's Adafactor)
 
 Such optimizers keep state that is not like its parameter. Their update of a parameter is traced, as for a compiled step, and run operator
@@ -8,7 +8,7 @@ by operator on DTensors; the class's own `step` then finds no parameters. State 
 the first step leaves it: of a matrix that is split by rows Adafactor's rows are split and its columns whole. What has no rule in torch
 (`eigh`) is computed whole on every rank.
 
-A class that cannot be traced steps by its own code, after a warning that says what to do where torch refuses.
+A class that cannot be traced steps by its own code, after a warning that says what to do for less.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def take_over(optimizer: torch.optim.Optimizer) -> None:
         name, why = type(optimizer).__qualname__, str(error).splitlines()[0]
         warnings.warn(
             f"{name} keeps state that is not like its parameters, which are split over ranks, and its step cannot be traced: {why}\n"
-            f"  why it matters: {name}.step goes on by its own code, and torch refuses what mixes plain tensors with DTensors\n"
-            f"  what to do, if it does: meshc.TrainStep(model, optimizer=...), or meshc.register_update({name}, update, state)",
+            f"  why it matters: {name}.step goes on by its own code: plain state is whole on every rank, which gathers for it, and\n"
+            f"  torch refuses operators for which DTensors have no rule\n"
+            f"  what to do: meshc.TrainStep(model, optimizer=...), or meshc.register_update({name}, update, state)",
             stacklevel=5,  # who calls `step`
         )
         return

@@ -32,14 +32,16 @@ AFTER: Final = """
 - **Copies.** `copy.deepcopy` of a compiled model has its DTensors and no program. `meshc.compile(copy, ...)` gives it a storage and
   a program of its own, which begin with its values. Where a program's storage is no layout of torch's and a step has run since, the
   copy is refused until `program.sync()`; `update_parameters` cannot look, so beside a `TrainStep` call `program.sync()` first.
-- **Averages of weights** (EMA) are made of DTensors, like the model: behind `meshc.compile`, or a copy that was made before is compiled
-  too, which also lets it be called (timm's `ModelEmaV2`, `ModelEmaV3`: `meshc.compile(ema.module, mesh, args=...)`). Whatever was made of
-  plain tensors before (diffusers' `EMAModel(model.parameters())`) is made behind it instead; `store`, `copy_to` and `restore` work. Plain
-  averages beside DTensors are what torch calls "got mixed torch.Tensor and DTensor", and `implicit_replication()` is no way out there: it
-  cannot write into them. `foreach=True` takes no buffers among parameters (`ModelEmaV3`: `foreach=False`, or within
-  `implicit_replication()`), and `EMAModel(foreach=True)` copies by what DTensors do not have. Write into an average
-  (`average.mul_(0.9).add_(parameter, alpha=0.1)`, `lerp_`, `copy_`): `average.data = ...` changes nothing of a DTensor, which torch does
-  not say.
+- **Averages of weights** (EMA), penalties and masks. An average that is made behind `meshc.compile` lies in parts, like the model; a
+  copy of the module that was made before is compiled too, which also lets it be called (timm's `ModelEmaV2`, `ModelEmaV3`:
+  `meshc.compile(ema.module, mesh, args=...)`). One that was made of plain tensors before (diffusers' `EMAModel(model.parameters())`,
+  `AveragedModel`, Lightning's `StochasticWeightAveraging`) stays plain, and works: each rank keeps it whole, each update gathers the
+  model, on every rank, and a warning says so at the first. Plain tensors beside a model's (a mask in `weight.mul_(mask)`, what weights
+  were in `((weight - before) ** 2).sum()`) are whole ones, the same on every rank; lists of both (`torch._foreach_lerp_`) go one by
+  one. A penalty of parameters is a DTensor: `(loss + penalty.full_tensor()).backward()`, or in the loss of a `TrainStep`; without it a
+  `StateError` says that line. Over pipeline stages averages are made behind `meshc.compile`. Write into an average
+  (`average.mul_(0.9).add_(parameter, alpha=0.1)`, `lerp_`, `copy_`): `average.data = ...` changes nothing of a DTensor, which torch
+  does not say.
 - **Accelerate's schedulers.** One that `accelerator.prepare` has made steps once a process at each step. With `inputs="local"` and a part
   for each process that is what Accelerate means; where ranks pass fewer parts (`inputs="global"`: one) the rate falls so many times as
   fast as on one device, and a warning says so at the second step.
@@ -50,8 +52,8 @@ AFTER: Final = """
   head's parameters are under `inputs="global"`. Without it torch says "got mixed torch.Tensor and DTensor". Under `inputs="local"`
   a plain head has gradients of each rank's own rows (DDP around the head alone is the way; it was not tried).
 - **What Python holds.** Between calls, `train()`/`eval()`, `requires_grad`, hooks, a replaced `forward`, settings of torch's own
-  layers (`p` of Dropout, `momentum` of BatchNorm) and PEFT's adapters count; other attributes that forward reads are constants from
-  the first call on.
+  layers (`p` of Dropout, `momentum` of BatchNorm) and PEFT's adapters count, and so does what else forward has read of Python
+  ([fixed.md](fixed.md)).
 - **The Trainer's counts.** The Trainer passes how many labels it counts in all batches that make a step, on all ranks
   (`num_items_in_batch`), and multiplies the loss by the number of processes, as DDP wants it. Some models divide by that count, others
   take a mean; some labels that a causal model shifts away are counted (of GPT-2, not of Llama: it goes by the class's name). A compiled
@@ -100,8 +102,8 @@ AFTER: Final = """
   module, `F.linear(h, model.lm_head.weight)`, is a DTensor: `model.lm_head.weight.full_tensor()`.
 - **Lightning.** Its own sampler shuffles training rows as it deals them out; `use_distributed_sampler=False` leaves a loader as it is. A
   distributed checkpoint is a folder, which `load_from_checkpoint` does not take: `ModelParallelStrategy(save_distributed_checkpoint=False)`
-  writes one file. Its `StochasticWeightAveraging` callback copies the module before it is compiled, and averages plain tensors with
-  DTensors: `torch.optim.swa_utils` averages a compiled model. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo
+  writes one file. Its `StochasticWeightAveraging` callback copies the module before it is compiled, so its average is whole on each rank;
+  `torch.optim.swa_utils` averages a compiled model in parts. `precision="bf16-true"` after compiling is refused. (By hand, on two gloo
   ranks: bf16-mixed; Fabric under torchrun, and with processes of its own.)
 - **Notebooks** show the head of the report for a program (`docs/report.md`); `repr(program)` is a line, `repr(model)` is torch's.
 """
