@@ -75,8 +75,9 @@ def open_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> Lowered:
-    """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget; `allowed`: what linear
-    programs within it may come to. Raises NothingFits if none keeps the budget, with the least that one holds."""
+    """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget; `allowed`: what is left of a
+    search that found nothing, of whose request a change is searched for. Raises NothingFits if none keeps the budget, with the least
+    that one holds."""
     known = placed.request.searched
     if known is not None:
         return lower(replace(placed, choices=known.at(placed.factors)), hook)
@@ -89,8 +90,9 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowe
         judge = Judge(placed, lower, may_hold(placed.request))
         finding = _Finding(placed, axes, judge, search, solved_s=time.process_time() - start)
         finding.find()
-        finding.find_making_again()
-        finding.try_recipes()
+        if allowed is None or judge.best is None:  # once more: the first that does is enough to say that a change would do
+            finding.find_making_again()
+            finding.try_recipes()
     taken = judge.best
     if taken is None:
         raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed))

@@ -92,7 +92,7 @@ class Change:
 HEAD: Final = "HEAD"
 NEAR: Final = 1.15
 """How many times the budget what was tried may hold, as the closest program makes values again, to be tried as the user's own would."""
-AGAIN: Final = 2
+AGAIN: Final = 1
 """Changes of a searched plan that are searched for once more, at most."""
 
 
