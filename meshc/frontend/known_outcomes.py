@@ -185,7 +185,10 @@ def outcome(traced: Any) -> bool | None:
 
 def _is_draw(node: Node) -> bool:
     while _name(node) in SAME:
-        node = node.all_input_nodes[0]
+        given = node.all_input_nodes[0]
+        if len({dtype for one in (node, given) if (dtype := getattr(one.meta.get("example_value"), "dtype", None)) is not None}) > 1:
+            return False  # a rounding may reach 0 or 1
+        node = given
     return _name(node) in DRAWS and not (_name(node) == "uniform_" and (len(node.args) > 1 or node.kwargs))
 
 

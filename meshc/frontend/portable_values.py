@@ -48,8 +48,8 @@ LONG: Final = 100
 def is_plain(value: object) -> bool:
     """Whether a value's text says all: numbers, texts, dtypes, and lists of such."""
     kind = type(value)
-    if kind in (tuple, list):
-        return all(type(item) in PLAIN for item in value)  # type: ignore[attr-defined]
+    if isinstance(value, tuple | list) and kind in (tuple, list):
+        return all(type(item) in PLAIN for item in value)
     return kind in PLAIN
 
 

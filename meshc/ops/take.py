@@ -9,6 +9,8 @@ All are exact on a range of columns: `start` is the global index of the first on
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,12 +70,12 @@ def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     return take_backward(grad, index, ctx.ignore, ctx.columns), None, None, None
 
 
-def _setup_twice(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_twice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, index, ctx.ignore, *_ = inputs
     ctx.save_for_backward(index)
 
 
-def _backward_twice(ctx, grad):  # type: ignore[no-untyped-def]
+def _backward_twice(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (index,) = ctx.saved_tensors
     return take(grad, index, ctx.ignore), None, None, None, None
 

@@ -247,13 +247,15 @@ def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     tensors = [one for given in args for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, Tensor)]
     if all(isinstance(one, DTensor) for one in tensors) or not any(map(is_of_model, tensors)):
         return by_torch(op, args, kwargs)
-    into_plain = op._schema.is_mutable and not any(isinstance(one, DTensor) for one in _written(op, args, kwargs))
+    written = _written(op, args, kwargs)
+    into_plain = op._schema.is_mutable and not any(isinstance(one, DTensor) for one in written)
     plain = [one for one in tensors if not isinstance(one, DTensor)]
     if op is not _ATEN.copy_.default and torch.is_grad_enabled() and any(one.requires_grad for one in (tensors if into_plain else plain)):
         _refuse_gradient(op, tensors)
     if into_plain:
         _refuse_elsewhere(op, tensors)
-        _warn_of_price(op)
+        if any(one.numel() > 1 for one in written):
+            _warn_of_price(op)
         return _edit_whole(op, args, kwargs)
     if isinstance(args[0], list | tuple) and len(args[0]) > 1:
         return _edit_each(op, args, kwargs)
