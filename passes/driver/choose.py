@@ -89,10 +89,11 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowe
         _refuse_beaten(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
         finding = _Finding(placed, axes, judge, search, solved_s=time.process_time() - start)
-        finding.find()
-        if allowed is None or judge.best is None:  # once more: the first that does is enough to say that a change would do
-            finding.find_making_again()
-            finding.try_recipes()
+        ways = finding.find, finding.find_making_again, finding.try_recipes
+        for way in ways if allowed is None else (finding.try_recipes, finding.find, finding.find_making_again):
+            if allowed is None or judge.best is None:  # that one fits is enough to say that a change would do; recipes soon say so
+                way()
+        finding.try_smallest()
     taken = judge.best
     if taken is None:
         raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed))
@@ -121,6 +122,7 @@ class _Finding:
     picks        choices that have been judged, with layers held to decide alike or not, and whether there was a program
     within       the budget by the model of which programs are known to keep the true one; None: none was tried
     certificate  of the last search by the seconds of all
+    tried        recipes that went through all passes
     solved_s     CPU seconds of choices: the model, and its solutions
     """
 
@@ -131,6 +133,7 @@ class _Finding:
     picks: dict[tuple[bool, tuple[Option, ...]], bool] = field(default_factory=dict)
     within: float | None = None
     certificate: Certificate | None = None
+    tried: list[PricedRecipe] = field(default_factory=list)
     solved_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -266,11 +269,10 @@ class _Finding:
     # ------------------------------------------------------------------------------------------------------------------------ recipes
 
     def try_recipes(self) -> None:
-        """Those that may be faster than what was found, and than what is known; where nothing fits, the one that holds least."""
+        """Those that may be faster than what was found, and than what is known."""
         judge, ratio = self.judge, self.judge.last_ratio()
         if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it makes again
             ratio = min(ratio, 1.0)
-        tried: list[PricedRecipe] = []
         judged = self._judged
         for recipe in self.recipes:
             if recipe.options in judged:
@@ -279,23 +281,25 @@ class _Finding:
             slow, large = judge.too_slow(recipe.weighed, ratio, MARGIN), judge.too_large(recipe.weighed)
             if not large and judge.known_faster(recipe.weighed):
                 continue
-            if len(tried) < RECIPES and not slow and not large:
-                tried.append(recipe)
+            if len(self.tried) < RECIPES and not slow and not large:
+                self.tried.append(recipe)
                 judge.weigh(recipe.weighed, under(self.placed, recipe.plan))
             else:
                 judge.drop(recipe.weighed, f"{TOO_LARGE}, by the model" if large else SLOWER)
-        if judge.best is None and not judge.slower:
-            self._try_smallest(tried)
 
-    def _try_smallest(self, tried: list[PricedRecipe]) -> None:
-        """The recipe that holds least by the model; if that is too large as well, choices, so that it is known what they would take."""
+    def try_smallest(self) -> None:
+        """Where nothing fits, the recipe that holds least by the model; if that is too large as well, choices that may hold less than
+        what has been made, so that it is known what they would take."""
         judge = self.judge
+        if judge.best is not None or judge.slower:
+            return
         least = min(self.recipes, key=lambda one: inf if one.holds is None else one.holds, default=None)
-        if least is not None and least not in tried and least.options not in self._judged:
+        if least is not None and least not in self.tried and least.options not in self._judged:
             judge.dropped = [one for one in judge.dropped if one.name != least.name]
             judge.weigh(least.weighed, under(self.placed, least.plan))
         for found in (*self._smallest(), *self._solved(ALL, False, None)) if judge.best is None else ():
-            if found.options in self._judged:
+            known = min((most.total for _, most in judge.lowered), default=inf)
+            if found.options in self._judged or found.certificate.held > known:
                 continue
             placed = with_text(self.placed, self.axes, found.choices)
             with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers

@@ -32,6 +32,8 @@ SOME: Final = 8
 MANY: Final = MOST
 TIMES: Final = 3
 """About how often a loss and its gradients have its logits in memory, in float32."""
+MOST_TIMES: Final = 6
+"""At most likewise."""
 LARGE: Final = 0.05
 """The share of a budget that a rank's logits must take for more chunks to be tried where the budget is kept."""
 LITTLE: Final = 0.005
@@ -68,6 +70,15 @@ class Tried:
     seconds: float
     again_s: float
     pressed: bool = False
+
+
+def may_keep(whole: Tried | None, last: Tried, size: int) -> bool:
+    """Whether more chunks than the `last`, which does not keep the budget, may: their logits are a part of what they were, and what else a
+    rank holds is as it was. `size`: bytes of a rank's logits, all at once."""
+    saves = MOST_TIMES * size // last.count
+    if whole is not None and whole.count < last.count:  # what chunks have saved says how often logits are there
+        saves = min(saves, max(0, last.spare - whole.spare) * whole.count // (last.count - whole.count))
+    return last.spare + saves >= 0
 
 
 def for_time(whole: Tried | None, last: Tried, size: int, budget: int) -> int | None:

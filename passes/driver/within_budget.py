@@ -169,8 +169,10 @@ def _whole_or_in_chunks(placed: Placed, request: Request, budget: int, lower: Lo
 
 def _further(count: int, kept: _Kept | None, first: in_chunks.Tried | None, size: int, budget: int) -> int | None:
     """The number of chunks to try after `count` of them, of which `kept` has come."""
-    if kept is None or kept.held > budget:
+    if kept is None:
         return in_chunks.more(count)
+    if kept.held > budget:
+        return in_chunks.more(count) if in_chunks.may_keep(first, kept.tried(count, budget), size) else None
     return in_chunks.for_time(first, kept.tried(count, budget), size, budget)
 
 

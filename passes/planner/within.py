@@ -48,6 +48,8 @@ CROSSED: Final = 4
 """So many of the best choices, and what relaxations mix, are open to branch and bound, beside"""
 PAIRS: Final = 5_000
 """pairs of forms that cost least."""
+CROSSINGS: Final = 2
+"""Branch and bound at most in one search: a third time it takes as long, and has found nothing."""
 ENOUGH: Final = 5e-3
 """A gap of this part of the seconds is looked into no further."""
 
@@ -73,8 +75,8 @@ class Within:
     """The prices of the highest bound."""
     fewest: float = 0.0
     """No choice holds fewer bytes."""
-    crossed: bool = False
-    """Whether branch and bound was asked: a second time it takes as long, and finds little, unless it is over all that is left."""
+    crossed: set[tuple[int, ...]] = field(default_factory=set)
+    """What branch and bound was asked: moments, rows and columns. A second time it finds little, unless it is over all that is left."""
     picks: dict[Pick, tuple[float, Floats]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -192,9 +194,11 @@ class Within:
         kept = [mine | known for mine, known in zip(self.mixed, together(best, self.ascent), strict=True)]
         known = self.best + self.ascent.weighed.owed(self.budget)
         few, everything = columns_of(self.ascent, known, kept, self.moments, self.budget, most=PAIRS)
-        if (self.crossed and not everything) or not self.allowed.spend(few, BRANCHES):
+        asked = (*self.moments, len(few.rows), len(few.cost))
+        again = asked in self.crossed or len(self.crossed) == CROSSINGS or bool(self.crossed and not everything)
+        if again or not self.allowed.spend(few, BRANCHES):
             return -np.inf
-        self.crossed = True
+        self.crossed.add(asked)
         say(f"a plan within {bytes_text(self.budget)}, branch and bound")
         pick, least = few.whole(FEW_NODES, ENOUGH)
         if pick is not None:

@@ -14,6 +14,9 @@ import meshc
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
+from meshc.errors import PlanError
+from meshc.passes.driver import within_budget
+from meshc.passes.driver.in_chunks import Tried, may_keep
 
 
 class Deep(nn.Module):
@@ -84,6 +87,33 @@ def test_a_small_head_is_not_tried() -> None:
     budget = held(step(words=128, remat="none")) * 75 // 100
     program = step(words=128, memory_budget=budget)
     assert held(program) <= budget and chunks(program) == 1
+
+
+def test_chunks_of_what_is_not_too_much_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what the model and its state take: however few logits there are at once, that is not kept."""
+    asked, in_rounds = [], within_budget._in_rounds
+
+    def noted(placed: Any, request: Any, budget: int, lower: Any) -> Any:
+        asked.append(request.chunks)
+        return in_rounds(placed, request, budget, lower)
+
+    monkeypatch.setattr(within_budget, "_in_rounds", noted)
+    kept = sum(memory.worst(step(words=128, remat="none").compiled).kept.values())
+    asked.clear()
+    with pytest.raises(PlanError, match="a rank may hold"):
+        step(words=128, memory_budget=kept // 2)
+    assert set(asked) == {None}, asked
+
+
+def test_more_chunks_are_tried_while_their_logits_may_be_what_is_too_much() -> None:
+    """Of logits of 800 bytes chunks save 4,800 at most; where 8 chunks have saved 700 bytes, of 8 parts, all others save 100 more."""
+
+    def tried(count: int, spare: int) -> Tried:
+        return Tried(count, spare, 1.0, 0.0)
+
+    assert [may_keep(None, tried(1, spare), 800) for spare in (-4800, -4801)] == [True, False]
+    assert [may_keep(tried(1, spare - 700), tried(8, spare), 800) for spare in (-100, -101)] == [True, False]
+    assert not may_keep(tried(1, -300), tried(8, -300), 800)
 
 
 @pytest.mark.broad
