@@ -16,14 +16,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from meshc.runtime.failure.failed_rank import current_board
-from meshc.runtime.failure.peers import Awaited
 from meshc.runtime.failure.numbers import CHANGES
+from meshc.runtime.failure.peers import Awaited
 from meshc.runtime.state import random_draws
 from meshc.runtime.state.changes import EXCHANGED, other_change
 
