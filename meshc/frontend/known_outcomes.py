@@ -135,7 +135,8 @@ def _places(index: Sequence[Any]) -> dict[int, Sequence[Tensor]]:
 
 def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
     """An index by known masks takes their places by number."""
-    index, written = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],), list[Any]()
+    given: Any = node.args[1]
+    index, written = given if isinstance(given, tuple) else (given,), list[Any]()
     masks = iter(places.values())
     with node.graph.inserting_before(node):
         for one in index:

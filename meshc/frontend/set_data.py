@@ -9,6 +9,7 @@ copy means the same; else the line is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from meshc.frontend.written_behind import is_written_behind
 from meshc.frontend.written_calls import WrittenCalls
 from meshc.ir.nodes import Source
 
-DATA = (torch._C._autograd._get_data_attr, "detach", torch.detach)
+_AUTOGRAD: Any = torch._C._autograd
+DATA: Final = (_AUTOGRAD._get_data_attr, "detach", torch.detach)
 """Calls that give the memory of what they are given, and are no views for torch."""
-COUNTED = "_lower_version_count_by_1"
+COUNTED: Final = "_lower_version_count_by_1"
 """By which Dynamo has torch not count such a write."""
 
 

@@ -79,8 +79,8 @@ def of_zeros(module: nn.Module, gradients: Iterable[str]) -> list[str]:
     if not names:
         return []
     return [
-        f"{listed(names, 2)} {ZEROS} where no row of a batch chooses them, and on one device none: an optimizer with decay or moments steps "
-        "them here, and passes them over there\n"
+        f"{listed(names, 2)} {ZEROS} where no row of a batch chooses them, and on one device none: an optimizer with decay or "
+        "moments steps them here, and passes them over there\n"
         "  what to do: train by meshc.TrainStep(model, optimizer=...), whose update passes them over too"
     ]
 
@@ -125,7 +125,7 @@ def _count(mask: Node, parts: bool) -> Node:
 def _refuse_sums(name: str) -> None:
     raise CompileError(
         f"{name} may be chosen by no row of a batch, and Options(accumulate=True) adds up gradients over calls\n"
-        "  why: on one device it has a gradient then if any of those calls has chosen it, and is passed over if none has; which calls have is\n"
+        "  why: on one device it has a gradient then if any of those calls has chosen it, and is passed over if none has; which have is\n"
         "  not kept\n"
-        "  what to do: TrainStep(..., microbatches=N), which adds up within one call, in the place of program.accumulate(...)"
+        "  what to do: TrainStep(..., microbatches=N), which adds up within a call, in the place of program.accumulate(...)"
     )

@@ -83,7 +83,7 @@ class Beat(TypedDict):
 
 @dataclass(frozen=True)
 class Awaited:
-    """Ranks that the main thread waits for, and where to. noted: of a stream its name, and the count that those have noted who have come."""
+    """Ranks that the main thread waits for, and where to. noted: of a stream its name, and the count of those who have come."""
 
     ranks: frozenset[int]
     where: str

@@ -2,16 +2,15 @@
 
     weight[3].zero_()      weight.full_tensor()      clip_grad_norm_(model.parameters(), 1.0)
               │ torch gathers, or sums up, along some axes
-    in the stream of changes of the ranks along those (`changes.py`): "an exchange of [16, 8] over tp"      with the board's guard
+    noted in the stream of changes of the ranks along those (`changes.py`), and made with the board's guard
 
-A rank that makes one alone, as under `if rank == 0`, would wait in torch for ever. Where the others run a program meanwhile, streams differ,
-and all end with the tensor and the line to write; where they do something else, they are named after a while; where they have ended, the one
-that waits ends too.
+A rank that makes one alone, as under `if rank == 0`, would wait in torch for ever. Where the others run a program meanwhile, streams
+differ, and all end with the tensor and what to write; where they do something else, they are named after a while; where they have ended,
+the one that waits ends too.
 """
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,20 +19,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from meshc.private import dtensor_dispatch, dtensor_redistribute
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.failure.numbers import CHANGES
 from meshc.runtime.failure.peers import Awaited
 from meshc.runtime.state import random_draws
 from meshc.runtime.state.changes import EXCHANGED, other_change
 
-CALLERS = ("torch.distributed.tensor._dispatch", "torch.distributed.tensor._redistribute")
-"""Modules of torch that call what makes exchanges: of operands, and where a user asks."""
-
 
 def follow() -> None:
-    """From now on exchanges are noted."""
-    for name in CALLERS:
-        module: Any = importlib.import_module(name)
+    """From now on exchanges are noted: of operands, and where a user asks for one."""
+    modules: tuple[Any, ...] = (dtensor_dispatch, dtensor_redistribute)
+    for module in modules:
         if not hasattr(module.redistribute_local_tensor, "noted"):
             module.redistribute_local_tensor = _noted(module.redistribute_local_tensor)
 

@@ -55,7 +55,8 @@ def test_an_exchange_that_one_rank_makes_alone(way: str, rank: int) -> None:
     ended = go(way, "tp=2")
     what = "a tensor of shape [] over tp" if "compile" in way else "a tensor of shape [8, 4] over tp"
     for end in ended.ranks:
-        assert end.code == TOLD and f"rank {rank} exchanges parts of {what} with rank {1 - rank}, which does something else" in end.out, ended
+        assert end.code == TOLD, ended
+        assert f"rank {rank} exchanges parts of {what} with rank {1 - rank}, which does something else" in end.out, ended
         assert "make that call on every rank (take it out of `if rank == 0`)" in end.out, ended
 
 
