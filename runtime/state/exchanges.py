@@ -12,7 +12,8 @@ the one that waits ends too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -60,13 +61,15 @@ def _noted(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return noted
 
 
-def _sent_along(current: Any, target: Any) -> list[int]:
+def _sent_along(current: Any, target: Any) -> tuple[int, ...]:
     """The axes along which ranks send: where each has all of a tensor, none does."""
     pairs = zip(current.placements, target.placements, strict=True)
-    return [axis for axis, (one, other) in enumerate(pairs) if one != other and type(one) is not Replicate and current.mesh.size(axis) > 1]
+    moved = (axis for axis, (one, other) in enumerate(pairs) if one != other and type(one) is not Replicate)
+    return tuple(axis for axis in moved if current.mesh.size(axis) > 1)
 
 
-def _ranks_along(mesh: DeviceMesh, axes: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def _ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that differ from this one along these axes only."""
     here = mesh.get_coordinate()
     assert here is not None  # who is not of a mesh has nothing to send
