@@ -21,7 +21,7 @@ from torch.fx import Node
 from meshc.errors import CompileError, listed
 from meshc.frontend.listed_experts import ZEROS, unchosen
 from meshc.frontend.train_step import ROUTED
-from meshc.ir import record
+from meshc.ir import record, records
 from meshc.ir.keys import key_of
 from meshc.optimizer.spec import GRADIENT, SUM
 from meshc.passes.trace.count_experts import LAYOUT, Beside
@@ -30,6 +30,7 @@ from meshc.program.program import Port
 aten = torch.ops.aten
 
 TURNED: Final = (aten.t.default, aten.permute.default, aten.transpose.int, aten._to_copy.default)
+"""Operators behind which a value is the same rows, in another order of dims or another dtype."""
 
 Places = Mapping[str, tuple[tuple[str, int], ...]]
 """By parameter: (path of a module that passes over what no row has chosen, number there)."""
@@ -106,7 +107,7 @@ def _as_laid_out(entry: Node) -> list[Node]:
 
 
 def _is_read(node: Node) -> bool:
-    return record(node).phase == "forward" and node.target not in TURNED
+    return records(node)[0].phase == "forward" and node.target not in TURNED
 
 
 def _mask(product: Node, weight: Node) -> Node | None:
