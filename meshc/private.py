@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     import torch._dynamo.variables as variables
     import torch._dynamo.variables.torch as calls_of_torch
     import torch._subclasses.fake_tensor as fake_tensor
+    import torch.distributed.tensor._dispatch as dtensor_dispatch
     import torch.distributed.tensor._random as dtensor_random
+    import torch.distributed.tensor._redistribute as dtensor_redistribute
     import torch.fx._pytree as trees_of_fx
     import torch.utils._pytree as trees_of_torch
     from torch._decomp import get_decompositions
@@ -81,7 +83,9 @@ NAMES: Final[Mapping[str, str]] = {
     "variables": "torch._dynamo.variables",
     "calls_of_torch": "torch._dynamo.variables.torch",
     "fake_tensor": "torch._subclasses.fake_tensor",
+    "dtensor_dispatch": "torch.distributed.tensor._dispatch",
     "dtensor_random": "torch.distributed.tensor._random",
+    "dtensor_redistribute": "torch.distributed.tensor._redistribute",
     "trees_of_fx": "torch.fx._pytree",
     "trees_of_torch": "torch.utils._pytree",
     "get_decompositions": "torch._decomp:get_decompositions",
@@ -131,7 +135,9 @@ NAMES: Final[Mapping[str, str]] = {
 
 REACHED: Final = (
     "torch:_C._AutoDispatchBelowAutograd", "torch:_C._DisableAutocast", "torch:_C._current_graph_task_id",
-    "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass", "torch:_C.DispatchKey", "torch:_C.TensorBase",
+
+    "torch:_C._autograd._get_data_attr", "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass",
+    "torch:_C.DispatchKey", "torch:_C.TensorBase",
     "torch:_C._dispatch_get_registrations_for_dispatch_key", "torch:_C._dispatch_has_kernel_for_dispatch_key",
     "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
     "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
@@ -169,6 +175,7 @@ REPLACED: Final = (
     "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
     "torch._subclasses.fake_tensor:FakeTensorConverter.add_constant_storage_mapping",
     "torch._subclasses.fake_tensor:SymNumberMemoDescriptor", "torch._dynamo.utils:_compilation_metrics",
+    "torch.distributed.tensor._dispatch:redistribute_local_tensor", "torch.distributed.tensor._redistribute:redistribute_local_tensor",
     "torch.distributed.tensor._random:_rng_tracker", "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor:DTensor.numpy", "torch.distributed.tensor:DTensor.tolist", "torch.distributed.tensor:DTensor.__format__",
     "torch.distributions:Distribution._validate_args", "torch.distributions.kl:_KL_MEMOIZE", "torch.distributions.kl:_KL_REGISTRY",

@@ -20,6 +20,7 @@ from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.frames import warn_at_users_line
+from meshc.frontend.listed_experts import ZEROS
 from meshc.frontend.module_watch import State
 from meshc.frontend.read_values import Reads
 from meshc.frontend.stock_caches import LENGTH
@@ -56,7 +57,7 @@ OTHER_SIZES = (
     '  what to do: load the same batches on every rank, or compile with inputs="local" if each rank has its own part. Go on from a state\n'
     "  that was saved before that step"
 )
-WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, side_effects.NOT_LOOKED_AT, EXPOSED)
+WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effects.LEFT_OUT, side_effects.NOT_LOOKED_AT, EXPOSED, ZEROS)
 """Words of the notes of a compilation that are warnings, each once for all sizes."""
 
 

@@ -31,6 +31,7 @@ from meshc.frontend.read_places import FUNCTION, MODEL, Place, watched_at_calls
 from meshc.frontend.read_values import Number, Resolved, methods
 from meshc.frontend.replaced import replaced
 from meshc.frontend.selected_rows import follow_selected_rows
+from meshc.frontend.set_data import set_data_in_place
 from meshc.frontend.side_effects import Seen, leave_out_checks, unchecked
 from meshc.frontend.sources import source_of
 from meshc.frontend.spared import apart, unasked, unwritten
@@ -254,6 +255,7 @@ def torch_graph(
     notes = [*seen.notes(), *unchecked(graph, source_of)]
     leave_out_checks(graph)
     write_known_values(graph)
+    set_data_in_place(graph, source_of)
     follow_selected_rows(graph)
     untraceable.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode

@@ -2,6 +2,7 @@
 
     for i in torch.arange(1, 3).tolist():              1, 2
     n = int(torch.tensor(x.shape[1:]).prod())          a number
+    pairs[~torch.eye(n, dtype=torch.bool)]             pairs[rows, columns], which are known
     if torch.rand(1).item() <= self.rate:              False, where the rate is 0.0;  < 1.0 is True
     if torch.jit.isinstance(x, torch.Tensor):          as Python says it of what is traced
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -28,14 +29,16 @@ from meshc.ops.signatures import bound
 
 aten = torch.ops.aten
 
-MOST: Final = 4096
-"""Elements of a value that is known."""
+MOST: Final = 1 << 16
+"""Elements of a value that is known: pairs of 256 rows."""
 MADE: Final = frozenset({
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.logspace.default, aten.zeros.default,
     aten.ones.default, aten.full.default, aten.eye.default, aten.eye.m, aten.scalar_tensor.default, aten.tril_indices.default,
     aten.triu_indices.default,
 })  # fmt: skip
 """Operators that make a tensor of sizes and numbers."""
+PLACES: Final = "meshc_places"
+"""Of a fake tensor that known masks have selected: what they select."""
 SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
 """Calls whose results are as large as values say."""
 COMPARES: Final = frozenset({
@@ -60,7 +63,12 @@ def known_outcomes() -> Iterator[None]:
     dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _Masks()
 
     def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = _places(args[1]) if func is aten.index.Tensor else {}
+        if places:
+            args = args[0], [each for at, one in enumerate(args[1]) for each in (map(self.from_tensor, places.get(at, ())) or [one])]
         found, kwargs = dispatch(self, func, types, args, kwargs), kwargs or {}
+        if places:
+            setattr(found, PLACES, places)
         if func in MADE and isinstance(found, Tensor) and _is_plain(found, (*args, *kwargs.values())):
             _know(self, found, func, args, kwargs)
         if func in COMPARES and isinstance(found, Tensor):
@@ -100,6 +108,8 @@ class _Masks:
 def write_known_values(module: GraphModule) -> None:
     """Of a trace, in place: what has a size by a known value, and would have none without it, becomes that value, or is taken by it."""
     for node in list(module.graph.nodes):
+        if node.target is operator.getitem and (places := getattr(_example(node), PLACES, None)) is not None:
+            _write_places(node, places)
         if node.op not in ("call_function", "call_method") or not re.search(SIZED_BY_VALUES, _name(node)) or is_written_behind(node):
             continue
         with module.graph.inserting_before(node):
@@ -117,9 +127,31 @@ def write_known_values(module: GraphModule) -> None:
     module.recompile()
 
 
+def _places(index: Sequence[Any]) -> dict[int, Sequence[Tensor]]:
+    """What the masks of an index select, by their places in it, where all are known. They may be changed later on."""
+    values = {at: getattr(one, "constant", None) for at, one in enumerate(index) if isinstance(one, Tensor) and one.dtype == torch.bool}
+    return {at: value.nonzero().unbind(1) for at, value in values.items() if value is not None} if None not in values.values() else {}
+
+
+def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
+    """An index by known masks takes their places by number."""
+    given: Any = node.args[1]
+    index, written = given if isinstance(given, tuple) else (given,), list[Any]()
+    masks = iter(places.values())
+    with node.graph.inserting_before(node):
+        for one in index:
+            known = isinstance(_example(one), Tensor) and _example(one).dtype == torch.bool
+            written += [_literal(one, each) for each in next(masks)] if known else [one]
+    node.args = (node.args[0], tuple(written))
+
+
 def _constant(node: object) -> Tensor | None:
-    value = getattr(node.meta.get("example_value"), "constant", None) if isinstance(node, Node) else None
+    value = getattr(_example(node), "constant", None)
     return value if isinstance(value, Tensor) else None
+
+
+def _example(node: object) -> Any:
+    return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
 def _literal(like: Node, value: Tensor) -> Node:

@@ -36,6 +36,8 @@ ROUTERS: Final = (
     "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
 )
 """They cast a layer of theirs in forward."""
+ZEROS: Final = "have gradients of zeros"
+"""Words of a note: of parameters that have none on one device."""
 PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
 
 
@@ -77,13 +79,16 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
 
 
 def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Parameters that have no gradient where their expert is not chosen: (path of a module that loops over it, its number there)."""
+    """Parameters that have no gradient where their expert, or cluster of an adaptive softmax, is not chosen: (path of a module that loops
+    over it, its number there)."""
     places: dict[int, list[tuple[str, int]]] = {}
     within: set[int] = set()
     for path, each in module.named_modules():
         loop = loop_of(each)
         apart = loop is not None and loop.skips and loop.inline is None  # a stack of all has a gradient in any case
         modules = loop.experts(each) if loop is not None and apart else ()
+        if isinstance(each, nn.AdaptiveLogSoftmaxWithLoss):
+            modules = list(each.tail)
         for number, expert in enumerate(modules):
             within |= {id(inner) for inner in expert.modules()}
             for parameter in expert.parameters():

@@ -3,8 +3,9 @@
     rows = mask.nonzero().squeeze();  if rows.numel() == 0: continue          per_row = log_softmax(tail(where(mask, input, 0)))
     output.index_copy_(0, rows, log_softmax(tail(input[rows])) ...)           output = where(mask, per_row ..., output)
 
-torch gives each tail the rows of its own cluster, whose number is data, and passes over one that has none; it has then no gradient there,
-and zeros here. Which targets are none of the classes torch checks; a program does not.
+torch gives each tail the rows of its own cluster, whose number is data, and passes over one that has none: it has no gradient then, and
+zeros here, which an update passes over by the same mask (`passes/trace/keep_unchosen.py`). Which targets are none of the classes torch
+checks; a program does not.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ _FIXED: Final = (
     "keep the size fixed: torch.where(mask, x, 0), or x * mask with sums divided by mask.sum(); sizes that data decides are made outside "
     "the model"
 )
-_BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
+_BRANCH: Final = (
+    "replace the branch by torch.where, or compute the condition outside the model; where it asks for a flag that is set once and kept in "
+    "a buffer, give the module the flag itself before compiling: flag = bool(module.flag); del module.flag; module.flag = flag"
+)
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
 _TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
 _OTHERWISE: Final = (

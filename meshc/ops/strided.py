@@ -29,6 +29,13 @@ def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storag
     return torch.as_strided(input, size, stride, storage_offset)
 
 
+def fill_diagonal(input: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    """What `Tensor.fill_diagonal_` means, in place, which torch takes for a view by strides."""
+    if wrap or input.dim() != 2:
+        return input.fill_diagonal_(fill_value, wrap)
+    return input.masked_fill_(torch.eye(*input.shape, dtype=torch.bool, device=input.device), fill_value)
+
+
 @dataclass(frozen=True)
 class _Steps:
     """Along the dims of x: the first index of each, and by dim of the result (where it moves at all) its step along each."""

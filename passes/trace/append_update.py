@@ -30,7 +30,7 @@ from meshc.passes.phases.traced import Joint, Traced
 from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.bias_updates import bias_updates
 from meshc.passes.trace.gradients import Gradients, group_of
-from meshc.passes.trace.keep_unchosen import Unchosen
+from meshc.passes.trace.keep_unchosen import Unchosen, of_zeros, rows_of_clusters
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -39,10 +39,9 @@ meshc = torch.ops.meshc
 
 def append_update(traced: Traced) -> Traced:
     """Norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
-    spec = traced.request.optimizer
+    spec, joint = traced.request.optimizer, traced.operators()
     if spec is None:
-        return traced
-    joint = traced.operators()
+        return traced.noting(*of_zeros(traced.request.module, [port.name for port in joint.outputs if port.kind == "gradient"]))
     graph, inputs, updates = joint.graph, list(joint.inputs), dict[Node, str]()
     add = Appender(graph, "update")
     entered = joint.placeholders()
@@ -67,7 +66,8 @@ def append_update(traced: Traced) -> Traced:
     coefficients = found.coefficients(gradients, total)
     numbers = _number_inputs(add, inputs, spec)
     unwritten: dict[str, str] = {}
-    experts = Unchosen(add.call, uncalled, kept)
+    clusters = rows_of_clusters(model, uncalled, entered, traced.parts is not None)
+    experts = Unchosen(add.call, uncalled, kept, clusters)
     for name, gradient in gradients.items():
         parameter = modules[name]
         group = group_of(spec, parameter)

@@ -36,7 +36,7 @@ def count_experts(traced: Traced) -> Traced:
     joint = traced.operators()
     ports, results = list(joint.outputs), joint.results()
     for path, (product, choice, experts) in _routed(list(joint.graph.nodes)).items():
-        add = _Beside(choice, record(product).source, traced.parts is not None)
+        add = Beside(choice, record(product).source, traced.parts is not None)
         if choice.target not in CAPPED:
             counts, dropped = add.counts(choice, experts), None
         else:
@@ -87,7 +87,7 @@ def _chosen(node: Node, places: int) -> tuple[Node, int]:
             return node, places
 
 
-class _Beside:
+class Beside:
     """Integers that are written behind a node, as its layer's."""
 
     def __init__(self, node: Node, source: Source, parts: bool) -> None:

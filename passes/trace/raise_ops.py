@@ -25,7 +25,7 @@ from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.sdpa import sdpa
 from meshc.ops.signatures import bound
-from meshc.ops.strided import as_strided
+from meshc.ops.strided import as_strided, fill_diagonal
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced import Traced
@@ -49,9 +49,12 @@ COMPOSITES: dict[Target, Function] = {
     functional.interpolate: interpolate,
     torch.as_strided: as_strided,
     "as_strided": as_strided,
+    "fill_diagonal_": fill_diagonal,
     **grouped.RAISED,
     **recurrent.RAISED,
 }
+ALIASES = (as_strided, fill_diagonal)
+"""What gives the memory that it is given: a view, which is written through, and what is written in place."""
 SPARSE: dict[Target, str] = {
     functional.embedding: "sparse",
     torch.embedding: "sparse",
@@ -90,7 +93,7 @@ def raised(model: TorchGraph) -> TorchGraph:
         composite = _composite(node.target)
         if composite is not None:
             stand_ins.put(node, composite)
-            if composite is not as_strided:  # a view, which is written through
+            if composite not in ALIASES:
                 own_result(node)
     module.recompile()
     return replace(model, notes=(*model.notes, *notes))

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from meshc import errors
 from meshc.errors import MeshcError, PeerError, StateError
 from meshc.runtime.failure.failed_rank import FailureBoard
+from meshc.runtime.failure.peers import Awaited
 
 _POLL_S: Final = 0.01
 LONG_POLL_S: Final = 0.1
@@ -164,6 +165,8 @@ def _short(text: str) -> str:
 def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
     """What every rank describes, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
     store, turn = store_of(board), next(ROUNDS)
+    if mine[_DOING] != _REFUSE:  # which a rank may do alone
+        board.numbers.note_sends(range(board.world_size))
     store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
     keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
     deadline = time.monotonic() + timeout_s
@@ -198,8 +201,8 @@ def _awaiting(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], w
             return
         looked_at = time.monotonic()
         missing = frozenset(rank for rank, key in keys.items() if not store.check([key]))
-        if board.awaited is None or board.awaited[0] != missing:
-            board.awaited = (missing, where)
+        if board.awaited is None or board.awaited.ranks != missing:
+            board.awaited = Awaited(missing, where)
         for rank in missing:
             board.refuse_gone(rank, lambda rank=rank: store.check([keys[rank]]))  # type: ignore[misc]
 

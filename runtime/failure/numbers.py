@@ -30,6 +30,9 @@ TOLD: Final = 64
 RECENT: Final = 64
 """Streams that are compared although the program or optimizer is gone: a run may be over before the next beat."""
 
+CHANGES: Final = "changes between calls"
+"""The streams of what ranks change, or exchange, between programs."""
+
 Number = float | int | str
 Row = tuple[int, list[str], list[str] | None]
 """A change as the store has it: its count, the values, their names if they are others than before."""
@@ -159,6 +162,11 @@ class Numbers:
         """The joint streams of groups that are among these ranks."""
         there = set(ranks)
         return [(group, stream) for (kind, group), stream in self._joint.items() if kind == what and there.issuperset(group)]
+
+    def note_sends(self, ranks: Iterable[int]) -> None:
+        """These ranks are about to send to each other, or to wait for each other, and have changed nothing since what they have noted."""
+        for _, stream in self.within(CHANGES, ranks):
+            stream.note((), ())
 
     def _enter(self, stream: Stream) -> None:
         self._streams = {**{one.name: weakref.ref(one) for one in self._alive()}, stream.name: weakref.ref(stream)}

@@ -15,6 +15,7 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -78,6 +79,22 @@ class Beat(TypedDict):
     knows: bool
     gone: list[int]
     numbers: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Ranks that the main thread waits for, and where to. noted: of a stream its name, and the count of those who have come."""
+
+    ranks: frozenset[int]
+    where: str
+    noted: tuple[str, int] | None = None
+
+    def late(self, beat_of: Callable[[int], Beat | None]) -> list[int]:
+        beats = {rank: beat_of(rank) for rank in sorted(self.ranks)}
+        return [rank for rank, beat in beats.items() if self.noted is None or beat is None or not self._has_come(beat, *self.noted)]
+
+    def _has_come(self, beat: Beat, stream: str, count: int) -> bool:
+        return beat["numbers"].get(stream, (0, 0))[0] >= count
 
 
 @dataclass

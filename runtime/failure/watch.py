@@ -34,7 +34,7 @@ from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import own_groups
 from meshc.runtime.failure.interrupts import Interrupts
 from meshc.runtime.failure.numbers import Numbers, Row
-from meshc.runtime.failure.peers import ENDED, KNOWS, Beat, Failure, Neighbours, Page, Peer, doing, users_line
+from meshc.runtime.failure.peers import ENDED, KNOWS, Awaited, Beat, Failure, Neighbours, Page, Peer, doing, users_line
 
 BEAT_S: Final = 1.0
 """A rank publishes where it is, and reads the others, this often."""
@@ -80,8 +80,8 @@ class Watch:
         self.calling = "a program"
         """Which program this rank calls, as messages name it, among those that it has."""
         self._calls: Counter[str] = Counter()
-        self.awaited: tuple[frozenset[int], str] | None = None
-        """Ranks that the main thread waits for in the store, and where to."""
+        self.awaited: Awaited | None = None
+        """Whom the main thread waits for in the store, or in an exchange that torch makes."""
         self._place: tuple[object, ...] = ()
         self._place_since = time.monotonic()
         self._failure: Failure | None = None
@@ -274,7 +274,7 @@ class Watch:
                 if peer.beat is not None and not known:
                     self._neighbours.meet(rank, *peer.beat["process"])
         awaited = self.awaited
-        for rank in () if awaited is None else awaited[0] - self._peers.keys():
+        for rank in () if awaited is None else awaited.ranks - self._peers.keys():
             beat = _beat_of(line, rank)
             if beat is not None:
                 self._strangers[rank] = beat
@@ -409,7 +409,7 @@ class Watch:
             self._declare(self.gone(gone[0]))
         elif waited > self._late_at and late:
             self._late_at *= 2
-            where = self.awaited[1] if self.awaited is not None else self._call
+            where = self.awaited.where if self.awaited is not None else self._call
             for rank in late:
                 if not self._peers.get(rank, Peer()).named:
                     text = f"waits since {waited:.0f} s for rank {rank}, which has not come to {where}; {doing(self._beat(rank))}"
@@ -430,7 +430,7 @@ class Watch:
     def _late(self) -> list[int]:
         """Ranks that have not come where this one waits, as far as it can tell."""
         if self.awaited is not None:
-            return sorted(self.awaited[0])
+            return self.awaited.late(self._beat)
         return [rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] < self.began]
 
     def _beat(self, rank: int) -> Beat | None:

@@ -32,19 +32,19 @@ from meshc.optimizer.spec import GRADIENT
 from meshc.runtime.agreement.compare import meet
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.failure.failed_rank import FailureBoard, current_board
-from meshc.runtime.failure.numbers import NOT_THERE, Difference
+from meshc.runtime.failure.numbers import CHANGES, NOT_THERE, Difference
 from meshc.runtime.state import random_draws, replicas
 from meshc.runtime.state.held import Held
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
-CHANGES: Final = "changes between calls"
 RUNS: Final = "runs"
 PROGRAM: Final = "the program that runs"
 STEPS: Final = "steps of optimizers since the run before"
 
 SEEN: Final = "brought up to date"
+EXCHANGED: Final = "exchanged"
 
 NEAR: Final = 64
 """Values that change again within so many runs are changed in a loop."""
@@ -244,8 +244,7 @@ class Changes:
             since = self.steps - self._noted_steps.get(ranks, 0)
             self._noted_steps[ranks] = self.steps
             stream.note((PROGRAM, STEPS), (what, since))
-        for _, stream in board.numbers.within(CHANGES, reached):
-            stream.note((), ())
+        board.numbers.note_sends(reached)
         if len(reached) == board.world_size:
             self._told = {}
             self._compare_now_and_then(board, board.numbers.joint(RUNS, reached, other_run).count)
@@ -327,6 +326,13 @@ def other_change(found: Difference, first: tuple[int, str], second: tuple[int, s
     if not found.name:
         return f"ranks {first[0]} and {second[0]} have not changed the same parameters or state between calls{replicas.CHANGED_ALONE}"
     (where, done), (other, _) = (second, first) if first[1] == NOT_THERE else (first, second)
+    if done == EXCHANGED:
+        return (
+            f"rank {where} exchanges parts of {found.name} with rank {other}, which does something else\n"
+            "  why: the tensor is a compiled model's, of which each rank has a part: to read it, or a view of it, and to edit one, torch\n"
+            "  gathers it from all of them\n"
+            "  what to do: make that call on every rank (take it out of `if rank == 0`), and print or write what it gives on one"
+        )
     if done == SEEN:
         return (
             f"rank {where} brings what it sees of {found.name} up to date, and rank {other} does not\n"

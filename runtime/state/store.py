@@ -41,7 +41,7 @@ from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
 from meshc.runtime.failure.failed_rank import alone
-from meshc.runtime.state import adoption, optimizer_state, ownership, random_draws, reads, state_dicts, views
+from meshc.runtime.state import adoption, exchanges, optimizer_state, ownership, random_draws, reads, state_dicts, views
 from meshc.runtime.state.changes import Changes
 from meshc.runtime.state.held import Held
 from meshc.runtime.state.making import made
@@ -65,8 +65,8 @@ class Store:
         self.filling = False
         self.transfers = Transfers(mesh, groups, rank, device)
         random_draws.follow(self.transfers)
-        views.follow()
-        reads.follow()
+        for each in (views, exchanges, reads):
+            each.follow()
         self.owners: dict[str, int] = {}
         self._stages: Mapping[int, StageTransfers] = {}
         self.held: dict[str, Held] = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ MESHES = ("dp=4", "dp=2,tp=3")
 
 Inputs = Mapping[str, Any]
 
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
 
 def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str | None = None, grad: bool = True) -> meshc.Program:
     """Outputs, buffers and, with `grad`, gradients of the module mode, in float64, as what is compiled is too: both are of one trace."""
@@ -34,11 +37,13 @@ def module_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str |
     return program
 
 
-def step_means_itself(model: nn.Module, inputs: Inputs, mesh: str, plan: str | None = None, **how: Any) -> meshc.Program:
+def step_means_itself(
+    model: nn.Module, inputs: Inputs, mesh: str, plan: str | None = None, optimizer: Callable[..., Any] = MOMENTUM, **how: Any
+) -> meshc.Program:
     """Loss, gradients, and parameters after each of three steps, in float64. The loss is the mean square of the output's tensors."""
     model, inputs = _widened(model, inputs)
     trained = [p for p in model.parameters() if p.requires_grad]
-    step = meshc.TrainStep(model, optimizer=torch.optim.SGD(trained, lr=0.1, momentum=0.9), loss=mean_square, **how)
+    step = meshc.TrainStep(model, optimizer=optimizer(trained), loss=mean_square, **how)
     program = meshc.compile(step, meshc.Mesh(mesh), kwargs=inputs, plan=plan)
     kinds = {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
     assert {"gradient", "parameter after step 2"} <= kinds

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.meaning.checks import module_means_itself, step_means_itself
+import meshc
+from tests.meaning.checks import mean_square, module_means_itself, step_means_itself
 
 
 class Words(nn.Module):
@@ -20,7 +23,8 @@ class Words(nn.Module):
         return found.output, found.loss, self.words(h[0], target[0]).loss, self.words.predict(h)
 
 
-TARGETS = {"all": [0, 5, 9, 23, 3, 11, 4, 20], "two clusters": [0, 5, 5, 1, 3, 6, 4, 7]}
+TARGETS = {"all": [0, 5, 9, 23, 3, 11, 4, 20], "two clusters": [0, 5, 5, 1, 3, 6, 4, 7], "one of a cluster": [0, 5, 5, 1, 3, 6, 4, 20]}
+DECAYING = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -29,6 +33,40 @@ def test_a_program_is_one_device(targets: str) -> None:
     module_means_itself(Words(), {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS[targets])}, "dp=2,tp=2")
 
 
-def test_steps_are_one_devices_where_every_cluster_has_a_target() -> None:
+@pytest.mark.parametrize("targets", TARGETS)
+def test_steps_are_one_devices(targets: str) -> None:
+    """With AdamW, whose decay moves whatever it does not pass over: a cluster without a target has no gradient in torch."""
     torch.manual_seed(0)
-    step_means_itself(Words(), {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS["all"])}, "dp=2,tp=2")
+    step_means_itself(Words(), {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS[targets])}, "dp=2,tp=2", optimizer=DECAYING)
+
+
+def test_targets_are_counted_over_microbatches() -> None:
+    class Losses(Words):
+        def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            return (self.words(self.up(x), target).output,)
+
+    torch.manual_seed(0)
+    given = {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS["one of a cluster"])}
+    step_means_itself(Losses(), given, "dp=2", optimizer=DECAYING, microbatches=2)
+
+
+def test_a_cluster_that_something_else_calls_has_a_gradient() -> None:
+    class Both(Words):
+        def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+            return *super().forward(x, target), self.words.log_prob(self.up(x))
+
+    torch.manual_seed(0)
+    step_means_itself(Both(), {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS["two clusters"])}, "dp=2", optimizer=DECAYING)
+
+
+def test_zeros_that_a_module_hands_out_are_said() -> None:
+    with pytest.warns(UserWarning, match=r"words.tail.0.0.weight, words.tail.0.1.weight and 4 more have gradients of zeros where no row"):
+        meshc.compile(Words(), meshc.Mesh("dp=2"), kwargs={"x": torch.randn(8, 6), "target": torch.tensor(TARGETS["all"])})
+
+
+def test_sums_over_calls_are_refused() -> None:
+    model = Words()
+    step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()), loss=mean_square)
+    given = {"x": torch.randn(8, 6), "target": torch.tensor(TARGETS["all"])}
+    with pytest.raises(meshc.CompileError, match=r"words.tail.0.0.weight may be chosen by no row .* adds up gradients over calls"):
+        meshc.compile(step, meshc.Mesh("dp=2"), kwargs=given, options=meshc.Options(accumulate=True))

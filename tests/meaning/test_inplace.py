@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,48 @@ def test_views(mesh: str) -> None:
     torch.manual_seed(0)
     module_means_itself(Views(), X, mesh)
     module_means_itself(Views(), X, mesh, grad=False)
+
+
+class Diagonal(nn.Module):
+    """A diagonal that is written, which torch does by strides: of products with itself, and of a tall matrix behind a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.a(x)
+        pairs = h @ h.t()
+        pairs.fill_diagonal_(0.5)
+        return pairs.exp(), h.clone()[:, 1:4].fill_diagonal_(0)
+
+
+def test_a_diagonal_is_written_by_a_mask() -> None:
+    torch.manual_seed(0)
+    program = module_means_itself(Diagonal(), X, MESHES[1])
+    assert "as_strided" not in str(program)
+
+
+class Flagged(nn.Module):
+    """Initialised by its first batch, as activation norms and codebooks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 5)
+        self.register_buffer("initted", torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if self.initted else x
+
+
+def test_a_flag_in_a_buffer_is_refused_with_a_line_that_works() -> None:
+    model: Any = Flagged()
+    with pytest.raises(meshc.CaptureError, match=r"test_inplace.py:[\s\S]*flag = bool\(module.flag\); del module.flag; module.flag = flag"):
+        meshc.compile(model, meshc.Mesh("dp=2"), kwargs=X)
+    flag = bool(model.initted)
+    del model.initted
+    model.initted = flag
+    module_means_itself(model, X, MESHES[1])
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -55,7 +55,19 @@ def sized(h: Tensor, x: Tensor) -> Tensor:
     return h.repeat_interleave(torch.tensor([1, 0, 2, 1, 1, 1]), 0) * h[:, pairs[:, 0]].sum() + h[:, pairs[:, 1]].sum()
 
 
-@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized])
+def paired(h: Tensor, x: Tensor) -> Tensor:
+    """Of all pairs those of two rows, as losses of contrasts take them, and those of two columns."""
+    others = ~torch.eye(len(h), dtype=torch.bool)
+    pairs = (h @ h.t())[others].view(len(h), -1).logsumexp(1)
+    columns = torch.einsum("b...c,b...d->...cd", h, h)[..., torch.ones(6, 6).triu(1) == 1]
+    apart = torch.ones(len(h), len(h), dtype=torch.bool)
+    apart.fill_diagonal_(False)
+    seen = (h.detach() @ h.detach().t())[apart].view(len(h), -1).amax(1)
+    apart[0] = False
+    return pairs.mean() + columns.square().sum() + h.new_ones(6, 6)[apart].view(5, -1).sum() * seen.sum()
+
+
+@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized, paired])
 def test_a_program_has_what_is_known(after: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module_means_itself(Model(after), {"x": torch.randn(6, 4)}, "dp=2,tp=2")

@@ -117,6 +117,7 @@ def copies_multiplied_on_rank_0(mesh: Any) -> None:
 def copies_are_every_ranks(mesh: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the state dict of this AdamW holds DTensors")
         job = Job(mesh, build=Heads)
         job.model.load_state_dict({name: value / 2 for name, value in job.first.items()})
         job.step()
@@ -132,6 +133,11 @@ def copies_are_every_ranks(mesh: Any) -> None:
         job.program.load_state_dict(copy.deepcopy(job.program.state_dict()))
         job.step()
         get_model_state_dict(job.model)
+        for _ in range(3):
+            with torch.no_grad():
+                job.model.down.weight[:, 3].zero_()
+            assert not job.model.down.weight.full_tensor()[:, 3].any() and not job.model.down.weight[:, 3].any()
+            job.step()
 
 
 def multiplied_on_rank_1(mesh: Any, by_step: bool = True) -> None:
@@ -144,6 +150,35 @@ def multiplied_on_rank_1(mesh: Any, by_step: bool = True) -> None:
 
 def multiplied_on_rank_1_in_a_loop(mesh: Any) -> None:
     multiplied_on_rank_1(mesh, by_step=False)
+
+
+def view_edited_on_rank_0(mesh: Any) -> None:
+    """Torch gathers the whole for it, from ranks that do not come."""
+    job = Job(mesh)
+    if on(0):
+        with torch.no_grad():
+            job.model.up.weight[3].zero_()
+    job.for_ever()
+
+
+def read_on_rank_1_in_a_loop(mesh: Any) -> None:
+    job = Job(mesh, by_step=False)
+    if on(1):
+        job.model.up.weight.full_tensor()
+    job.for_ever()
+
+
+def read_on_rank_1_while_others_compile(mesh: Any) -> None:
+    job = Job(mesh)
+    if on(1):
+        bool((job.model.up.weight > 5).any())
+    job.program(torch.randn(6, 4), target=torch.randn(6, 4))
+
+
+def read_on_rank_1_at_the_end(mesh: Any) -> None:
+    job = Job(mesh)
+    if on(1):
+        job.model.up.weight.full_tensor()
 
 
 def state_changed_on_rank_0(mesh: Any) -> None:
@@ -362,7 +397,8 @@ WAYS: tuple[Callable[[Any], None], ...] = (
     state_replaced_on_rank_0, state_changed_on_rank_0_in_a_loop, buffer_changed_on_rank_0, buffer_replaced_on_rank_0,
     stepped_on_rank_0, another_state_on_each_rank, data_on_rank_0, multiplied_before_saving, multiplied_before_a_checkpoint,
     copies_loaded_on_rank_0, copies_multiplied_on_rank_0, copies_are_every_ranks, nothing_is_wrong, models_in_opposite_order,
-    called_in_opposite_order, copies_in_opposite_order, apart_in_opposite_order, steps_in_opposite_order,
+    called_in_opposite_order, copies_in_opposite_order, apart_in_opposite_order, steps_in_opposite_order, view_edited_on_rank_0,
+    read_on_rank_1_in_a_loop, read_on_rank_1_while_others_compile, read_on_rank_1_at_the_end,
 )  # fmt: skip
 
 

@@ -48,6 +48,26 @@ def test_a_change_on_one_rank(way: str, mesh: str, what: str, where: tuple[int, 
 
 
 @pytest.mark.parametrize(
+    ("way", "rank"), [("view_edited_on_rank_0", 0), broad("read_on_rank_1_in_a_loop", 1), broad("read_on_rank_1_while_others_compile", 1)]
+)
+def test_an_exchange_that_one_rank_makes_alone(way: str, rank: int) -> None:
+    """Both ranks end, with the tensor and what to do, in place of waiting in torch."""
+    ended = go(way, "tp=2")
+    what = "a tensor of shape [] over tp" if "compile" in way else "a tensor of shape [8, 4] over tp"
+    for end in ended.ranks:
+        assert end.code == TOLD, ended
+        assert f"rank {rank} exchanges parts of {what} with rank {1 - rank}, which does something else" in end.out, ended
+        assert "make that call on every rank (take it out of `if rank == 0`)" in end.out, ended
+
+
+@pytest.mark.broad
+def test_an_exchange_with_ranks_that_have_ended() -> None:
+    ended = go("read_on_rank_1_at_the_end", "tp=2")
+    assert ended.ranks[0].code == 0 and ended.ranks[1].code == TOLD, ended
+    assert "was still outside of a step, exchange a tensor of shape [8, 4] over tp" in ended.ranks[1].out, ended
+
+
+@pytest.mark.parametrize(
     ("way", "mesh", "what"),
     [
         ("data_on_rank_0", "dp=2", "up.weight, up.bias, norm.weight, norm.bias and 2 more"),

@@ -1,0 +1,77 @@
+"""Exchanges that torch makes of a compiled model's DTensors, between ranks: all of them come, or are told who does not.
+
+    weight[3].zero_()      weight.full_tensor()      clip_grad_norm_(model.parameters(), 1.0)
+              │ torch gathers, or sums up, along some axes
+    noted in the stream of changes of the ranks along those (`changes.py`), and made with the board's guard
+
+A rank that makes one alone, as under `if rank == 0`, would wait in torch for ever. Where the others run a program meanwhile, streams
+differ, and all end with the tensor and what to write; where they do something else, they are named after a while; where they have ended,
+the one that waits ends too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from meshc.private import dtensor_dispatch, dtensor_redistribute
+from meshc.runtime.failure.failed_rank import current_board
+from meshc.runtime.failure.numbers import CHANGES
+from meshc.runtime.failure.peers import Awaited
+from meshc.runtime.state import random_draws
+from meshc.runtime.state.changes import EXCHANGED, other_change
+
+
+def follow() -> None:
+    """From now on exchanges are noted: of operands, and where a user asks for one."""
+    modules: tuple[Any, ...] = (dtensor_dispatch, dtensor_redistribute)
+    for module in modules:
+        if not hasattr(module.redistribute_local_tensor, "noted"):
+            module.redistribute_local_tensor = _noted(module.redistribute_local_tensor)
+
+
+def _noted(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def noted(local: Tensor, current: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor:
+        board, axes = current_board(), _sent_along(current, target)
+        if board is None or not axes or type(local) is not Tensor or random_draws.home_of(current.mesh) is None:
+            return exchange(local, current, target, *args, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            return exchange(local, current, target, *args, **kwargs)
+        ranks = _ranks_along(current.mesh, axes)
+        names = ", ".join(str((current.mesh.mesh_dim_names or range(current.mesh.ndim))[axis]) for axis in axes)
+        what = f"a tensor of shape {list(current.shape)} over {names}"
+        stream = board.numbers.joint(CHANGES, ranks, other_change)
+        for _, each in board.numbers.within(CHANGES, ranks):
+            each.note((what,), (EXCHANGED,))
+        before = board.awaited
+        board.awaited = Awaited(frozenset(ranks) - {board.rank}, f"the exchange of {what}", (stream.name, stream.count))
+        try:
+            with board.guard(board.step, f"exchange {what}"):
+                return exchange(local, current, target, *args, **kwargs)
+        finally:
+            board.awaited = before
+
+    noted.__dict__["noted"] = True
+    return noted
+
+
+def _sent_along(current: Any, target: Any) -> tuple[int, ...]:
+    """The axes along which ranks send: where each has all of a tensor, none does."""
+    pairs = zip(current.placements, target.placements, strict=True)
+    moved = (axis for axis, (one, other) in enumerate(pairs) if one != other and type(one) is not Replicate)
+    return tuple(axis for axis in moved if current.mesh.size(axis) > 1)
+
+
+@lru_cache(maxsize=256)
+def _ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that differ from this one along these axes only."""
+    here = mesh.get_coordinate()
+    assert here is not None  # who is not of a mesh has nothing to send
+    place = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
+    return tuple(sorted(mesh.mesh[place].flatten().tolist()))
