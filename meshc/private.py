@@ -140,7 +140,7 @@ REACHED: Final = (
     "torch:_C._autograd._saved_tensors_hooks_enable", "torch:_C._autograd._saved_tensors_hooks_get_disabled_error_message",
     "torch:_C._exit_dual_level", "torch.autograd.forward_ad:_current_level",
     "torch:_C._functorch.get_dynamic_layer_stack_depth", "torch:_C._functorch.get_unwrapped",
-    "torch:_C._functorch.is_functorch_wrapped_tensor", "torch:_C._functorch.pop_dynamic_layer_stack_and_undo_to_depth",
+    "torch:_C._functorch.is_functorch_wrapped_tensor", "torch:_C._functorch.pop_dynamic_layer_stack",
     "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
     "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
     "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",

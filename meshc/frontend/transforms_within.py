@@ -83,7 +83,8 @@ def restore_levels() -> Iterator[None]:
         yield
     finally:
         if torch._C._functorch.get_dynamic_layer_stack_depth() > levels:
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)
+            while torch._C._functorch.get_dynamic_layer_stack_depth() > levels:
+                torch._C._functorch.pop_dynamic_layer_stack()
             if forbidden is None:
                 torch._C._autograd._saved_tensors_hooks_enable()
             if forward_ad._current_level < 0:  # that of the caller's own

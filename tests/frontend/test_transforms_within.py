@@ -63,5 +63,5 @@ def test_what_the_caller_stands_within_stays() -> None:
         dual = forward_ad.make_dual(one, one)
         _fail_within()
         assert torch.equal(forward_ad.unpack_dual(torch.sin(dual)).tangent, torch.cos(one))
-        with pytest.raises(RuntimeError, match="the caller"):
-            checkpoint(torch.sin, one.clone().requires_grad_(), use_reentrant=False)
+        with pytest.raises(RuntimeError, match="within"):
+            checkpoint(torch.sin, one.clone().requires_grad_(), use_reentrant=False)  # torch has the text of who forbids it last
