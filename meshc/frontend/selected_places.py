@@ -360,8 +360,6 @@ def as_written(node: Node) -> object | None:
     return None if None in given else (node.op, node.target, repr(mapped(node, lambda one: "")), *given)
 
 
-
-
 def first_of(node: Node) -> Node | None:
     return node.args[0] if node.args and isinstance(node.args[0], Node) else None
 
@@ -374,7 +372,6 @@ def name_of(node: Node) -> str:
 def value_of(node: Any) -> Any:
     """What a node gives on the fake tensors of a trace."""
     return node.meta.get("example_value")
-
 
 
 def is_unbacked(node: Node) -> bool:

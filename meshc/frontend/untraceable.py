@@ -83,6 +83,13 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "write torch.func.jacrev for jacfwd: torch does not trace tangents of gradients for all directions at once; or "
         "torch.func.jvp for the directions that are needed"
     )),
+    (r"must override the setup_context|TransformType\.\w+", (
+        "no transform of torch.func goes through that call; torch.autograd.grad(y.sum(), x, create_graph=True) with x.requires_grad_() "
+        "gives the same gradient, in a program as on one device"
+    )),
+    (r"Batching rule not implemented", (
+        "torch's vmap has no form of that operator: call it with the rows as a batch, outside of vmap; or write it out in others"
+    )),
     (r"forward AD with", (
         "torch has no tangents of that operator: take the derivative backwards (torch.func.vjp, jacrev, grad), or write the operator out "
         "in others"

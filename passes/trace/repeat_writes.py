@@ -213,7 +213,6 @@ def requires_grad(node: Node) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (value if isinstance(value, tuple | list) else [value]))
 
 
-
 def _another(node: Node) -> str:
     source = source_of(node)
     return (

@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshc.errors import CompileError
 from meshc.frontend.reference import ReferenceRandom, Tile
+from meshc.frontend.sources import source_of
 from meshc.frontend.transforms_within import below_wrappers
 from meshc.ir.functions import Function, Target
+from meshc.ops import recurrent
 from meshc.private import OpOverload
 
 ATTENTION: Final[tuple[Target, ...]] = (
@@ -30,7 +33,13 @@ ATTENTION: Final[tuple[Target, ...]] = (
 
 def draw_below(node: Node, seed_step: Node, call: int, count: int) -> int:
     """Replace the target: the same call, whose draws have `count` numbers from `call` on. Returns how many: torch permutes once for each
-    that vmap maps."""
+    that vmap maps. Raises CompileError for recurrent layers, of whose dropout torch's own operators for traces know nothing."""
+    if node.target in recurrent.RAISED:
+        raise CompileError(
+            f"recurrent layers with dropout between them stand within a transform of torch.func\n  in your model: {source_of(node)}\n"
+            "  why: torch takes them apart there, and leaves the dropout out\n"
+            "  what to do: a layer each (num_layers=1), with nn.Dropout between; or torch.autograd.grad for the gradient"
+        )
     if node.target is torch.randperm:
         drawn = node.meta["example_value"]
         count = below_wrappers(drawn).numel() // max(drawn.numel(), 1)
@@ -58,9 +67,11 @@ def _written_out(target: Any) -> Function:
 def _drawing(target: Target) -> Function:
     def drawing(*args: Any, seed_step: Tensor, numbers: tuple[int, int], **kwargs: Any) -> Any:
         function, rest = (getattr(args[0], target), args[1:]) if isinstance(target, str) else (target, args)
-        first, count = numbers
-        with sdpa_kernel(SDPBackend.MATH), _Numbered(seed_step, iter(range(first, first + count))):
-            return function(*rest, **kwargs)
+        calls = iter(range(numbers[0], sum(numbers)))
+        with sdpa_kernel(SDPBackend.MATH), _Numbered(seed_step, calls):
+            drawn = function(*rest, **kwargs)
+        assert next(calls, None) is None, "it draws less than torch does outside of a trace"
+        return drawn
 
     drawing.__name__ = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return drawing

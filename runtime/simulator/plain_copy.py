@@ -24,7 +24,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     if empty and values is None:
         raise StateError(
             f"the model was built on `meta`, and these have no values to compare with: {listed(empty, 6)}\n"
-            "  what to do: build it on a device that holds values (model.to_empty(device=\"cpu\"), and first values); a module that only "
+            '  what to do: build it on a device that holds values (model.to_empty(device="cpu"), and first values); a module that only '
             "torch.func.functional_call reads, with values for all of it, is to be none of the model's: self.base = [base]"
         )
     for name, parameter in module.named_parameters():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import meshc
@@ -229,6 +230,7 @@ class Refused(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.net, self.norm, self.bag = what, Net(), nn.BatchNorm1d(4), nn.EmbeddingBag(5, 4, mode="sum")
+        self.steps = nn.GRU(4, 4, 2, dropout=0.25)
 
     def forward(self, x: Tensor) -> Any:
         rows = torch.arange(len(x)).unsqueeze(1).expand(-1, 4) % 5
@@ -238,6 +240,9 @@ class Refused(nn.Module):
             "tangents": lambda: vmap(jacfwd(grad(lambda z: self.net.up(z).square().sum())))(x),
             "linearize": lambda: torch.func.linearize(self.net, x)[0],
             "functionalize": lambda: torch.func.functionalize(self.net)(x),
+            "layers": lambda: grad(lambda z: self.steps(z)[0].square().sum())(x),
+            "batched layers": lambda: vmap(lambda z: self.steps(z)[0])(x.unsqueeze(1)),
+            "own function": lambda: grad(lambda z: flex_attention(*[z[None, None]] * 3).sum())(x),
             "second": lambda: grad(lambda z: self.bag(rows, per_sample_weights=z).square().sum())(x),
         }
         return functions[self.what]()
@@ -251,12 +256,15 @@ class Refused(nn.Module):
         ("tangents", r"write torch.func.jacrev for jacfwd"),
         ("linearize", r"y, tangent = torch.func.jvp\(f, \(x,\), \(v,\)\)"),
         ("functionalize", r"leave functionalize out, and call the function itself"),
+        ("layers", r"a layer each \(num_layers=1\), with nn.Dropout between"),
+        ("batched layers", r"call it with the rows as a batch, outside of vmap"),
+        ("own function", r"torch.autograd.grad\(y.sum\(\), x, create_graph=True\)"),
         ("second", r"has no second derivative\n.*write that operator out"),
     ],
 )
 def test_what_is_refused_says_what_to_write(what: str, said: str) -> None:
     """And leaves no transform behind: torch would take the rest of the process to stand within."""
-    with pytest.raises(meshc.CaptureError, match=rf"(?s)in your model: .*test_inner_transforms.py:\d+.*{said}"):
+    with pytest.raises((meshc.CaptureError, meshc.CompileError), match=rf"(?s)in your model: .*test_inner_transforms.py:\d+.*{said}"):
         meshc.compile(Refused(what), meshc.Mesh("dp=2"), args=(normal(4, 4),))
     assert torch.ones(2).requires_grad_().requires_grad
 
