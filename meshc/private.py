@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch._dynamo.utils as dynamo_utils
     import torch._dynamo.variables as variables
     import torch._dynamo.variables.torch as calls_of_torch
+    import torch._functorch.eager_transforms as eager_transforms
     import torch._subclasses.fake_tensor as fake_tensor
     import torch.distributed.tensor._dispatch as dtensor_dispatch
     import torch.distributed.tensor._random as dtensor_random
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         PlainAOTOutput,
     )
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_transforms
     from torch._guards import TracingContext, tracing
     from torch._higher_order_ops.effects import with_effects
     from torch._higher_order_ops.flex_attention import math_attention
@@ -82,6 +84,7 @@ NAMES: Final[Mapping[str, str]] = {
     "dynamo_utils": "torch._dynamo.utils",
     "variables": "torch._dynamo.variables",
     "calls_of_torch": "torch._dynamo.variables.torch",
+    "eager_transforms": "torch._functorch.eager_transforms",
     "fake_tensor": "torch._subclasses.fake_tensor",
     "dtensor_dispatch": "torch.distributed.tensor._dispatch",
     "dtensor_random": "torch.distributed.tensor._random",
@@ -115,6 +118,7 @@ NAMES: Final[Mapping[str, str]] = {
         )
     },
     "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+    "outside_transforms": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
     "AdaptiveOutput": "torch.nn.modules.adaptive:_ASMoutput",
     "TracingContext": "torch._guards:TracingContext",
     "tracing": "torch._guards:tracing",
@@ -139,6 +143,10 @@ REACHED: Final = (
     "torch:_C._autograd._get_data_attr", "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass",
     "torch:_C.DispatchKey", "torch:_C.TensorBase",
     "torch:_C._dispatch_get_registrations_for_dispatch_key", "torch:_C._dispatch_has_kernel_for_dispatch_key",
+    "torch:_C._autograd._saved_tensors_hooks_enable", "torch:_C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "torch:_C._exit_dual_level", "torch.autograd.forward_ad:_current_level",
+    "torch:_C._functorch.get_dynamic_layer_stack_depth", "torch:_C._functorch.get_unwrapped",
+    "torch:_C._functorch.is_functorch_wrapped_tensor", "torch:_C._functorch.pop_dynamic_layer_stack",
     "torch:_C._functorch.peek_interpreter_stack", "torch:_C._get_mkldnn_enabled", "torch:_C._jit_get_all_schemas",
     "torch:_C._set_mkldnn_enabled", "torch:_assert_async", "torch:_foreach_add_", "torch:_foreach_zero_",
     "torch:_fused_adam_", "torch:_fused_adamw_", "torch:_fused_sgd_", "torch:_grouped_mm",
@@ -171,6 +179,7 @@ REPLACED: Final = (
     "torch._dynamo.variables.lazy:LazyConstantVariable.create",
     "torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function", "torch._dynamo.variables.torch:unimplemented",
     "torch._dynamo.variables.tensor:TensorVariable.method_requires_grad_", "torch._dynamo.utils:proxy_args_kwargs",
+    "torch._dynamo.variables.builder:_clone_input", "torch._functorch.eager_transforms:jacfwd",
     "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr", "torch._dynamo.variables:TensorVariable.method_tolist",
     "torch._subclasses.fake_tensor:CONSTANT_NUMEL_LIMIT", "torch._subclasses.fake_tensor:FakeTensorMode.dispatch",
     "torch._subclasses.fake_tensor:FakeTensorConverter.add_constant_storage_mapping",

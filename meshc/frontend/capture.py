@@ -40,6 +40,7 @@ from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
 from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import targets_in_rows
+from meshc.frontend.transforms_within import storage_of
 from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
@@ -339,23 +340,18 @@ def _own_outputs(module: torch.fx.GraphModule) -> None:
     """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives the others no tangent,
     since it would make them anew from what they are views of."""
     output = output_of(module.graph)
-    taken = {_storage(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
+    taken = {storage_of(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
     leaves = list(results_of(module.graph))
     for index, node in enumerate(leaves):
         if not isinstance(node, torch.fx.Node) or not getattr(node.meta.get("example_value"), "requires_grad", False):
             continue
-        if _storage(node) in taken:
+        if storage_of(node) in taken:
             with module.graph.inserting_before(output):
                 leaves[index] = module.graph.call_method("clone", (node,))
             leaves[index].meta.update(node.meta)
-        taken.add(_storage(node))
+        taken.add(storage_of(node))
     give(module.graph, leaves)
     module.recompile()
-
-
-def _storage(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ The line is found in the frames of the traceback: what they hold of graph nodes 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,9 +13,10 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.errors import CompilerFault, MeshcError
+from meshc.errors import CompilerFault, MeshcError, StateError
+from meshc.frontend.frames import innermost
 from meshc.frontend.sources import source_of
-from meshc.frontend.untraceable import user_frame
+from meshc.frontend.untraceable import RANDOMNESS, user_frame
 from meshc.ir import Record, Source
 
 _LONGEST: Final = 300
@@ -31,10 +33,44 @@ def phase(name: str) -> Iterator[None]:
         raise CompilerFault(_message(name, error)) from error
 
 
-def _message(name: str, error: Exception) -> str:
+ON_ONE_DEVICE: Final[tuple[tuple[str, str], ...]] = (
+    ("saved tensor hooks", (
+        "leave torch.utils.checkpoint out where a transform of torch.func meets it: a program's plan says what is kept for backward, and "
+        "what is computed again"
+    )),
+    ("scaled_dot_product", (
+        "call the model under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose attention has derivatives of any order"
+    )),
+    ("randomness error mode", RANDOMNESS),
+    ("", "call the model itself with these inputs, and mend what it raises"),
+)  # fmt: skip
+"""What a model raises without a program (a part of the text), and what to do."""
+
+
+@contextmanager
+def on_one_device() -> Iterator[None]:
+    """Around calls of a model that a program is compared with: what it raises is a StateError with the user's line."""
+    try:
+        yield
+    except RuntimeError as error:
+        source = innermost(traceback.extract_tb(error.__traceback__))
+        where = f"\n  in your model: {source} `{source.code}`" if source is not None else ""
+        raise StateError(
+            f"the model itself, on one device, raises {type(error).__name__}: {_short(error)}{where}\n"
+            "  why: a program is compared with what the model gives there\n"
+            f"  what to do: {next(advice for part, advice in ON_ONE_DEVICE if part in str(error))}"
+        ) from error
+
+
+def _short(error: Exception) -> str:
+    """The first line of an error's text."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+
+
+def _message(name: str, error: Exception) -> str:
+    text = _short(error)
     short = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    short = short if len(short) <= _LONGEST else short[:_LONGEST] + " ..."
     value, source = _worked_on(error)
     of = f" at {value}" if value else ""
     where = f"\n  in your model: {source}" if source else ""

@@ -21,6 +21,7 @@ from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import traced_ctc
 from meshc.frontend.traced_distributions import traced_distributions
 from meshc.frontend.traced_gradients import traced_gradients
+from meshc.frontend.transforms_within import traced_transforms
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def replaced(opened: bool) -> Iterator[Seen]:
     with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
         with (
             unhinted_masks(), averaged_norms(), traced_distributions(), traced_gradients(), lstm_states(), each_tensor_once(),
-            traced_adaptive(), known_outcomes(), observed() as seen,
+            traced_adaptive(), traced_transforms(), known_outcomes(), observed() as seen,
         ):  # fmt: skip
             yield seen
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from meshc.frontend.transforms_within import storage_of
 from meshc.frontend.written_behind import changed_by, is_written_behind
 from meshc.frontend.written_calls import WrittenCalls, mapped
 from meshc.ops.signatures import bound, filled
@@ -243,14 +244,14 @@ class Places(WrittenCalls):
 
     def outlives(self, view: Node, x: Node) -> bool:
         """Whether a view of a tensor may be read once that has been changed in place."""
-        memory, views, changed = _memory(x), {view}, False
+        memory, views, changed = storage_of(x), {view}, False
         for one in itertools.islice(itertools.dropwhile(lambda one: one is not view, self._graph.nodes), 1, None):
             read = any(given in views for given in one.all_input_nodes)
             if read and changed:
                 return True
-            views |= {one} if read and _memory(one) == memory else set()
+            views |= {one} if read and storage_of(one) == memory else set()
             of = changed_by(one)
-            changed = changed or of is not None and _memory(of) == memory
+            changed = changed or of is not None and storage_of(of) == memory
         return False
 
     def write_back(self, node: Node) -> None:
@@ -359,8 +360,6 @@ def as_written(node: Node) -> object | None:
     return None if None in given else (node.op, node.target, repr(mapped(node, lambda one: "")), *given)
 
 
-
-
 def first_of(node: Node) -> Node | None:
     return node.args[0] if node.args and isinstance(node.args[0], Node) else None
 
@@ -373,11 +372,6 @@ def name_of(node: Node) -> str:
 def value_of(node: Any) -> Any:
     """What a node gives on the fake tensors of a trace."""
     return node.meta.get("example_value")
-
-
-def _memory(node: Node) -> int | None:
-    value = value_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def is_unbacked(node: Node) -> bool:

@@ -47,6 +47,7 @@ from meshc.frontend.selected_places import (
     value_of,
 )
 from meshc.frontend.side_effects import is_check
+from meshc.frontend.transforms_within import storage_of
 from meshc.frontend.written_behind import changed_by
 from meshc.frontend.written_calls import mapped
 from meshc.ops.signatures import bound, filled
@@ -247,10 +248,9 @@ class _Following(Places):
     def without_writing(self, node: Node, changed: Node) -> Any:
         """Of a call that changes a value in place that no other is a view of, or that is a view, one that makes another."""
         name = name_of(node)
-        memory = value_of(changed).untyped_storage()._cdata
         before = itertools.takewhile(lambda one: one is not node, self._graph.nodes)
-        held = [one for one in map(value_of, before) if isinstance(one, Tensor) and one is not value_of(changed)]
-        if changed not in self.rows or any(one.untyped_storage()._cdata == memory for one in held):
+        held = {storage_of(one) for one in before if value_of(one) is not value_of(changed)}
+        if changed not in self.rows or storage_of(changed) in held:
             raise NotFollowed("they are changed in place, or change something")
         if node.target in IN_PLACE:
             return IN_PLACE[node.target]

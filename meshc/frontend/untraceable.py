@@ -54,6 +54,10 @@ _SPLITTING: Final = (
     "torch.autograd.grad(y.sum(), x, create_graph=True)"
 )
 
+RANDOMNESS: Final = (
+    'say whether each draws for itself, torch.vmap(..., randomness="different"), or one draw is for all, randomness="same" (jacfwd takes '
+    "it too; hessian(f) is jacfwd(jacrev(f)), and jacrev of jacrev needs none); or draw outside, and pass it in"
+)
 _OWN: Final = "docs/add-a-rule.md has an example"
 
 OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
@@ -73,6 +77,28 @@ OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
 """Lines of libraries (a pattern of file or code), and what to do about each."""
 ADVICE: Final[tuple[tuple[str, str], ...]] = (
     *OF_LIBRARIES,
+    (r"randomness error mode", RANDOMNESS),
+    (r"would mutate a captured Tensor", (
+        "give the function what it changes as an argument; batch norm, whose statistics a call in training changes, through "
+        "torch.func.functional_call with the buffers, or without any (torch.func.replace_all_batch_norm_modules_), or in evaluation"
+    )),
+    (r"_fw_primal|_autograd_grad at", (
+        "write torch.func.jacrev for jacfwd: torch does not trace tangents of gradients for all directions at once; or "
+        "torch.func.jvp for the directions that are needed"
+    )),
+    (r"must override the setup_context|TransformType\.\w+", (
+        "no transform of torch.func goes through that call; torch.autograd.grad(y.sum(), x, create_graph=True) with x.requires_grad_() "
+        "gives the same gradient, in a program as on one device"
+    )),
+    (r"Batching rule not implemented", (
+        "torch's vmap has no form of that operator: call it with the rows as a batch, outside of vmap; or write it out in others"
+    )),
+    (r"forward AD with", (
+        "torch has no tangents of that operator: take the derivative backwards (torch.func.vjp, jacrev, grad), or write the operator out "
+        "in others"
+    )),
+    (r"\bfunctionalize\(", "leave functionalize out, and call the function itself: a program has no changes in place of the model's own"),
+    (r"\blinearize\(", "y, tangent = torch.func.jvp(f, (x,), (v,)) for each v that torch.func.linearize's function would be called with"),
     (r"no fake impl registered", f"give the operator a fake (register_fake), which says what it makes of which shapes; {_OWN}"),
     (r"pack_padded_sequence|pad_packed_sequence|PackedSequence", (
         "give the layer the padded tensor, and mask what is beyond each length: out, _ = rnn(x); "

@@ -14,6 +14,8 @@ from typing import Final
 import torch
 from torch.fx import Node
 
+from meshc.frontend.transforms_within import storage_of
+
 CHANGES: Final[tuple[object, ...]] = (
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
     operator.iand, operator.ior, operator.ixor, operator.imatmul,
@@ -33,7 +35,7 @@ def is_written_behind(value: Node) -> bool:
         for user in one.users:
             if changed_by(user) is one:
                 return True
-            shares = user.target in BY_STRIDES or _memory(user) is not None and _memory(user) == _memory(one)
+            shares = user.target in BY_STRIDES or storage_of(user) is not None and storage_of(user) == storage_of(one)
             if user not in seen and shares:
                 seen.add(user)
                 waiting.append(user)
@@ -52,7 +54,3 @@ def changed_by(call: Node) -> Node | None:
     in_place = call.target in CHANGES or named
     return first if in_place or call.meta.get("example_value") is first.meta.get("example_value") is not None else None
 
-
-def _memory(node: Node) -> int | None:
-    value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

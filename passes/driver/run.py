@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshc.frontend.faults import phase as part
+from meshc.frontend.transforms_within import restore_levels
 from meshc.passes.driver.structure import Structure
 from meshc.passes.phases.outset import Outset
 from meshc.passes.phases.single import Hook, Pass
@@ -22,7 +23,7 @@ def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left
 
 def _run(each: Pass[Given, Left], phase: Given, hook: Hook | None, structure: Structure) -> Left:
     start = time.process_time()
-    with part(f"the pass {each.name}"):
+    with part(f"the pass {each.name}"), restore_levels():
         left = each.run(phase)
         seconds = time.process_time() - start
         structure.verify(left)

@@ -25,6 +25,7 @@ from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
 from meshc.ops.sdpa import sdpa
 from meshc.passes.trace.own_results import own_result
 from meshc.passes.trace.stand_ins import StandIns
+from meshc.passes.trace.transformed_calls import draw_below
 
 NUMBERED: Final[dict[Target, Function]] = {
     torch.nn.functional.scaled_dot_product_attention: sdpa,
@@ -42,13 +43,16 @@ def number_random_calls(model: TorchGraph, stand_ins: StandIns) -> TorchGraph:
             continue
         count = draws(node.target, node.args, node.kwargs)
         if count == 0:
-            if node.target in QUIET:
+            if node.target in QUIET and node not in stand_ins.transformed:
                 stand_ins.put(node, QUIET[node.target])
             continue
         function = RAISED.get(node.target) or NUMBERED.get(node.target)
         if function is None:
             raise _undefined(node)
         seed = seed or _seed(model)
+        if node in stand_ins.transformed:
+            calls += draw_below(node, seed, calls, count)
+            continue
         stand_ins.put(node, function, seed_step=seed, call=calls)
         if function in NUMBERED.values():
             own_result(node)

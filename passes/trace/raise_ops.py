@@ -37,6 +37,7 @@ from meshc.passes.trace.raise_masked_writes import raise_masked_writes
 from meshc.passes.trace.raise_sinks import raise_sinks
 from meshc.passes.trace.raise_written_out import raise_written_out
 from meshc.passes.trace.stand_ins import StandIns, read_by_place
+from meshc.passes.trace.transformed_calls import ATTENTION, write_out_attention
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
@@ -90,6 +91,10 @@ def raised(model: TorchGraph) -> TorchGraph:
             continue
         if node.target in SPARSE:
             notes += _dense(node)
+        if node in stand_ins.transformed:
+            if node.target in ATTENTION:
+                write_out_attention(node)
+            continue
         composite = _composite(node.target)
         if composite is not None:
             stand_ins.put(node, composite)

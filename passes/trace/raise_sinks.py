@@ -45,7 +45,7 @@ def raise_sinks(module: GraphModule, stand_ins: StandIns) -> None:
     """Replace the calls in place."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "call_method") or node.target not in SOFTMAXES:
+        if node.op not in ("call_function", "call_method") or node.target not in SOFTMAXES or node in stand_ins.transformed:
             continue
         try:
             out, operands = _matched(node)

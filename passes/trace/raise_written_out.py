@@ -49,7 +49,7 @@ def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
     """Replace the calls in place."""
     graph = module.graph
     for softmax in list(graph.nodes):
-        if softmax.op not in ("call_function", "call_method") or softmax.target not in SOFTMAXES:
+        if softmax.op not in ("call_function", "call_method") or softmax.target not in SOFTMAXES or softmax in stand_ins.transformed:
             continue
         try:
             dim = argument(softmax, 1, "dim")

@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
+from meshc.frontend.transforms_within import storage_of
 from meshc.frontend.written_behind import changed_by, is_written_behind
 from meshc.ir.graph import output_of
 from meshc.ops.signatures import filled
@@ -135,8 +136,8 @@ class Writes:
     def _held(self, node: Node) -> int | None:
         """Which tensor of the model's a value lies in, if it does."""
         while node.op != "get_attr":
-            memory = _memory(node)
-            viewed = (used for used in node.all_input_nodes if memory is not None and _memory(used) == memory)
+            memory = storage_of(node)
+            viewed = (used for used in node.all_input_nodes if memory is not None and storage_of(used) == memory)
             behind = changed_by(node) or next(viewed, None)
             if behind is None:
                 return None
@@ -210,11 +211,6 @@ def requires_grad(node: Node) -> bool:
     """Whether what a trace has for a node takes a gradient, or some of it."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (value if isinstance(value, tuple | list) else [value]))
-
-
-def _memory(node: Node) -> int | None:
-    value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _another(node: Node) -> str:

@@ -14,6 +14,7 @@ import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,7 @@ from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.double import double_by_default, wide
 from meshc.frontend.sources import source_of
+from meshc.frontend.transforms_within import within_transforms
 from meshc.ir import trees
 from meshc.ops.signatures import bound, placed, signatures
 
@@ -49,6 +51,11 @@ class StandIns:
     """Of one torch-level graph. Of a copy in double precision, casts to single precision are casts to double by now."""
 
     model: TorchGraph
+
+    @cached_property
+    def transformed(self) -> frozenset[Node]:
+        """Calls within a transform of torch.func, which stay torch's own."""
+        return within_transforms(self.model.module.graph)
 
     def put(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
         """A function in the place of what a node calls; `more` are arguments of its own."""

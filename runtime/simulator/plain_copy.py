@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from meshc.errors import StateError
+from meshc.errors import StateError, listed
 from meshc.frontend.double import WIDER
 from meshc.frontend.expert_slots import is_where, untouched
 from meshc.ir import trees
@@ -20,6 +20,13 @@ Tree = TypeVar("Tree")
 def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
     """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
     memo: dict[int, torch.Tensor] = {}
+    empty = [name for name, held in (*module.named_parameters(), *module.named_buffers()) if held.is_meta]
+    if empty and values is None:
+        raise StateError(
+            f"the model was built on `meta`, and these have no values to compare with: {listed(empty, 6)}\n"
+            '  what to do: build it on a device that holds values (model.to_empty(device="cpu"), and first values); a module that only '
+            "torch.func.functional_call reads, with values for all of it, is to be none of the model's: self.base = [base]"
+        )
     for name, parameter in module.named_parameters():
         full = parameter.detach() if values is None else values[name]
         memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)

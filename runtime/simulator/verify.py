@@ -20,6 +20,7 @@ from torch.fx.node import Argument
 from meshc.errors import VerifyError
 from meshc.frontend.clipping import Clip, clip_
 from meshc.frontend.double import double_by_default
+from meshc.frontend.faults import on_one_device
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.gradient_hooks import run as run_hooks
@@ -289,6 +290,7 @@ class Reference:
     @contextmanager
     def _under(self, random: ReferenceRandom) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(on_one_device())
             if self.perturbed is not None:
                 stack.enter_context(Perturbed(self.perturbed))
             stack.enter_context(double_by_default(self.double))

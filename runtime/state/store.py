@@ -251,7 +251,8 @@ class Store:
             raise StateError(
                 f"the model was built on `meta`, and these have no values yet: {listed(names, 6)}\n"
                 '  what to do: first program.load_state_dict(state), dcp.load({"program": program}, ...) or program.init_weights(fn);\n'
-                "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment"
+                "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment; a module that only "
+                "torch.func.functional_call reads, with values for all of it, is to be none of the model's: self.base = [base]"
             )
 
     def refuse_changed_model(self, state: State | None = None) -> bool:
