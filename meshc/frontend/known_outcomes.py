@@ -36,7 +36,7 @@ MADE: Final = frozenset({
     aten.triu_indices.default,
 })  # fmt: skip
 """Operators that make a tensor of sizes and numbers."""
-SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
+_SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
 """Calls whose results are as large as values say."""
 COMPARES: Final = frozenset({
     *(getattr(aten, name).Scalar for name in ("ne", "eq", "gt", "ge", "lt", "le")),
@@ -100,7 +100,9 @@ class _Masks:
 def write_known_values(module: GraphModule) -> None:
     """Of a trace, in place: what has a size by a known value, and would have none without it, becomes that value, or is taken by it."""
     for node in list(module.graph.nodes):
-        if node.op not in ("call_function", "call_method") or not re.search(SIZED_BY_VALUES, _name(node)) or is_written_behind(node):
+        if _name(node) in ("getitem", "setitem"):
+            _index_by_numbers(node)
+        if not is_sized_by_values(node) or is_written_behind(node):
             continue
         with module.graph.inserting_before(node):
             value = _constant(node)
@@ -112,9 +114,42 @@ def write_known_values(module: GraphModule) -> None:
             else:
                 continue
         made.meta = dict(node.meta)
+        several = node.args[0] if _name(node) == "getitem" else None
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
+        if isinstance(several, Node) and not several.users:
+            module.graph.erase_node(several)
     module.recompile()
+
+
+def is_sized_by_values(node: Node) -> bool:
+    """Whether it has a size that values decide, or is one of several that do."""
+    if _name(node) == "getitem" and isinstance(several := node.args[0], Node):
+        return _name(several) == "where" and len(several.args) == 1 and not several.kwargs or is_sized_by_values(several)
+    if node.op not in ("call_function", "call_method") or not re.search(_SIZED_BY_VALUES, _name(node)):
+        return False
+    if _name(node) != "repeat_interleave":
+        return True
+    counts = bound(node.target, node.args, node.kwargs).get("repeats")
+    return isinstance(counts, Node) and isinstance(counts.meta.get("example_value"), Tensor)
+
+
+def _index_by_numbers(node: Node) -> None:
+    """Of an index by known masks one by the numbers of their places, and of one by a known number that number."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    numbers: list[Any] = []
+    for one in index:
+        value = _constant(one)
+        mask = value is not None and value.dtype == torch.bool
+        if not isinstance(one, Node) or value is None or mask != (value.dim() > 0) or is_written_behind(one):
+            numbers.append(one)
+        elif not mask:
+            numbers.append(int(value))
+        else:
+            with node.graph.inserting_before(node):
+                numbers += [_literal(one, places) for places in value.nonzero(as_tuple=True)]
+    if len(numbers) != len(index) or any(one is not other for one, other in zip(numbers, index, strict=True)):
+        node.args = (node.args[0], tuple(numbers), *node.args[2:])
 
 
 def _constant(node: object) -> Tensor | None:

@@ -24,7 +24,10 @@ from meshc.frontend.written_behind import changed_by, is_written_behind
 from meshc.frontend.written_calls import WrittenCalls, mapped
 from meshc.ops.signatures import bound, filled
 
-WRITES: Final = frozenset(("setitem", "index_add_", "index_add", "index_put_", "index_put", "index_copy_", "index_copy", "masked_scatter_"))
+WRITES: Final = frozenset(
+    "setitem index_add_ index_add index_put_ index_put index_copy_ index_copy masked_scatter_ scatter_ scatter scatter_add_ scatter_add "
+    "scatter_reduce_ scatter_reduce".split()
+)
 PURE: Final = frozenset(
     "ne eq gt ge lt le and_ or_ xor invert not_ logical_and logical_or logical_not getitem view reshape flatten squeeze unsqueeze to bool "
     "isnan isfinite isinf __and__ __or__ __invert__".split()
@@ -60,6 +63,7 @@ class Rows:
     value  of all rows
     zero   in those that do not count there is nothing but zeros
     along  the dims of the mask along which it says where a row is, as `torch.where` gives them; a column each if there are `columns`
+    at     the dim of the model's value in which the rows lie; here it is the first
     """
 
     value: Node
@@ -67,6 +71,7 @@ class Rows:
     zero: bool = False
     along: tuple[int, ...] = ()
     columns: bool = False
+    at: int = 0
 
 
 @dataclass
@@ -289,7 +294,10 @@ class Places(WrittenCalls):
             value = named.get("source", named.get("values"))
             if "dim" in named and named["dim"] % value_of(y).dim() != 0 or named.get("alpha", 1) != 1:
                 raise NotFollowed("they are written along another dim than the first, or scaled by alpha")
-        place = self.place(node, index)
+        self.write_rows(node, y, index, value, adds)
+
+    def write_rows(self, node: Node, y: Node, index: Any, value: Any, adds: bool) -> None:
+        name, place = name_of(node), self.place(node, index)
         if place.rest and any(one not in (slice(None), ...) for one in place.rest):
             raise NotFollowed("parts of rows are written")
         written = self.written(node, y, place, value, adds)
@@ -378,6 +386,15 @@ def value_of(node: Any) -> Any:
 def _memory(node: Node) -> int | None:
     value = value_of(node)
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def is_by_mask(node: Node) -> bool:
+    """Whether it is a tensor indexed by a mask, though of a size that is known: the model fixes how many it selects."""
+    if name_of(node) != "getitem" or not isinstance(node.args[0], Node):
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    masks = [value_of(one) for one in index if isinstance(one, Node)]
+    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in masks)
 
 
 def is_unbacked(node: Node) -> bool:

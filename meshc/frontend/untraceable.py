@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import is_torch, is_users
-from meshc.frontend.known_outcomes import SIZED_BY_VALUES
-from meshc.frontend.selected_places import is_unbacked
+from meshc.frontend.known_outcomes import is_sized_by_values
+from meshc.frontend.selected_places import is_by_mask, is_unbacked
 from meshc.frontend.selected_rows import STOPPED
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
@@ -309,14 +309,10 @@ def _unbacked(graph: GraphModule) -> Iterator[Node]:
 def _by_values(graph: GraphModule) -> Iterator[Node]:
     for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
         for node in body.graph.nodes:
-            by_values = re.search(_BY_VALUES, _name(node)) or re.search(SIZED_BY_VALUES, _name(node)) and not _is_counted(node)
+            sized = is_sized_by_values(node) and _name(node) != "getitem" and node.kwargs.get("output_size") is None
+            by_values = re.search(_BY_VALUES, _name(node)) or sized or is_by_mask(node)
             if node.op in ("call_function", "call_method") and by_values and not is_unbacked(node):
                 yield node
-
-
-def _is_counted(node: Node) -> bool:
-    """Whether rows are repeated as often as a number says, or a length is said."""
-    return _name(node) == "repeat_interleave" and (len(node.all_input_nodes) == 1 or node.kwargs.get("output_size") is not None)
 
 
 def _branching(graph: GraphModule) -> Iterator[Node]:

@@ -55,7 +55,20 @@ def sized(h: Tensor, x: Tensor) -> Tensor:
     return h.repeat_interleave(torch.tensor([1, 0, 2, 1, 1, 1]), 0) * h[:, pairs[:, 0]].sum() + h[:, pairs[:, 1]].sum()
 
 
-@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized])
+def indexed(h: Tensor, x: Tensor) -> Tensor:
+    """What a known mask selects may be mixed, and a known number is one."""
+    gram, other, first = h.T @ h, ~torch.eye(6).bool(), torch.arange(3)[1]
+    gram[other] *= 0.1
+    places = torch.where(torch.arange(6) % 2 == 0)[0]
+    return h * gram[other].softmax(0)[0] + h[:, first, None] * h[:, places].softmax(-1).prod(-1, keepdim=True)
+
+
+def rotated(h: Tensor, x: Tensor) -> Tensor:
+    """In float32 on one device, and in float64 where that is what is compared."""
+    return h * (torch.linspace(0, 3, 3, dtype=torch.float32) / 7).cos().repeat_interleave(2)
+
+
+@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized, indexed, rotated])
 def test_a_program_has_what_is_known(after: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module_means_itself(Model(after), {"x": torch.randn(6, 4)}, "dp=2,tp=2")
