@@ -102,6 +102,8 @@ def write_known_values(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if _name(node) in ("getitem", "setitem"):
             _index_by_numbers(node)
+        elif _name(node).startswith("wrapped_") and not node.all_input_nodes:
+            _scale_by_number(node)
         if not is_sized_by_values(node) or is_written_behind(node):
             continue
         with module.graph.inserting_before(node):
@@ -150,6 +152,14 @@ def _index_by_numbers(node: Node) -> None:
                 numbers += [_literal(one, places) for places in value.nonzero(as_tuple=True)]
     if len(numbers) != len(index) or any(one is not other for one, other in zip(numbers, index, strict=True)):
         node.args = (node.args[0], tuple(numbers), *node.args[2:])
+
+
+def _scale_by_number(node: Node) -> None:
+    """What numpy makes of numbers, which a trace has as a tensor, is a number again where torch takes no tensor."""
+    target: Any = node.target
+    for user in list(node.users):
+        for name in [name for name, value in user.kwargs.items() if value is node and name in ("alpha", "beta")]:
+            user.update_kwarg(name, float(target(*node.args, **node.kwargs)))
 
 
 def _constant(node: object) -> Tensor | None:

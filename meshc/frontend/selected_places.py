@@ -221,6 +221,8 @@ class Places(WrittenCalls):
         x, entry = node.args[0], index[dim]
         assert isinstance(x, Node)
         sliced = isinstance(entry, slice)
+        if name == "setitem" and sliced and self.write_span(node, x, index, dim):
+            return
         count = self.length(entry) if sliced else 1
         first = entry.start if sliced else entry
         if any(one != slice(None) for one in index[:dim]) or first not in self.numbers:
@@ -245,6 +247,29 @@ class Places(WrittenCalls):
             value = value if sliced or value_of(value).dim() <= dim else self._call(node, "unsqueeze", value, dim)
             value = self._call(node, "expand", value, [*shape[:dim], count, *shape[dim + 1 :]])
         self._call(node, "index_copy_" if isinstance(value, Node) else "index_fill_", x, dim, at, value)
+
+    def write_span(self, node: Node, x: Node, index: tuple[Any, ...], dim: int) -> bool:
+        """`x[i, : n] = v`, where a tensor holds n and v is one number: by which places come before it; False of what else is written."""
+        entry, value = index[dim], node.args[2]
+        ends = [self.numbers[one].tensor if one in self.numbers else one for one in (entry.start, entry.stop)]
+        several = isinstance(value, Node) and (value in self.begun or value_of(value).dim() > 0)
+        places = (*index[:dim], *index[dim + 1 :])
+        if several or entry.step not in (None, 1) or any(not isinstance(one, int) and one != slice(None) for one in places):
+            return False
+        part = self._call(node, operator.getitem, x, (*index[:dim], slice(None), *index[dim + 1 :]))
+        along = sum(isinstance(one, slice) for one in index[:dim])
+        size = value_of(part).shape[along]
+        at = self._call(node, torch.arange, size)
+        inside = self._call(node, torch.ones_like, at, dtype=torch.bool)
+        for end, compare in zip(ends, (operator.ge, operator.lt), strict=True):
+            if end is not None:
+                counted = self._call(node, torch.as_tensor, end)
+                behind = self._call(node, operator.add, counted, size)  # what a negative number counts from
+                counted = self._call(node, torch.where, self._call(node, operator.lt, counted, 0), behind, counted)
+                inside = self._call(node, torch.logical_and, inside, self._call(node, compare, at, counted))
+        inside = self._call(node, "view", inside, [-1, *[1] * (value_of(part).dim() - along - 1)])
+        self._call(node, "copy_", part, self._call(node, torch.where, inside, value, part))
+        return True
 
     def outlives(self, view: Node, x: Node) -> bool:
         """Whether a view of a tensor may be read once that has been changed in place."""

@@ -41,7 +41,10 @@ _FIXED: Final = (
 )
 _BRANCH: Final = "replace the branch by torch.where, or compute the condition outside the model"
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
-_TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
+_TRY_IT: Final = (
+    "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model; if it does not, write "
+    "that line in another way, or outside of the model"
+)
 _OTHERWISE: Final = (
     "write that line in another way, or outside of the model: torch's tracer does not take it, and so refuses "
     "torch.export.export(model, args, strict=True)"
@@ -54,6 +57,18 @@ _SPLITTING: Final = (
 _OWN: Final = "docs/add-a-rule.md has an example"
 
 OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
+    (r"cheb_conv\.py", "give lambda_max in the call (2.0 for normalization=\"sym\"): no maximum is taken over edges that are selected"),
+    (r"cluster_gcn_conv\.py", (
+        "in a copy of the layer write torch.where(row == col, edge_weight + self.diag_lambda * deg_inv[col], edge_weight)"
+    )),
+    (r"rgcn_conv\.py|torch_geometric/nn/dense/linear\.py", (
+        "set torch_geometric.backend.use_segment_matmul = False, and give a HeteroLinear sorted types and is_sorted=True: which kernel is "
+        "faster is asked of how many rows each type has"
+    )),
+    (r"torch_geometric/utils/(_scatter|_to_dense_batch)\.py|hypergraph_conv\.py", (
+        "say how many there are: size= of a pooling, batch_size= and max_num_nodes= of to_dense_batch, num_edges= of a HypergraphConv's "
+        "call; a model that pools by itself takes batch_size=, or is copied with such a line"
+    )),
     (r"torch_geometric/utils/loop\.py|self_loops\(", (
         "add self-loops before the call (torch_geometric.utils.add_remaining_self_loops(edge_index, num_nodes=n)), and build the layer "
         "with add_self_loops=False: how many of a graph's edges are such loops, its values say"
@@ -326,9 +341,9 @@ def _content(node: Node, source_of: Callable[[Node], Source]) -> str:
     does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
     call = "indexing with a mask" if name == "getitem" else f"{name}()"
     source = source_of(node)
-    seen = f"{source.file} {source.code}"
-    advice = next((said for pattern, said in OF_LIBRARIES if re.search(pattern, seen)), advice)
     there, why = node.meta.get(STOPPED, (node, ""))
+    seen = f"{source.file} {source.code} {source_of(there).file}"
+    advice = next((said for pattern, said in OF_LIBRARIES if re.search(pattern, seen)), advice)
     line = _place(source_of(there))
     at = f" at {line}" if source_of(there).file and line != _place(source) else ""
     further = f", and{at} {why}" if why else ""

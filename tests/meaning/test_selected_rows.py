@@ -131,7 +131,17 @@ def loops(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
     return (out.index_add(0, row, message) / degree[:, None]).scatter_reduce(0, row.view(-1, 1).expand_as(message), message, "mean")
 
 
-FORMS = [numbers, losses, regressions, sums, back, experts, sizes, remade, loops]
+def padded(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
+    """Masks of rows of different lengths, written in a loop; a length is negative, or longer than the row, as slices may be."""
+    lengths, mask, h = keep.sum(1), torch.zeros(4, 3, dtype=torch.bool), m.up(x)
+    for i in range(4):
+        mask[i, : lengths[i]] = True
+        h[i, labels[i, 0] :, 1] = 2
+        h[: lengths[i] - 2, i % 3] = -1.5
+    return h * mask.unsqueeze(-1)
+
+
+FORMS = [numbers, losses, regressions, sums, back, experts, sizes, remade, loops, padded]
 
 
 def inputs(which: str) -> dict[str, Tensor]:
