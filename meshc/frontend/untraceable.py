@@ -57,7 +57,10 @@ _SPLITTING: Final = (
 _OWN: Final = "docs/add-a-rule.md has an example"
 
 OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
-    (r"cheb_conv\.py", "give lambda_max in the call (2.0 for normalization=\"sym\"): no maximum is taken over edges that are selected"),
+    (r"cheb_conv\.py", (
+        "give lambda_max in the call (2.0 for normalization=\"sym\"), and in a copy of the layer write torch.where(loop_mask, "
+        "edge_weight - 1, edge_weight): no maximum is taken over edges that are selected, and none are selected again"
+    )),
     (r"cluster_gcn_conv\.py", (
         "in a copy of the layer write torch.where(row == col, edge_weight + self.diag_lambda * deg_inv[col], edge_weight)"
     )),
