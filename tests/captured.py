@@ -7,6 +7,7 @@ runs the other passes on a copy, so that the result is the program that `meshc.c
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,7 +55,7 @@ class Captured:
             traced, given = Traced(case.model, calling.call_module, case.model.forward), case.kwargs
         twin = plain_copy(case.model, None, double)
         args, kwargs = widen_inputs(calling.canonical(traced.signature, (), given), double)
-        self.initial = {name: value.clone() for name, value in twin.state_dict().items()}
+        self.initial = deepcopy(twin.state_dict())  # with versions, which some modules' own loading reads
         self.request = Request(
             module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), grad=train,
             train=train, double=double, names=case.names, microbatches=mean_of, batch_mix="mean_of_parts" if mean_of > 1 else "refuse",

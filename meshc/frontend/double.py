@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
+from unittest import mock
 
 import torch
 
@@ -19,13 +20,30 @@ def wide(dtype: torch.dtype, double: bool) -> torch.dtype:
 
 @contextmanager
 def double_by_default(double: bool) -> Iterator[None]:
-    """Inside, what nobody says the dtype of (`torch.eye(4)`, `torch.tensor(0.5)`) is double, as the copy that makes it."""
+    """Inside, what nobody says the dtype of (`torch.eye(4)`, `torch.tensor(0.5)`) is double, as the copy that makes it; and a norm in
+    float32, which torch refuses of what is double."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide(before, double))
     try:
-        yield
+        with _wide_norms() if double else nullcontext():
+            yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _wide_norms() -> Iterator[None]:
+    from meshc.private import FakeTensorMode
+
+    dispatch = FakeTensorMode.dispatch
+
+    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.linalg_vector_norm.default and (said := (kwargs or {}).get("dtype")) is not None:
+            kwargs = {**kwargs, "dtype": WIDER.get(said, said)}
+        return dispatch(self, func, types, args, kwargs)
+
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatched):
+        yield
 
 
 def widen(module: torch.fx.GraphModule) -> None:

@@ -39,7 +39,7 @@ MADE: Final = frozenset({
 """Operators that make a tensor of sizes and numbers."""
 PLACES: Final = "meshc_places"
 """Of a fake tensor that known masks have selected: what they select."""
-SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
+_SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
 """Calls whose results are as large as values say."""
 COMPARES: Final = frozenset({
     *(getattr(aten, name).Scalar for name in ("ne", "eq", "gt", "ge", "lt", "le")),
@@ -110,7 +110,11 @@ def write_known_values(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is operator.getitem and (places := getattr(_example(node), PLACES, None)) is not None:
             _write_places(node, places)
-        if node.op not in ("call_function", "call_method") or not re.search(SIZED_BY_VALUES, _name(node)) or is_written_behind(node):
+        elif _name(node) in ("getitem", "setitem"):
+            _index_by_numbers(node)
+        elif _name(node).startswith("wrapped_") and not node.all_input_nodes:
+            _scale_by_number(node)
+        if not is_sized_by_values(node) or is_written_behind(node):
             continue
         with module.graph.inserting_before(node):
             value = _constant(node)
@@ -122,8 +126,11 @@ def write_known_values(module: GraphModule) -> None:
             else:
                 continue
         made.meta = dict(node.meta)
+        several = node.args[0] if _name(node) == "getitem" else None
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
+        if isinstance(several, Node) and not several.users:
+            module.graph.erase_node(several)
     module.recompile()
 
 
@@ -143,6 +150,44 @@ def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
             known = isinstance(_example(one), Tensor) and _example(one).dtype == torch.bool
             written += [_literal(one, each) for each in next(masks)] if known else [one]
     node.args = (node.args[0], tuple(written))
+
+
+def is_sized_by_values(node: Node) -> bool:
+    """Whether it has a size that values decide, or is one of several that do."""
+    if _name(node) == "getitem" and isinstance(several := node.args[0], Node):
+        return _name(several) == "where" and len(several.args) == 1 and not several.kwargs or is_sized_by_values(several)
+    if node.op not in ("call_function", "call_method") or not re.search(_SIZED_BY_VALUES, _name(node)):
+        return False
+    if _name(node) != "repeat_interleave":
+        return True
+    counts = bound(node.target, node.args, node.kwargs).get("repeats")
+    return isinstance(counts, Node) and isinstance(counts.meta.get("example_value"), Tensor)
+
+
+def _index_by_numbers(node: Node) -> None:
+    """Of an index by known masks one by the numbers of their places, and of one by a known number that number."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    numbers: list[Any] = []
+    for one in index:
+        value = _constant(one)
+        mask = value is not None and value.dtype == torch.bool
+        if not isinstance(one, Node) or value is None or mask != (value.dim() > 0) or is_written_behind(one):
+            numbers.append(one)
+        elif not mask:
+            numbers.append(int(value))
+        else:
+            with node.graph.inserting_before(node):
+                numbers += [_literal(one, places) for places in value.nonzero(as_tuple=True)]
+    if len(numbers) != len(index) or any(one is not other for one, other in zip(numbers, index, strict=True)):
+        node.args = (node.args[0], tuple(numbers), *node.args[2:])
+
+
+def _scale_by_number(node: Node) -> None:
+    """What numpy makes of numbers, which a trace has as a tensor, is a number again where torch takes no tensor."""
+    target: Any = node.target
+    for user in list(node.users):
+        for name in [name for name, value in user.kwargs.items() if value is node and name in ("alpha", "beta")]:
+            user.update_kwarg(name, float(target(*node.args, **node.kwargs)))
 
 
 def _constant(node: object) -> Tensor | None:

@@ -25,7 +25,10 @@ from meshc.frontend.written_behind import changed_by, is_written_behind
 from meshc.frontend.written_calls import WrittenCalls, mapped
 from meshc.ops.signatures import bound, filled
 
-WRITES: Final = frozenset(("setitem", "index_add_", "index_add", "index_put_", "index_put", "index_copy_", "index_copy", "masked_scatter_"))
+WRITES: Final = frozenset(
+    "setitem index_add_ index_add index_put_ index_put index_copy_ index_copy masked_scatter_ scatter_ scatter scatter_add_ scatter_add "
+    "scatter_reduce_ scatter_reduce".split()
+)
 PURE: Final = frozenset(
     "ne eq gt ge lt le and_ or_ xor invert not_ logical_and logical_or logical_not getitem view reshape flatten squeeze unsqueeze to bool "
     "isnan isfinite isinf __and__ __or__ __invert__".split()
@@ -61,6 +64,7 @@ class Rows:
     value  of all rows
     zero   in those that do not count there is nothing but zeros
     along  the dims of the mask along which it says where a row is, as `torch.where` gives them; a column each if there are `columns`
+    at     the dim of the model's value in which the rows lie; here it is the first
     """
 
     value: Node
@@ -68,6 +72,7 @@ class Rows:
     zero: bool = False
     along: tuple[int, ...] = ()
     columns: bool = False
+    at: int = 0
 
 
 @dataclass
@@ -217,6 +222,8 @@ class Places(WrittenCalls):
         x, entry = node.args[0], index[dim]
         assert isinstance(x, Node)
         sliced = isinstance(entry, slice)
+        if name == "setitem" and sliced and self.write_span(node, x, index, dim):
+            return
         count = self.length(entry) if sliced else 1
         first = entry.start if sliced else entry
         if any(one != slice(None) for one in index[:dim]) or first not in self.numbers:
@@ -241,6 +248,29 @@ class Places(WrittenCalls):
             value = value if sliced or value_of(value).dim() <= dim else self._call(node, "unsqueeze", value, dim)
             value = self._call(node, "expand", value, [*shape[:dim], count, *shape[dim + 1 :]])
         self._call(node, "index_copy_" if isinstance(value, Node) else "index_fill_", x, dim, at, value)
+
+    def write_span(self, node: Node, x: Node, index: tuple[Any, ...], dim: int) -> bool:
+        """`x[i, : n] = v`, where a tensor holds n and v is one number: by which places come before it; False of what else is written."""
+        entry, value = index[dim], node.args[2]
+        ends = [self.numbers[one].tensor if one in self.numbers else one for one in (entry.start, entry.stop)]
+        several = isinstance(value, Node) and (value in self.begun or value_of(value).dim() > 0)
+        places = (*index[:dim], *index[dim + 1 :])
+        if several or entry.step not in (None, 1) or any(not isinstance(one, int) and one != slice(None) for one in places):
+            return False
+        part = self._call(node, operator.getitem, x, (*index[:dim], slice(None), *index[dim + 1 :]))
+        along = sum(isinstance(one, slice) for one in index[:dim])
+        size = value_of(part).shape[along]
+        at = self._call(node, torch.arange, size)
+        inside = self._call(node, torch.ones_like, at, dtype=torch.bool)
+        for end, compare in zip(ends, (operator.ge, operator.lt), strict=True):
+            if end is not None:
+                counted = self._call(node, torch.as_tensor, end)
+                behind = self._call(node, operator.add, counted, size)  # what a negative number counts from
+                counted = self._call(node, torch.where, self._call(node, operator.lt, counted, 0), behind, counted)
+                inside = self._call(node, torch.logical_and, inside, self._call(node, compare, at, counted))
+        inside = self._call(node, "view", inside, [-1, *[1] * (value_of(part).dim() - along - 1)])
+        self._call(node, "copy_", part, self._call(node, torch.where, inside, value, part))
+        return True
 
     def outlives(self, view: Node, x: Node) -> bool:
         """Whether a view of a tensor may be read once that has been changed in place."""
@@ -290,7 +320,10 @@ class Places(WrittenCalls):
             value = named.get("source", named.get("values"))
             if "dim" in named and named["dim"] % value_of(y).dim() != 0 or named.get("alpha", 1) != 1:
                 raise NotFollowed("they are written along another dim than the first, or scaled by alpha")
-        place = self.place(node, index)
+        self.write_rows(node, y, index, value, adds)
+
+    def write_rows(self, node: Node, y: Node, index: Any, value: Any, adds: bool) -> None:
+        name, place = name_of(node), self.place(node, index)
         if place.rest and any(one not in (slice(None), ...) for one in place.rest):
             raise NotFollowed("parts of rows are written")
         written = self.written(node, y, place, value, adds)
@@ -372,6 +405,15 @@ def name_of(node: Node) -> str:
 def value_of(node: Any) -> Any:
     """What a node gives on the fake tensors of a trace."""
     return node.meta.get("example_value")
+
+
+def is_by_mask(node: Node) -> bool:
+    """Whether it is a tensor indexed by a mask, though of a size that is known: the model fixes how many it selects."""
+    if name_of(node) != "getitem" or not isinstance(node.args[0], Node):
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    masks = [value_of(one) for one in index if isinstance(one, Node)]
+    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in masks)
 
 
 def is_unbacked(node: Node) -> bool:

@@ -27,10 +27,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from meshc.frontend.expert_tape import ROWS, NotRows, Proof
+from meshc.frontend.joined_rows import JOINS, JoinedRows, numbers_for_proof, size_for_proof, without_values
 from meshc.frontend.read_numbers import BY_NUMBERS, NUMBERS, TWO
 from meshc.frontend.selected_places import (
     IN_PLACE,
@@ -39,9 +39,9 @@ from meshc.frontend.selected_places import (
     NotFollowed,
     Number,
     Place,
-    Places,
     Rows,
     first_of,
+    is_by_mask,
     is_unbacked,
     name_of,
     value_of,
@@ -63,12 +63,12 @@ SUMMED: Final = ("sum", "mean", "any", "all", "count_nonzero")
 def follow_selected_rows(module: GraphModule) -> None:
     """Of a trace, in place. Selections that cannot be followed stay, and say in their meta where they could not (`STOPPED`)."""
     for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
-        if any(is_unbacked(node) for node in body.graph.nodes):
+        if any(is_unbacked(node) or is_by_mask(node) for node in body.graph.nodes):
             _Following(body).run()
             body.recompile()
 
 
-class _Following(Places):
+class _Following(JoinedRows):
     """
     rows     what stands for each value of selected rows; of several in one a tuple
     numbers  what stands for each number made of their count
@@ -85,7 +85,7 @@ class _Following(Places):
                 with contextlib.suppress(RuntimeError, TypeError):
                     node.meta["example_value"] = self._example(node.op, node.target, node.args, node.kwargs)
                     known.remove(node)
-            if not given and not (node.op in ("call_function", "call_method") and is_unbacked(node)):
+            if not given and not (node.op in ("call_function", "call_method") and (is_unbacked(node) or is_by_mask(node))):
                 continue
             self.begun[node] = tuple(dict.fromkeys(first for one in given for first in self.begun[one])) or (node,)
             if any(one in self.stopped for one in given):
@@ -93,6 +93,7 @@ class _Following(Places):
                 continue
             try:
                 self.read(node) if given else self.begin(node)
+                self.note_count(node)
             except NotFollowed as why:
                 self.stop(node, str(why))
             except (RuntimeError, TypeError, LookupError, ValueError):  # torch's, of all rows
@@ -116,8 +117,14 @@ class _Following(Places):
         name, args = name_of(node), node.args
         if name == "getitem" and isinstance(args[0], Node):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if not isinstance(index[0], Node) or value_of(index[0]).dtype != torch.bool or any(isinstance(one, Node) for one in index[1:]):
-                raise NotFollowed("of an index only a mask that stands first, with numbers and slices behind it, is followed")
+            masks = [one for one in index if isinstance(one, Node)]
+            if len(masks) != 1 or value_of(masks[0]).dtype != torch.bool:
+                raise NotFollowed("of an index only one mask is followed")
+            if index[-1] is masks[0] and len(index) > 1 and all(one == slice(None) for one in index[:-1]):
+                self.rows[node] = self.select_columns(node, args[0], index)
+                return
+            if index[0] is not masks[0]:
+                raise NotFollowed("of an index only a mask is followed that stands first, or last behind `:`")
             chosen = self.chosen(node, index[0])
             self.rows[node] = self.indexed(node, args[0], Place(chosen, tuple(range(len(chosen.dims))), index[1:]))
         elif name == "masked_select":
@@ -164,6 +171,12 @@ class _Following(Places):
             raise NotFollowed("how many they are decides what is computed")
         if isinstance(value, torch.SymInt | torch.SymFloat):
             self.number(node, name)
+        elif name in JOINS and self.joined(node):
+            pass
+        elif any(self.is_columns(one) for one in node.all_input_nodes):
+            self.rows[node] = self.column(node, name)
+        elif name.startswith("new_") and not is_unbacked(node) and isinstance(self.rows.get(first), Rows):
+            self.without_rows(node)
         elif name == "getitem" and isinstance(held := self.rows.get(first), tuple):
             self.rows[node] = held[args[1]]
         elif name in ("getitem", "setitem") and (dim := self.numbered(node)) is not None:
@@ -173,7 +186,7 @@ class _Following(Places):
             number = self._call(node, "to", self.numbers[given].tensor, value_of(first).dtype)
             self._call(node, operator.setitem, first, args[1], number)
         elif name in WRITES and first not in self.begun:
-            self.write(node, name)
+            self.scatter(node, name) if name.startswith("scatter") else self.write(node, name)
         elif name in ("getitem", "index_select") and first not in self.begun:
             self.take(node, name)
         elif name in SUMMED and self.sums(node):
@@ -204,14 +217,14 @@ class _Following(Places):
         target, changed = node.target, changed_by(node)
         if changed is not None:
             target = self.without_writing(node, changed)
-        each = self.prove(node, target, name) // _rows_of(value_of(first).shape[0])
+        each = self.prove(node, target, name, value_of(first).shape[0])
         old = node.meta.get("example_value")
         weighs = any(
             isinstance(value := one.meta.get("example_value"), Tensor) and value.requires_grad and one not in self.begun
             for one in node.all_input_nodes
         )
         values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
-        args, kwargs = self.given(node, name, lambda one: values[one], chosen.count, lambda one: self.numbers[one].tensor)
+        args, kwargs = self.given(node, name, lambda one: values[one], self.size_of_all, lambda one: self.numbers[one].tensor)
         made = self._call(node, target, *args, **kwargs)
         if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, in which examples are not made
             with self._mode:
@@ -258,11 +271,13 @@ class _Following(Places):
             return name[:-1]
         raise NotFollowed("they are changed in place")
 
-    def prove(self, node: Node, target: Any, name: str) -> int:
-        """That a call treats each row by itself; as how many rows it gives `ROWS`. Raises NotFollowed."""
+    def prove(self, node: Node, target: Any, name: str, rows: Any) -> int:
+        """That a call treats each of so many rows by itself; how many it gives for one. Raises NotFollowed."""
+        numbers = numbers_for_proof(rows)
         with torch.no_grad(), Proof(folded=True) as proof:
-            blank = lambda one: _blank(one.meta.get("example_value"))  # noqa: E731
-            args, kwargs = self.given(node, name, blank, ROWS, lambda one: torch.empty((), dtype=torch.int64, device="meta"))
+            blank = lambda one: without_values(one.meta.get("example_value"), numbers, one in self.rows)  # noqa: E731
+            size = partial(size_for_proof, numbers=numbers)
+            args, kwargs = self.given(node, name, blank, size, lambda one: torch.empty((), dtype=torch.int64, device="meta"))
             args, kwargs = map_arg((args, kwargs), blank)
             try:
                 made = target(*args, **kwargs) if not isinstance(target, str) else getattr(args[0], target)(*args[1:], **kwargs)
@@ -276,10 +291,10 @@ class _Following(Places):
         counts = {one.shape[0] if one.dim() else 0 for one in found}
         if len(counts) != 1 or 0 in counts:
             raise NotFollowed(f"{name}() gives no row for each row")
-        return counts.pop()
+        return counts.pop() // (size_for_proof(rows, numbers) if numbers else ROWS)
 
     def given(
-        self, node: Node, name: str, row: Callable[[Node], Any], count: int, tensor: Callable[[Node], Any]
+        self, node: Node, name: str, row: Callable[[Node], Any], size: Callable[[Any], int], tensor: Callable[[Node], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments, with what stands for rows; how many there are is a size where a size is asked for, and else a tensor."""
 
@@ -288,7 +303,7 @@ class _Following(Places):
                 return row(argument)
             if argument not in self.numbers:
                 return argument
-            return _size(argument, count) if name in SIZED else tensor(argument)
+            return size(value_of(argument)) if name in SIZED else tensor(argument)
 
         return mapped(node, one)
 
@@ -313,7 +328,7 @@ class _Following(Places):
             counted = self.count(node, held.chosen)
             if name in ("sym_numel", "numel"):
                 counted = self._call(node, operator.mul, counted, math.prod(value_of(held.value).shape[1:]))
-            elif [one % of.dim() for one in node.args[1:] if isinstance(one, int)] != [0]:
+            elif [one % of.dim() for one in node.args[1:] if isinstance(one, int)] != [held.at]:
                 raise NotFollowed("a number is read of them")
             self.numbers[node] = Number(counted, held.chosen)
             return
@@ -332,7 +347,7 @@ class _Following(Places):
         if target in TWO:
             args = sorted(args, key=lambda one: not isinstance(one, Node))
             made = TWO[target] if all(isinstance(one, Node) for one in args) else made
-        chosen = next((one.chosen for one in rows if one.chosen is not None), None)
+        chosen = self.as_many(value_of(node)) or next((one.chosen for one in rows if one.chosen is not None), None)
         self.numbers[node] = Number(self._call(node, made, *args), chosen)
 
     def count(self, node: Node, chosen: Chosen) -> Node:
@@ -346,14 +361,11 @@ class _Following(Places):
         if is_unbacked(node):
             if name not in SIZED:
                 raise NotFollowed(f"{name}() makes a tensor of as many")
-            chosen = self.numbers[next(iter(self.numbers_in(node)))].chosen
+            args, kwargs = self.given(node, name, lambda one: one, self.size_of_all, lambda one: one)
+            chosen = self.as_many(value.shape[0]) if value.dim() else None
             if chosen is None:
-                raise NotFollowed("a tensor's size is a number that another holds")
-            args, kwargs = self.given(node, name, lambda one: one, chosen.count, lambda one: one)
-            made = self._call(node, node.target, *args, **kwargs)
-            if value.dim() == 0 or value_of(made).shape[0] != chosen.count or _blank(value).shape[0] != ROWS:
                 raise NotFollowed(f"{name}() makes a tensor of as many")
-            self.rows[node] = Rows(made, chosen)
+            self.rows[node] = Rows(self._call(node, node.target, *args, **kwargs), chosen)
             return
         if name not in BY_NUMBERS:
             raise NotFollowed(f"{name}() takes the number itself, and no tensor")
@@ -447,27 +459,6 @@ class _Following(Places):
         if any(one in self.begun for one in (*_nodes(args), *_nodes(kwargs))):
             raise NotFollowed("weights of classes follow from them")
         node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
-
-def _blank(value: Any) -> Any:
-    """A tensor of a trace without values, of `ROWS` rows where it has as many as a mask selects."""
-    if isinstance(value, Tensor):
-        return torch.empty([_rows_of(size) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, tuple | list):
-        return type(value)(_blank(one) for one in value)
-    return value
-
-
-def _rows_of(size: Any, count: int = ROWS) -> int:
-    if isinstance(size, int):
-        return size
-    expr = size.node.expr
-    if not all(one in free_unbacked_symbols(size) for one in free_symbols(size)):
-        raise NotFollowed("sizes are left open beside it")
-    return int(expr.xreplace(dict.fromkeys(free_unbacked_symbols(size), count)))
-
-
-def _size(number: Node, count: int) -> int:
-    return _rows_of(number.meta["example_value"], count)
 
 
 def _named(node: Node) -> Mapping[str, Any]:

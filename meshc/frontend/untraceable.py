@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from meshc.errors import CaptureError, InputError, MeshcError
 from meshc.frontend.admission import does_not_bind
 from meshc.frontend.frames import is_torch, is_users
-from meshc.frontend.known_outcomes import SIZED_BY_VALUES
-from meshc.frontend.selected_places import is_unbacked
+from meshc.frontend.known_outcomes import is_sized_by_values
+from meshc.frontend.selected_places import is_by_mask, is_unbacked
 from meshc.frontend.selected_rows import STOPPED
 from meshc.frontend.written_behind import changed_by
 from meshc.ir import Source
@@ -44,7 +44,10 @@ _BRANCH: Final = (
     "a buffer, give the module the flag itself before compiling: flag = bool(module.flag); del module.flag; module.flag = flag"
 )
 _BRANCHES: Final = r"^(cond|while_loop|scan|associative_scan|map_impl)$"
-_TRY_IT: Final = "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model"
+_TRY_IT: Final = (
+    "call the model itself with these inputs: if it raises the same, their shapes or dtypes do not fit the model; if it does not, write "
+    "that line in another way, or outside of the model"
+)
 _OTHERWISE: Final = (
     "write that line in another way, or outside of the model: torch's tracer does not take it, and so refuses "
     "torch.export.export(model, args, strict=True)"
@@ -61,6 +64,21 @@ RANDOMNESS: Final = (
 _OWN: Final = "docs/add-a-rule.md has an example"
 
 OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
+    (r"cheb_conv\.py", (
+        "give lambda_max in the call (2.0 for normalization=\"sym\"), and in a copy of the layer write torch.where(loop_mask, "
+        "edge_weight - 1, edge_weight): no maximum is taken over edges that are selected, and none are selected again"
+    )),
+    (r"cluster_gcn_conv\.py", (
+        "in a copy of the layer write torch.where(row == col, edge_weight + self.diag_lambda * deg_inv[col], edge_weight)"
+    )),
+    (r"rgcn_conv\.py|torch_geometric/nn/dense/linear\.py", (
+        "set torch_geometric.backend.use_segment_matmul = False, and give a HeteroLinear sorted types and is_sorted=True: which kernel is "
+        "faster is asked of how many rows each type has"
+    )),
+    (r"torch_geometric/utils/(_scatter|_to_dense_batch)\.py|hypergraph_conv\.py", (
+        "say how many there are: size= of a pooling, batch_size= and max_num_nodes= of to_dense_batch, num_edges= of a HypergraphConv's "
+        "call; a model that pools by itself takes batch_size=, or is copied with such a line"
+    )),
     (r"torch_geometric/utils/loop\.py|self_loops\(", (
         "add self-loops before the call (torch_geometric.utils.add_remaining_self_loops(edge_index, num_nodes=n)), and build the layer "
         "with add_self_loops=False: how many of a graph's edges are such loops, its values say"
@@ -338,14 +356,10 @@ def _unbacked(graph: GraphModule) -> Iterator[Node]:
 def _by_values(graph: GraphModule) -> Iterator[Node]:
     for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
         for node in body.graph.nodes:
-            by_values = re.search(_BY_VALUES, _name(node)) or re.search(SIZED_BY_VALUES, _name(node)) and not _is_counted(node)
+            sized = is_sized_by_values(node) and _name(node) != "getitem" and node.kwargs.get("output_size") is None
+            by_values = re.search(_BY_VALUES, _name(node)) or sized or is_by_mask(node)
             if node.op in ("call_function", "call_method") and by_values and not is_unbacked(node):
                 yield node
-
-
-def _is_counted(node: Node) -> bool:
-    """Whether rows are repeated as often as a number says, or a length is said."""
-    return _name(node) == "repeat_interleave" and (len(node.all_input_nodes) == 1 or node.kwargs.get("output_size") is not None)
 
 
 def _branching(graph: GraphModule) -> Iterator[Node]:
@@ -359,9 +373,9 @@ def _content(node: Node, source_of: Callable[[Node], Source]) -> str:
     does, advice = next((does, advice) for pattern, does, advice in CONTENT if re.search(pattern, name))
     call = "indexing with a mask" if name == "getitem" else f"{name}()"
     source = source_of(node)
-    seen = f"{source.file} {source.code}"
-    advice = next((said for pattern, said in OF_LIBRARIES if re.search(pattern, seen)), advice)
     there, why = node.meta.get(STOPPED, (node, ""))
+    seen = f"{source.file} {source.code} {source_of(there).file}"
+    advice = next((said for pattern, said in OF_LIBRARIES if re.search(pattern, seen)), advice)
     line = _place(source_of(there))
     at = f" at {line}" if source_of(there).file and line != _place(source) else ""
     further = f", and{at} {why}" if why else ""

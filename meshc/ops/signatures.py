@@ -95,7 +95,11 @@ def _parameters(schema: Any) -> Iterator[Parameter]:
 def _matched(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, Named]:
     """The first overload that takes what a call gives; by the kinds of its values, where several would by their number and names."""
     pairs = [(signature, given) for signature in signatures(target) if (given := _given(signature, args, kwargs)) is not None]
-    fitting = pairs if len(pairs) < 2 else [pair for pair in pairs if all(_fits(p, pair[1][p.name]) for p in pair[0] if p.name in pair[1])]
+
+    def fits(pair: tuple[Signature, Named], numbers: bool) -> bool:
+        return all(_fits(p, pair[1][p.name], numbers) for p in pair[0] if p.name in pair[1])
+
+    fitting = pairs if len(pairs) < 2 else [pair for numbers in (False, True) for pair in pairs if fits(pair, numbers)]
     if not fitting:
         raise TypeError(f"{getattr(target, '__name__', target)}() takes no {len(args)} arguments and {', '.join(kwargs) or 'no names'}")
     return fitting[0]
@@ -115,12 +119,14 @@ def _given(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any])
     return {name: given[name] for name in names if name in given}
 
 
-def _fits(parameter: Parameter, value: Any) -> bool:
-    """Whether a parameter takes a value of this kind: a tensor, several values, or one."""
+def _fits(parameter: Parameter, value: Any, numbers: bool) -> bool:
+    """Whether a parameter takes a value of this kind: a tensor, several values, or one. `numbers`: also one in the place of a tensor, as
+    in `torch.add(1, x, alpha=2)`."""
     kind = parameter.kind.removeprefix("Optional[")
     value = value.meta.get("example_value", value.meta.get("val")) if isinstance(value, Node) else value
     if value is None:
         return parameter.kind.startswith("Optional[")
     if kind.startswith("List["):
         return isinstance(value, list | tuple)
-    return isinstance(value, Tensor) == kind.startswith("Tensor") and not isinstance(value, list | tuple)
+    tensor = isinstance(value, Tensor) or numbers and isinstance(value, int | float) and kind.startswith("Tensor")
+    return tensor == kind.startswith("Tensor") and not isinstance(value, list | tuple)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,10 +68,34 @@ def paired(h: Tensor, x: Tensor) -> Tensor:
     return pairs.mean() + columns.square().sum() + h.new_ones(6, 6)[apart].view(5, -1).sum() * seen.sum()
 
 
-@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized, paired])
+def indexed(h: Tensor, x: Tensor) -> Tensor:
+    """What a known mask selects may be mixed, and a known number is one."""
+    gram, other, first = h.T @ h, ~torch.eye(6).bool(), torch.arange(3)[1]
+    gram[other] *= 0.1
+    places = torch.where(torch.arange(6) % 2 == 0)[0]
+    return h * gram[other].softmax(0)[0] + h[:, first, None] * h[:, places].softmax(-1).prod(-1, keepdim=True)
+
+
+def rotated(h: Tensor, x: Tensor) -> Tensor:
+    """In float32 on one device, and in float64 where that is what is compared."""
+    return h * (torch.linspace(0, 3, 3, dtype=torch.float32) / 7).cos().repeat_interleave(2)
+
+
+def scaled(h: Tensor, x: Tensor) -> Tensor:
+    """A norm in single precision, and its share by numpy, as EDM2 has them."""
+    norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True, dtype=torch.float32)
+    return h / torch.add(1e-4, norm, alpha=np.sqrt(norm.numel() / h.numel())).to(h.dtype)
+
+
+@pytest.mark.parametrize("after", [dice, written, drawn, asked, sized, paired, indexed, rotated])
 def test_a_program_has_what_is_known(after: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module_means_itself(Model(after), {"x": torch.randn(6, 4)}, "dp=2,tp=2")
+
+
+def test_a_norm_in_single_precision_is_verified_in_double() -> None:
+    program = meshc.compile(Model(scaled), meshc.Mesh("dp=2,tp=2"), args=(torch.randn(6, 4),))
+    assert meshc.verify(program, dtype=torch.float64).worst < 1e-9
 
 
 def unknown(h: Tensor, x: Tensor) -> Tensor:

@@ -112,7 +112,36 @@ def numbers(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
     return h * x.abs().max().item() + low / (1 + int(keep.sum())) - float(labels.max()) * h.sum() + (h.sum() * max(low, 2))
 
 
-FORMS = [numbers, losses, regressions, sums, back, experts, sizes, remade]
+def loops(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
+    """A graph with self-loops, as PyTorch Geometric's layers add them: degrees, a softmax over the edges of a node, messages."""
+    h, weights = m.up(x).flatten(0, 1), x[..., 0].flatten().abs()
+    edges = torch.stack([labels.flatten(), torch.where(keep, labels, 4 - labels).flatten()])
+    other = edges[0] != edges[1]
+    own = torch.ones(12, dtype=x.dtype)
+    own[edges[0][~other]] = weights[~other]
+    edges = torch.cat([edges[:, other], torch.arange(12).view(1, -1).repeat(2, 1)], dim=1)
+    weights, (row, column) = torch.cat([weights[other], own]), (edges[0], edges[1])
+    degree = x.new_zeros((12,)).scatter_add_(0, row, torch.ones(edges.size(1), dtype=x.dtype))
+    score = F.leaky_relu((h * m.scale).sum(-1)[row] + h[column].mean(-1))
+    most = score.new_zeros((12,)).scatter_reduce_(0, column, score.detach(), reduce="amax", include_self=False)
+    share = (score - most.index_select(0, column)).exp()
+    share = share / (share.new_zeros((12,)).scatter_add_(0, column, share) + 1e-16)[column]
+    message = (share * weights).unsqueeze(-1) * h[row]
+    out = message.new_zeros((12, 6)).scatter_add_(0, column.view(-1, 1).expand_as(message), message)
+    return (out.index_add(0, row, message) / degree[:, None]).scatter_reduce(0, row.view(-1, 1).expand_as(message), message, "mean")
+
+
+def padded(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
+    """Masks of rows of different lengths, written in a loop; a length is negative, or longer than the row, as slices may be."""
+    lengths, mask, h = keep.sum(1), torch.zeros(4, 3, dtype=torch.bool), m.up(x)
+    for i in range(4):
+        mask[i, : lengths[i]] = True
+        h[i, labels[i, 0] :, 1] = 2
+        h[: lengths[i] - 2, i % 3] = -1.5
+    return h * mask.unsqueeze(-1)
+
+
+FORMS = [numbers, losses, regressions, sums, back, experts, sizes, remade, loops, padded]
 
 
 def inputs(which: str) -> dict[str, Tensor]:
@@ -127,7 +156,7 @@ def test_a_program_is_one_device(form: Callable[..., Tensor], mesh: str) -> None
     module_means_itself(Model(form), given, mesh)
 
 
-@pytest.mark.parametrize("form", [losses, sums, back])
+@pytest.mark.parametrize("form", [losses, sums, back, loops])
 def test_of_nothing_it_is_what_torch_says(form: Callable[..., Tensor]) -> None:
     module_means_itself(Model(form), inputs("none"), "dp=2,tp=2")
 
@@ -200,6 +229,11 @@ def viewed(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
     return h.sum()
 
 
+def fixed(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
+    """As many rows are selected as `x` has."""
+    return (m.up(x)[keep] + x[:, 0]).sum()
+
+
 def test_a_view_that_is_read_after_a_write_is_refused() -> None:
     class Later(Queue):
         def forward(self, x: Tensor) -> Tensor:
@@ -217,6 +251,7 @@ def test_a_view_that_is_read_after_a_write_is_refused() -> None:
     (mixed, r"at \S+ `return torch.softmax\(h, dim=0\).sum\(\)` softmax\(\) is not known to treat each row by itself"),
     (drawn, r"dropout\(\) draws for each row that is selected"),
     (paired, r"at \S+ `return \(h @ h.T\).sum\(\)`"),
+    (fixed, r"add\(\) is not known to treat each row by itself"),
     (viewed, r"at \S+ `h\[:, 0\].add_\(1\)` they are changed in place"),
 ])  # fmt: skip
 def test_what_mixes_rows_is_refused_with_both_lines(form: Callable[..., Tensor], why: str) -> None:

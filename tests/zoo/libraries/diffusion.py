@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+
 from tests.zoo.libraries.row import Make, Part, Row, below, by_name, each, exactly, normal, ones, same, true
 
 
@@ -349,6 +351,6 @@ ROWS: Final = (
         attention_head_dim=16, mlp_ratio=2, text_embed_dim=32, adaln_lora_dim=4, max_size=[4, 32, 32], img_context_dim_in=32,
         img_context_dim_out=32),
         dict(controls_latents=normal(1, 16, 1, 16, 16), latents=normal(1, 16, 1, 16, 16), timestep=exactly([0.5]),
-        encoder_hidden_states=each(normal(1, 12, 32), normal(1, 4, 32)), condition_mask=normal(1, 1, 1, 16, 16),
+        encoder_hidden_states=lambda: (torch.randn(1, 12, 32), torch.randn(1, 4, 32)), condition_mask=normal(1, 1, 1, 16, 16),
         conditioning_scale=same(1.0), padding_mask=normal(1, 1, 16, 16))),
 )  # fmt: skip

@@ -1,0 +1,216 @@
+"""Rows that a mask selects as columns, beside rows that all count, and written to where numbers say: a graph's edges, with self-loops.
+
+    e = edges[:, keep]                      a row for each entry of the mask, moved to the front
+    e = torch.cat([e, loops], dim=1)        all of them and the loops, with a mask that is true of loops
+    i, j = e[0], e[1]                       rows of numbers;  torch.ones(e.size(1)) has as many rows
+    out.scatter_add_(0, i, s)               out.scatter_add(0, where(mask, i, 0), where(mask, s, 0))
+    out.scatter_reduce_(0, i, s, "amax")    rows that do not count are written to one more row, which is cut off
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+
+from meshc.frontend.expert_tape import ROWS
+from meshc.frontend.selected_places import Chosen, NotFollowed, Place, Places, Rows, name_of, value_of
+from meshc.ops.signatures import bound, filled
+
+JOINS: Final = ("cat", "concat", "concatenate")
+SAME: Final = ("to", "clone", "contiguous", "detach", "long", "int", "float", "double")
+"""Calls that say nothing of dims."""
+
+
+class JoinedRows(Places):
+    """
+    counts  by a number of rows, as torch writes it, which rows those are
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.counts: dict[object, Chosen] = {}
+
+    def note_count(self, node: Node) -> None:
+        held, value = self.rows.get(node), value_of(node)
+        pairs = zip(held, value, strict=False) if isinstance(held, tuple) else [(held, value)]
+        for rows, each in pairs:
+            if isinstance(rows, Rows) and not is_fixed(size := each.shape[rows.at]):
+                self.counts.setdefault(size.node.expr, rows.chosen)
+
+    def as_many(self, size: Any) -> Chosen | None:
+        """The rows that there are so many of."""
+        return None if is_fixed(size) else self.counts.get(size.node.expr)
+
+    def size_of_all(self, size: Any) -> int:
+        """A size that is made of numbers of selected rows, of all rows."""
+        if is_fixed(size):
+            return int(size)
+        _refuse_open(size)
+        symbols = free_unbacked_symbols(size)
+        if not symbols <= self.counts.keys():
+            raise NotFollowed("a tensor's size is a number that another holds")
+        return int(size.node.expr.xreplace({one: self.counts[one].count for one in symbols}))
+
+    # Columns.
+
+    def select_columns(self, node: Node, x: Node, index: tuple[Any, ...]) -> Rows:
+        """`x[:, mask]`"""
+        at, chosen = len(index) - 1, self.chosen(node, index[-1])
+        dims = tuple(range(len(chosen.dims)))
+        moved = self._call(node, torch.movedim, x, tuple(at + dim for dim in dims), dims)
+        return replace(self.indexed(node, moved, Place(chosen, dims)), at=at)
+
+    def is_columns(self, node: Node) -> bool:
+        held = self.rows.get(node)
+        return isinstance(held, Rows) and held.at > 0
+
+    def column(self, node: Node, name: str) -> Rows:
+        """A call that takes columns."""
+        first, *more = node.args
+        held = self.rows.get(first) if isinstance(first, Node) else None
+        if not isinstance(held, Rows) or len(node.all_input_nodes) != 1:
+            raise NotFollowed("columns that a mask selects meet others")
+        if name == "getitem" and isinstance(more[0], int):
+            value = self._call(node, operator.getitem, held.value, (slice(None), more[0]))
+            return replace(held, value=value, at=held.at - 1)
+        if name in ("t", "transpose") and value_of(held.value).dim() == 2:
+            return replace(held, at=0)
+        if name in SAME:
+            return replace(held, value=self._call(node, node.target, held.value, *more, **node.kwargs))
+        raise NotFollowed(f"{name}() takes columns that a mask selects")
+
+    # Beside others.
+
+    def joined(self, node: Node) -> bool:
+        """`torch.cat` of rows with others along the dim that they lie in; False if it is along another."""
+        named = bound(torch.cat, node.args, node.kwargs)
+        given: Any = named["tensors"]
+        dim = named.get("dim", 0) % value_of(node).dim()
+        held = [self.rows.get(one) for one in given]
+        if any(isinstance(rows, tuple) for rows in held) or not any(isinstance(rows, Rows) and rows.at == dim for rows in held):
+            return False
+        parts, counted = [], []
+        for one, rows in zip(given, held, strict=True):
+            if isinstance(rows, Rows) and rows.at != dim:
+                raise NotFollowed("columns that a mask selects meet rows")
+            parts.append(rows.value if isinstance(rows, Rows) else self._call(node, torch.movedim, one, dim, 0))
+            counted.append(rows.chosen if isinstance(rows, Rows) else int(value_of(one).shape[dim]))
+        self.rows[node] = Rows(self._call(node, torch.cat, parts), self.beside(node, tuple(counted)), at=dim)
+        return True
+
+    def beside(self, like: Node, counted: tuple[Chosen | int, ...]) -> Chosen:
+        """What is selected of rows one after the other, and of numbers of rows that all count."""
+        key = "beside", counted
+        if key not in self._masks:
+            masks = [
+                self._call(like, torch.ones, one, dtype=torch.bool) if isinstance(one, int) else self._call(like, "reshape", one.mask, [-1])
+                for one in counted
+            ]
+            whole = self._call(like, torch.cat, masks)
+            self._masks[key] = Chosen(whole, (int(value_of(whole).shape[0]),))
+        return self._masks[key]
+
+    def without_rows(self, node: Node) -> None:
+        """Of `s.new_zeros(8)`, which reads no rows, the same of what stands for them."""
+        first = node.args[0]
+        rows = self.rows[first] if isinstance(first, Node) else None
+        assert isinstance(rows, Rows)
+        node.replace_all_uses_with(self._call(node, node.target, rows.value, *node.args[1:], **node.kwargs))
+
+    # To where numbers say.
+
+    def numbers_of(self, index: Any) -> Rows | None:
+        """Rows of whole numbers that are an index, and not the places of a mask."""
+        index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        rows = self.rows.get(index) if isinstance(index, Node) else None
+        whole = isinstance(rows, Rows) and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32)
+        return rows if whole and isinstance(rows, Rows) else None
+
+    def scatter(self, node: Node, name: str) -> None:
+        named = filled(node.target, node.args, node.kwargs)
+        y, index, value = named["input"], self.numbers_of(named["index"]), named.get("src", named.get("value"))
+        if named["dim"] % value_of(y).dim() != 0:
+            raise NotFollowed("they are written along another dim than the first")
+        more = {key: named[key] for key in ("reduce", "include_self") if named.get(key) is not None}
+        adds = "add" in name or more.get("reduce") in ("sum", "add") and more.get("include_self", True)
+        self.write_by_numbers(node, y, index, value, adds, lambda y, at, x: self._call(node, name.rstrip("_"), y, 0, at, x, **more))
+
+    def write_rows(self, node: Node, y: Node, index: Any, value: Any, adds: bool) -> None:
+        """`y[i] = s`, `y.index_add(0, i, s)`"""
+        numbers, dtype = self.numbers_of(index), value_of(y).dtype
+        if numbers is None:
+            super().write_rows(node, y, index, value, adds)
+            return
+
+        def put(y: Node, at: Node, x: Any) -> Node:
+            x = self._call(node, "to", x if isinstance(x, Node) else self._call(node, torch.tensor, x), dtype)
+            return self._call(node, torch.index_put, y, (at,), x, accumulate=adds)
+
+        self.write_by_numbers(node, y, numbers, value, adds, put)
+
+    def write_by_numbers(self, node: Node, y: Node, index: Rows | None, value: Any, adds: bool, write: Any) -> None:
+        """`write(y, index, value)` of the rows that count. For others 0 is added to row 0, or they go to one more row."""
+        rows = self.rows.get(value) if isinstance(value, Node) else None
+        if index is None or isinstance(value, Node) and value in self.begun and (not isinstance(rows, Rows) or rows.chosen != index.chosen):
+            raise NotFollowed("rows of another selection, or a number, are written there")
+        value = self.zeroed(node, rows).value if isinstance(rows, Rows) else value
+        count = value_of(y).shape[0]
+        if adds and isinstance(rows, Rows):
+            made = write(y, self.zeroed(node, index).value, value)
+        else:
+            behind = self._call(node, torch.cat, [y, self._call(node, "new_zeros", y, [1, *value_of(y).shape[1:]])])
+            written = write(behind, self.zeroed(node, replace(index, zero=False), fill=count).value, value)
+            made = self._call(node, "narrow", written, 0, 0, count)
+        if name_of(node).endswith("_") or node.target is operator.setitem:
+            self._call(node, "copy_", y, made)
+            node.replace_all_uses_with(y, propagate_meta=False)
+            return
+        node.replace_all_uses_with(made)
+
+
+def numbers_for_proof(size: Any) -> dict[object, int]:
+    """What to take for numbers of rows, so that there are `ROWS`, or for each of them several; nothing where the model fixes how many."""
+    if is_fixed(size):
+        return {}
+    _refuse_open(size)
+    first, *others = sorted(free_unbacked_symbols(size), key=str)
+    expr = size.node.expr.xreplace(dict.fromkeys(others, 0))
+    each, rest = expr.coeff(first, 1), expr.coeff(first, 0)
+    if each == 0 or rest % each != 0:
+        raise NotFollowed("how many there are follows from several numbers")
+    return {**dict.fromkeys(others, 0), first: ROWS - int(rest // each)}
+
+
+def is_fixed(size: Any) -> bool:
+    """Of a number of rows, whether it is one that the model says otherwise, as `h[mask] + x` does."""
+    return not isinstance(size, torch.SymInt) or not free_symbols(size)
+
+
+def size_for_proof(size: Any, numbers: dict[object, int]) -> int:
+    if is_fixed(size):
+        return int(size)
+    _refuse_open(size)
+    return int(size.node.expr.xreplace({**dict.fromkeys(free_unbacked_symbols(size), ROWS), **numbers}))
+
+
+def without_values(value: Any, numbers: dict[object, int], rows: bool = False) -> Any:
+    """A tensor of a trace, for a proof; `rows`: of which there are `ROWS`, where the model fixes their number."""
+    if isinstance(value, Tensor):
+        shape = [size_for_proof(size, numbers) for size in value.shape]
+        if rows and not numbers:
+            shape[0] = ROWS
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple | list):
+        return type(value)(without_values(one, numbers, rows) for one in value)
+    return value
+
+
+def _refuse_open(size: Any) -> None:
+    if not all(one in free_unbacked_symbols(size) for one in free_symbols(size)):
+        raise NotFollowed("sizes are left open beside it")
