@@ -211,9 +211,9 @@ def _replace(graph: Graph, node: Node, other: Node) -> None:
 def _kept_apart(node: Node) -> str:
     """What else must be alike of two equal calls. Of what is made of sizes alone these are the lines that make it: positions along a batch
     are others than those along a sequence of as many tokens."""
-    if not node.all_input_nodes and shape_of(node):
-        return node.meta.get("stack_trace") or ""
-    return records(node)[0].phase if _expensive(node) else ""
+    phase = records(node)[0].phase if _expensive(node) else ""
+    lines = node.meta.get("stack_trace") if not node.all_input_nodes and shape_of(node) else ""
+    return f"{phase} {lines}"
 
 
 def _expensive(node: Node) -> bool:
