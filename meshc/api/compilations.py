@@ -311,8 +311,9 @@ class Compilations:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
         args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
         if changed:
-            warnings.warn("meshc compiles again, because of what the model's code reads: " + value_keys.shown(changed), stacklevel=5)
             self.value_keys.open(key)
+        if because := value_keys.changes_from(reversed(self.kept), key):
+            warnings.warn("meshc compiles again, because of what the model's code reads: " + value_keys.shown(because), stacklevel=5)
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshc.api import by_hand, cached_calls, generating, pretrained, rebalancing, saving
+from meshc.api import by_hand, cached_calls, generating, parts, pretrained, rebalancing, saving, trainer
 from meshc.api.asked import Asked
 from meshc.api.compilations import Compilations
 from meshc.api.options import Options
@@ -102,12 +102,13 @@ class Program:
                 self._of_model.run_by_model()
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
-        tell_trainer(called)
+        shared = parts.shared(self.asked)
+        tell_trainer(called, shared, trainer.save_by_all)
         stock.tell_generate(called)
         self._run = as_trainer_counts(self.__call__, self._batch_parts) if is_told(called) else self.__call__
         run_calls(called, self._run)
         if called is self.asked.module:
-            tell_accelerate(called)
+            tell_accelerate(called, shared)
             self._run_by_parts(called)
 
     def _run_by_parts(self, model: nn.Module) -> None:

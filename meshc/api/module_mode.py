@@ -16,9 +16,11 @@ from meshc.plan.plan import Plan
 def refuse_unknown_inputs(module: nn.Module) -> None:
     """A module that takes part in autograd cannot wait for its first call to know its inputs."""
     if any(p.requires_grad for p in module.parameters()) and torch.is_grad_enabled():
+        dummy = getattr(module, "main_input_name", None) in getattr(module, "dummy_inputs", ())  # of transformers, where they fit the model
         raise StateError(
             "this module has trainable parameters, which compile replaces, so it must know the inputs now.\n"
-            "  what to do: meshc.compile(model, mesh, kwargs={...example inputs...}); meta tensors will do.\n"
+            f"  what to do: meshc.compile(model, mesh, kwargs={'model.dummy_inputs' if dummy else '{...example inputs...}'}); "
+            "meta tensors will do.\n"
             "  for inference: compile under torch.no_grad()"
         )
 

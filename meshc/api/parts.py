@@ -19,6 +19,7 @@ from meshc.api.asked import Arguments, Asked
 from meshc.api.world import World
 from meshc.errors import InputError
 from meshc.frontend import calling
+from meshc.frontend.stock_accelerate import Parts
 from meshc.ir import trees
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.runtime.comm import collectives
@@ -67,6 +68,21 @@ def data_axes(asked: Asked) -> tuple[str, ...]:
     return tuple(axis.name for axis in asked.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
 
 
+def shared(asked: Asked) -> Parts:
+    """Which part of a batch each rank passes; of none where each has its own, or all pass the whole."""
+    if asked.inputs == "global" or asked.data_ranks == asked.mesh.world_size:
+        return Parts()
+    places = [_place(asked, rank) for rank in range(asked.mesh.world_size)]
+    numbers = {place: number for number, place in enumerate(sorted({*places}))}
+    return Parts(tuple(numbers[place] for place in places))
+
+
+def _place(asked: Asked, rank: int) -> tuple[int, ...]:
+    """Along the data axes."""
+    here: Mapping[str, int] = asked.mesh.coordinates(rank)
+    return tuple(here[axis] for axis in data_axes(asked))
+
+
 def _rows(asked: Asked, inputs: Arguments) -> int:
     pairs = zip(trees.leaves(inputs), asked.batch_dims(inputs), strict=True)
     lengths = {int(leaf.shape[dim]) for leaf, dim in pairs if isinstance(leaf, Tensor) and dim is not None}
@@ -91,8 +107,7 @@ def _by_place(asked: Asked, rows: Sequence[int]) -> list[int]:
     found: dict[tuple[int, ...], int] = {}
     first: dict[tuple[int, ...], int] = {}
     for rank, count in enumerate(rows):
-        here: Mapping[str, int] = asked.mesh.coordinates(rank)
-        place = tuple(here[axis] for axis in axes)
+        place = _place(asked, rank)
         if found.setdefault(place, count) != count:
             raise _everywhere(
                 f"ranks {first[place]} and {rank} have the same part of the batch, since they differ along no data axis, and passed "

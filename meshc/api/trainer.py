@@ -1,4 +1,4 @@
-"""`meshc.trainer_checkpoints`."""
+"""`meshc.trainer_checkpoints`, and what a Trainer's own checkpoints are written by."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from typing import Any
 
 
 def trainer_checkpoints() -> Any:
-    """A callback for transformers' `Trainer`, by which a compiled model's checkpoints hold all that training goes on from:
+    """A callback for transformers' `Trainer`, by which checkpoints with `save_only_model=True` hold all that training goes on from:
 
         arguments = TrainingArguments(..., save_strategy="steps", save_only_model=True)
         trainer = Trainer(model=model, args=arguments, callbacks=[meshc.trainer_checkpoints()], ...)
         trainer.train(resume_from_checkpoint=True)
 
+    Without `save_only_model` a Trainer whose model is compiled has this callback by itself, and nothing is to be written. It is for a
+    Trainer that is made before the model is compiled.
+
     Beside what the Trainer writes, a checkpoint gets the optimizer, the schedule and the random numbers, in the Trainer's own form: it
     resumes under another mesh, and of a model that is not compiled. Every rank needs host memory for the optimizer's whole state. The
-    Trainer is told `save_only_model=True` since it would save one rank's part itself, and refuses to. The scaler of float16 is not saved.
-    The Trainer removes old checkpoints before a new one has its optimizer: `save_total_limit` of at least 2 keeps one that is complete.
+    scaler of float16 is not saved. With `save_only_model` the Trainer removes old checkpoints before a new one has its optimizer:
+    `save_total_limit` of at least 2 keeps one that is complete.
 
     Needs transformers. Training raises StateError if the model is not compiled, or if the checkpoint that it resumes from has no
     optimizer.
@@ -23,3 +26,10 @@ def trainer_checkpoints() -> Any:
     from meshc.runtime.saved.trainer_checkpoint import TrainerCheckpoint
 
     return TrainerCheckpoint()
+
+
+def save_by_all(trainer: Any) -> None:
+    """Checkpoints of this Trainer, whose model is compiled, hold the optimizer, which all ranks bring together for them."""
+    from meshc.runtime.saved.trainer_checkpoint import save_by_all
+
+    save_by_all(trainer)

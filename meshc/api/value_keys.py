@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -99,6 +99,14 @@ class ValueKeys:
     def stale(self) -> list[str]:
         """What has changed since the last call, of all that any program has read."""
         return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
+
+
+def changes_from(kept: Iterable[Key], key: Key) -> list[str]:
+    """What has changed since the first of `kept` that is for such inputs and has read the same, one line each: why it does not serve."""
+    for other in kept:
+        if key.values and other.values and other.values.places is key.values.places and other.inputs == key.inputs:
+            return key.values.changes(other.values)
+    return []
 
 
 def kept_fixed(wanted: Sequence[Place], made: Made) -> str:

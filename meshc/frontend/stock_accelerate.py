@@ -1,6 +1,8 @@
 """What a compiled model and Accelerate tell each other.
 
-    accelerator.prepare(model)        would put DDP around it, or FSDP: refused, with the line that prepares it otherwise
+    accelerator.prepare(model)        would put DDP around it: it is prepared without that, as a model that is only evaluated
+    accelerator.prepare(loader)       deals out a part of the batch to each process: where ranks share parts, to these ranks the same
+    gather_for_metrics                puts together what all processes have: where ranks share parts, of each part once
     accelerator.prepare(scheduler)    steps it once a process at each step of the optimizer, since Accelerate deals out a batch for each:
                                       where ranks pass fewer parts of a batch than there are processes, that is said once
 
@@ -13,53 +15,114 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from meshc.errors import StateError
+from meshc.ir import trees
 
 MARK: Final = "_is_accelerate_prepared"
-PREPARED: Final = "model = accelerator.prepare_model(model, evaluation_mode=True)"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which part of a batch each rank passes, where several pass the same one; of none, each passes its own or all pass the whole."""
+
+    of_rank: tuple[int, ...] = ()
+
+    def tell(self, accelerator: Any) -> None:
+        """Accelerate deals out and gathers by parts."""
+        if self.of_rank and accelerator.num_processes == len(self.of_rank):
+            self.deal_out(accelerator.state)
+            firsts = [self.of_rank.index(part) for part in range(max(self.of_rank) + 1)]
+            accelerator.gather = partial(_gather, accelerator, firsts)
+
+    def deal_out(self, state: Any) -> None:
+        """Accelerate's loaders know meshes of which the axes of data are the major ones; on others they deal out to each process, which is
+        refused at the first batch."""
+        ranks, sharing = len(self.of_rank), self.of_rank.count(0)
+        if sharing and self.of_rank == tuple(rank // sharing for rank in range(ranks)) and getattr(state, "device_mesh", "") is None:
+            state.device_mesh = _AxisSizes({"dp_replicate": ranks // sharing, "cp": sharing})
+
+
+class _AxisSizes:
+    """All that Accelerate's loaders ask of a mesh: how large axes are, by its names for those along which it deals out and those it does
+    not."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self._sizes, self.mesh_dim_names = sizes, tuple(sizes)
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(size=lambda: self._sizes[name])
+
+
+def _gather(accelerator: Any, ranks: list[int], values: Any) -> Any:
+    """Accelerate's own `gather`; for metrics, of what these ranks have."""
+    of_all = type(accelerator).gather(accelerator, values)
+    if sys._getframe(1).f_code.co_name != "gather_for_metrics":
+        return of_all
+    return trees.mapped(lambda whole: whole.unflatten(0, (accelerator.num_processes, -1))[ranks].flatten(0, 1), of_all)
 
 
 class Unprepared:
-    """The answer to whether Accelerate has prepared a model: no, and how it is to be."""
+    """The answer to whether Accelerate has prepared a model: no; but if it is about to wrap it, the model is prepared as one that stays as
+    it is, and the answer is yes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
 
     def __bool__(self) -> bool:
         asking = sys._getframe(1)
         given = asking.f_locals
-        if asking.f_code.co_name == "prepare_model" and not given.get("evaluation_mode") and given["self"].num_processes > 1:
+        if asking.f_code.co_name != "prepare_model":
+            return False
+        accelerator, model = given["self"], given["model"]
+        self._parts.tell(accelerator)
+        if given.get("evaluation_mode") or accelerator.num_processes == 1:
+            return False
+        if accelerator.prepare_model(model, given["device_placement"], evaluation_mode=True) is not model:
             raise StateError(
-                f"accelerator.prepare would wrap this {type(given['model']).__qualname__}, which is compiled, to reduce its gradients\n"
-                "  why: its program has reduced them already, and its parameters are DTensors, which DDP does not take\n"
-                f"  what to do: {PREPARED}, and accelerator.prepare for all else"
+                f"accelerator.prepare would wrap this {type(model).__qualname__}, which is compiled\n"
+                "  why: its call runs its program, whose gradients are reduced and whose parameters are DTensors\n"
+                '  what to do: leave the dynamo backend and fp8 out of the Accelerator; backend="inductor" of meshc.compile'
             )
-        return False
+        return True
 
 
-def tell_accelerate(model: nn.Module) -> None:
+def tell_accelerate(model: nn.Module, parts: Parts) -> None:
     """One that Accelerate has prepared stays prepared."""
-    if not hasattr(model, MARK):
-        setattr(model, MARK, Unprepared())
+    if (state := _state()) is not None:
+        parts.deal_out(state)
+    if not hasattr(model, MARK) or isinstance(getattr(model, MARK), Unprepared):
+        setattr(model, MARK, Unprepared(parts))
+
+
+def _state() -> Any | None:
+    """Accelerate's, if there is an Accelerator."""
+    states = sys.modules.get("accelerate.state")
+    return states.AcceleratorState() if states is not None and states.is_initialized() else None
 
 
 def schedule_note(parts: int, owns: Callable[[Tensor], object]) -> str:
     """What to say where Accelerate steps a scheduler of an optimizer that has such parameters more often than a batch has parts; "" if it
     does not."""
     schedulers = sys.modules.get("accelerate.scheduler")
-    states = sys.modules.get("accelerate.state")
-    if schedulers is None or states is None or not states.is_initialized():
+    state = _state()
+    if schedulers is None or state is None:
         return ""
-    times = states.AcceleratorState().num_processes
+    times = state.num_processes
     if times <= parts or not any(_steps_by_process(one, owns) for one in gc.get_objects() if type(one) is schedulers.AcceleratedScheduler):
         return ""
     return (
         f"Accelerate steps the scheduler that it has prepared {times} times at each step of the optimizer, once for each process\n"
         f"  why: it takes each process for one with a batch of its own, and here {'all have the same' if parts == 1 else f'{parts} have'}; "
         "on one device it steps once\n"
-        "  what to do: leave the scheduler out of accelerator.prepare; or Accelerator(dataloader_config=DataLoaderConfiguration("
-        "split_batches=True)).\n  Either way with numbers of steps that are not multiplied by num_processes"
+        f"  what to do: nothing, if its numbers of steps are {times} times the optimizer's (multiplied by accelerator.num_processes);\n"
+        "  else leave it out of accelerator.prepare, or Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))"
     )
 
 

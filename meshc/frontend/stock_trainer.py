@@ -16,6 +16,9 @@ model shifts away are counted of some classes, and not of others):
 
 Who calls is read off the stack. A call with that argument by anybody else means what the model means.
 
+A Trainer that is made asks the model too, and refuses to save the optimizer of one that was split: its checkpoints are then written by all
+ranks (`meshc/runtime/saved/trainer_checkpoint.py`).
+
 Releases without the mark refuse a model of DTensors themselves.
 """
 
@@ -27,21 +30,44 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from meshc.frontend.stock_accelerate import Parts
+
 MARK: Final = "_is_distributed_loading_by_transformers"
+SAVES: Final = "_save_optimizer_and_scheduler"
+"""By what the Trainer writes them into a checkpoint."""
 ITEMS: Final = "num_items_in_batch"
 DEEP: Final = 32
 """How many frames there may be between the Trainer and the model's call: torch's, and those of contexts around forward."""
 
 
-def tell_trainer(model: nn.Module) -> None:
+class Split:
+    """The answer to whether a model was split at load time: yes; but a Trainer that asks at its end of being made, to refuse checkpoints
+    with an optimizer, is told no, and saves it as `save_by_all` has told it."""
+
+    def __init__(self, parts: Parts, save_by_all: Callable[[Any], None]) -> None:
+        self._parts, self._save_by_all = parts, save_by_all
+
+    def __bool__(self) -> bool:
+        asking = sys._getframe(1)
+        if asking.f_code.co_name != "__init__" or asking.f_globals.get("__name__") != "transformers.trainer":
+            return True
+        trainer = asking.f_locals["self"]
+        self._parts.tell(trainer.accelerator)
+        if trainer.args.save_only_model or not hasattr(trainer, "callback_handler") or not hasattr(trainer, SAVES):
+            return True
+        self._save_by_all(trainer)
+        return False
+
+
+def tell_trainer(model: nn.Module, parts: Parts, save_by_all: Callable[[Any], None]) -> None:
     """Of a model without modules of transformers nothing changes."""
     for module in model.modules():
         if hasattr(type(module), MARK):
-            setattr(module, MARK, True)
+            setattr(module, MARK, Split(parts, save_by_all))
 
 
 def is_told(model: nn.Module) -> bool:
-    return any(vars(module).get(MARK, False) for module in model.modules())
+    return any(isinstance(vars(module).get(MARK), Split) for module in model.modules())
 
 
 def as_trainer_counts(call: Callable[..., Any], parts: int) -> Callable[..., Any]:

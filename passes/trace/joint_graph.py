@@ -196,7 +196,7 @@ def _drop_empty(graph: Graph) -> None:
 
 def _merge_equal(graph: Graph) -> None:
     """One node for equal calls on equal operands (each layer builds the same mask and casts the same table)."""
-    for node, first in equal_calls(graph.nodes, apart=lambda one: records(one)[0].phase if _expensive(one) else ""):
+    for node, first in equal_calls(graph.nodes, apart=_kept_apart):
         _replace(graph, node, first)
 
 
@@ -206,6 +206,14 @@ def _replace(graph: Graph, node: Node, other: Node) -> None:
         update(other, returned_by=tuple(dict.fromkeys((*record(other).returned_by, *record(node).returned_by))))
     node.replace_all_uses_with(other)
     graph.erase_node(node)
+
+
+def _kept_apart(node: Node) -> str:
+    """What else must be alike of two equal calls. Of what is made of sizes alone these are the lines that make it: positions along a batch
+    are others than those along a sequence of as many tokens."""
+    phase = records(node)[0].phase if _expensive(node) else ""
+    lines = node.meta.get("stack_trace") if not node.all_input_nodes and shape_of(node) else ""
+    return f"{phase} {lines}"
 
 
 def _expensive(node: Node) -> bool:

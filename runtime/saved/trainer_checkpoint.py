@@ -1,12 +1,14 @@
 """Checkpoints of transformers' Trainer that a compiled model's training goes on from.
 
-    checkpoint-20/   model.safetensors, trainer_state.json      the Trainer's own, as with `save_only_model=True`
+    checkpoint-20/   model.safetensors, trainer_state.json      the Trainer's own
                      optimizer.pt, scheduler.pt                 whole tensors, in the form in which the Trainer reads them
                      rng_state_0.pth, rng_state_1.pth, ..       each rank's, likewise
 
-The Trainer saves an optimizer on one rank, where it has a part of its state, and therefore refuses to. This callback is called on every
-rank: state is brought together, and rank 0 writes it. Resuming is the Trainer's own; what it reads are whole tensors, which become the
-ranks' parts (`runtime/state/whole_state.py`). The file imports transformers, and is imported where somebody asks for the callback.
+The Trainer saves an optimizer on one rank, where it has a part of its state, and therefore refuses to. What writes it here is called on
+every rank: state is brought together, and rank 0 writes it. It stands for the Trainer's own function, in a Trainer whose model is compiled
+when it is made (`meshc/frontend/stock_trainer.py`); or it is called behind what the Trainer writes with `save_only_model=True`. Resuming is
+the Trainer's own; what it reads are whole tensors, which become the ranks' parts (`runtime/state/whole_state.py`). The file imports
+transformers, and is imported where somebody asks for the callback, or a Trainer is made.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from meshc.errors import StateError
+from meshc.frontend.stock_trainer import SAVES
 from meshc.runtime.state.ownership import store_of
 from meshc.runtime.state.store import Store
 
@@ -50,6 +53,7 @@ class TrainerCheckpoint(TrainerCallback, ExportableState):
                 f"meshc.trainer_checkpoints() saves the optimizer of a compiled model, and this {type(model).__name__} is not compiled\n"
                 "  what to do: leave the callback out, or meshc.compile(model, mesh, ...) in front of the Trainer"
             )
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # what is gone on from may be of a model without it
         if not state.global_step:
             return
         folder = _folder(args, state)
@@ -69,17 +73,34 @@ class TrainerCheckpoint(TrainerCallback, ExportableState):
         self.store.seed, self.store.step = draws.get("seed", self.store.seed), draws.get("step", self.store.step)
 
     def on_save(self, args: Any, state: Any, control: object, optimizer: Any, lr_scheduler: Any, **kwargs: object) -> None:
-        """Behind the Trainer's own writing, on every rank."""
-        folder = _folder(args, state)
-        folder.mkdir(parents=True, exist_ok=True)
-        whole = optimizer.state_dict()  # on the host of each rank: who asks is known by the name of this function
-        torch.save(_generators(), folder / ("rng_state.pth" if args.world_size == 1 else f"rng_state_{args.process_index}.pth"))
-        dist.barrier()  # what the optimizer's file stands for is there when it is
-        if args.should_save:
-            torch.save(lr_scheduler.state_dict(), folder / SCHEDULER)
-            torch.save(whole, folder / f"{OPTIMIZER}.tmp")
-            os.replace(folder / f"{OPTIMIZER}.tmp", folder / OPTIMIZER)
-        dist.barrier()
+        """Behind the Trainer's own writing, on every rank; where that has left the rest out."""
+        if args.save_only_model:
+            folder = _folder(args, state)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(_generators(), folder / ("rng_state.pth" if args.world_size == 1 else f"rng_state_{args.process_index}.pth"))
+            save_optimizer_and_scheduler(folder, optimizer, lr_scheduler, args.should_save)
+
+
+def save_by_all(trainer: Any) -> None:
+    """In place of the Trainer's own function, which it calls on every rank."""
+    if not any(isinstance(one, TrainerCheckpoint) for one in trainer.callback_handler.callbacks):
+        trainer.add_callback(TrainerCheckpoint())
+
+    def save(folder: str) -> None:
+        save_optimizer_and_scheduler(Path(folder), trainer.optimizer, trainer.lr_scheduler, trainer.args.should_save)
+
+    setattr(trainer, SAVES, save)
+
+
+def save_optimizer_and_scheduler(folder: Path, optimizer: Any, lr_scheduler: Any, should_save: bool) -> None:
+    """On every rank, of which one writes."""
+    whole = optimizer.state_dict()  # on the host of each rank: who asks is known by the name of this function
+    dist.barrier()  # what the optimizer's file stands for is there when it is
+    if should_save:
+        torch.save(lr_scheduler.state_dict(), folder / SCHEDULER)
+        torch.save(whole, folder / f"{OPTIMIZER}.tmp")
+        os.replace(folder / f"{OPTIMIZER}.tmp", folder / OPTIMIZER)
+    dist.barrier()
 
 
 def _folder(args: Any, state: Any) -> Path:

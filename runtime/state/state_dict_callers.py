@@ -1,8 +1,7 @@
 """Who asks a compiled model, or an optimizer of its parameters, for its state dict, and what is said to those who cannot do with DTensors.
 
     torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
-    model.save_pretrained(...) of transformers           StateError, which names program.save_pretrained: it would wait for ever, or
-                                                         write a rank's part
+    model.save_pretrained(...) of transformers           nothing: it is called on every rank (`whole_state.py`)
     anybody else, torch.save(model.state_dict()) say,    a warning, once a model and once an optimizer
     or of optimizer.state_dict()
 
@@ -22,7 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError
 from meshc.runtime.state.whole_state import asked_by_all
 
 KNOWS: Final = ("torch.distributed.", "accelerate.", "meshc.")
@@ -43,7 +41,7 @@ _WARNED: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
 def look_who_asks(model: nn.Module) -> str:
     """Who asks for the `state_dict` of a compiled model, seen from a hook: "program" for meshc's own, "all" for those who ask on every
-    rank, "" for anybody else. Raises StateError for one who would hang."""
+    rank, "" for anybody else."""
     caller = _caller(sys._getframe(2))  # behind the hook that calls this
     if asked_by_all(model):
         return "all"
@@ -51,11 +49,6 @@ def look_who_asks(model: nn.Module) -> str:
         return "program" if caller.startswith("meshc.") else "all"
     if caller is None:
         return ""
-    if str(caller.f_globals.get("__name__", "")).startswith("transformers.") and caller.f_code.co_name == "save_pretrained":
-        raise StateError(
-            "save_pretrained cannot save a compiled model by itself: its parameters lie on a mesh, a part of them on each rank\n"
-            "  what to do: program.save_pretrained(directory) on every rank"
-        )
     _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
     return ""
 

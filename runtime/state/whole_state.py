@@ -3,8 +3,8 @@
     model.load_state_dict(torch.load("model.bin"))     whole tensors, the same on every rank: each takes its part, nothing is sent
     optimizer.load_state_dict(...)                     likewise, of an optimizer that steps a compiled module's parameters itself
     torch.load("what rank 0 has saved.pt")             parts: refused by all but the rank that they are of
-    accelerator.save_state(...), Trainer._save         ask on every rank, and write on one: they get whole tensors, in the host's memory
-                                                       on each rank
+    accelerator.save_state(...), Trainer._save,        ask on every rank, and write on one: they get whole tensors, in the host's memory
+    model.save_pretrained(...) of transformers         on each rank
 
 Who asks is read off the stack, as in `state_dict_callers.py`.
 """
@@ -37,7 +37,8 @@ ON_ALL_RANKS: Final = (
     ("accelerate.accelerator", "get_state_dict"),
     ("accelerate.checkpointing", "save_accelerator_state"),
     ("accelerate.checkpointing", "load_accelerator_state"),
-    ("meshc.runtime.saved.trainer_checkpoint", "on_save"),
+    ("meshc.runtime.saved.trainer_checkpoint", "save_optimizer_and_scheduler"),
+    ("transformers.modeling_utils", "save_pretrained"),
 )
 """Functions that every rank calls and one writes for: (module, function)."""
 OF_TRAINER: Final = ("transformers.trainer", "_save")

@@ -358,6 +358,17 @@ def test_a_change_says_what_has_changed_and_how(mesh: DeviceMesh) -> None:
         program(X)
 
 
+def test_a_change_before_the_first_call_of_its_kind_is_no_reason(mesh: DeviceMesh) -> None:
+    """Inputs of another size are compiled for in any case."""
+    model, program = in_module_mode(mesh)
+    model.config.alpha = 2.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program(X[:4])
+    with pytest.warns(UserWarning, match="model.config.alpha: 1.0 -> 2.0"):
+        program(X)
+
+
 @pytest.mark.filterwarnings("ignore:meshc compiles again")
 def test_what_keeps_changing_and_is_no_input_is_said_with_its_line(mesh: DeviceMesh) -> None:
     model, program = in_module_mode(mesh)

@@ -399,3 +399,13 @@ def test_a_detection_model_is_told_to_compile_its_backbone() -> None:
     trace = f"data-dependent expression TruncToInt(zuf0)\nfrom user code:\n  {line}"
     said = str(untraceable.explained(RuntimeError(trace), plain().forward, (X,), {}))
     assert "/detection/transform.py:177 in torch_choice" in said and "meshc.compile(model.backbone, mesh, args=(images,))" in said
+
+
+@pytest.mark.parametrize("name, shown", [("input_ids", "kwargs=model.dummy_inputs)"), ("pixel_values", "kwargs={...example inputs...})")])
+def test_a_stock_model_without_inputs_is_told_of_its_own_where_they_fit(name: str, shown: str) -> None:
+    """transformers has tokens for every model, of images too."""
+    model: Any = nn.Linear(2, 2)
+    model.main_input_name, model.dummy_inputs = name, {"input_ids": X}
+    with pytest.raises(meshc.StateError) as raised:
+        meshc.compile(model, meshc.Mesh("dp=2"))
+    assert shown in str(raised.value)

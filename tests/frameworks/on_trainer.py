@@ -188,11 +188,11 @@ def the_same_everywhere(mesh: Any) -> None:
     _close(model, twin)
 
 
-@ROWS.row("save_model, and checkpoints", line="TrainingArguments(save_only_model=True)", mesh="dp=2")
+@ROWS.row("save_model, and checkpoints", mesh="dp=2")
 def saved(mesh: Any) -> None:
     model, twin = compiled(mesh, "local", 2)
     folder = shared_folder()
-    trainer = Trainer(model=model, args=arguments(folder, save_strategy="steps", save_steps=2, save_only_model=True), train_dataset=texts())
+    trainer = Trainer(model=model, args=arguments(folder, save_strategy="steps", save_steps=2), train_dataset=texts())
     trainer.train()
     trainer.save_model(str(folder / "last"))
     torch.distributed.barrier()
@@ -202,19 +202,17 @@ def saved(mesh: Any) -> None:
         _close(LlamaForCausalLM.from_pretrained(folder / name).double(), wanted)
 
 
-CHECKPOINTS = "TrainingArguments(save_only_model=True), and callbacks=[meshc.trainer_checkpoints()]"
-RESUMED: dict[str, Any] = dict(
-    save_strategy="steps", save_steps=2, save_only_model=True, optim="adamw_torch", learning_rate=0.01, lr_scheduler_type="linear"
-)
+RESUMED: dict[str, Any] = dict(save_strategy="steps", save_steps=2, optim="adamw_torch", learning_rate=0.01, lr_scheduler_type="linear")
 
 
-def started(mesh: Any, inputs: str, folder: Path, steps: int = STEPS, dropout: float = 0.0) -> Any:
-    """A Trainer of a model that is compiled and was not trained yet, which saves at step 2 what can be gone on from."""
+def started(mesh: Any, inputs: str, folder: Path, steps: int = STEPS, dropout: float = 0.0, by_callback: bool = False) -> Any:
+    """A Trainer of a model that is compiled and was not trained yet, which saves at step 2 what can be gone on from. by_callback: the
+    Trainer saves the model alone, and a callback the rest."""
     kind, rows = (Trainer, 2) if inputs == "local" else (Whole, 4)
     model = llama(dropout)
     meshc.compile(model, mesh, kwargs=batches(rows)[0], inputs=inputs)
-    given = arguments(folder, **RESUMED, max_steps=steps)
-    return kind(model=model, args=given, train_dataset=texts(), callbacks=[meshc.trainer_checkpoints()])
+    given = arguments(folder, **RESUMED, max_steps=steps, save_only_model=by_callback)
+    return kind(model=model, args=given, train_dataset=texts(), callbacks=[meshc.trainer_checkpoints()] if by_callback else [])
 
 
 def goes_on(mesh: Any, inputs: str, dropout: float) -> None:
@@ -236,27 +234,31 @@ def goes_on(mesh: Any, inputs: str, dropout: float) -> None:
         assert all(torch.equal(*(x.full_tensor() if hasattr(x, "full_tensor") else x for x in (one[key], other[key]))) for key in other)
 
 
-@ROWS.row('checkpoints to resume from: optimizer, schedule, random numbers, with inputs="local"', line=CHECKPOINTS, mesh="dp=2")
+@ROWS.row('checkpoints to resume from: optimizer, schedule, random numbers, with inputs="local"', mesh="dp=2")
 def resumed(mesh: Any) -> None:
     goes_on(mesh, "local", 0.25)
 
 
-@ROWS.row("the same on any mesh, and by a Trainer of the plain model", line=CHECKPOINTS)
+@ROWS.row("the same on any mesh, and by a Trainer of the plain model")
 def resumed_elsewhere(mesh: Any) -> None:
+    """A checkpoint goes on as the other's, in both directions."""
     goes_on(mesh, "global", 0.0)
-    folder = shared_folder()
-    saved = started(mesh, "global", folder)
+    folder, other = shared_folder(), shared_folder()
+    saved = started(mesh, "global", folder, by_callback=True)
     saved.train()
-    plain = Whole(model=llama(), args=arguments(folder, **RESUMED), train_dataset=texts())
-    plain.is_distributed_loading_by_transformers = True  # no DDP: each rank trains all of it
-    plain.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    _close(saved.model, plain.model)
+    for there, begun in ((other, None), (folder, str(folder / "checkpoint-2"))):
+        plain = Whole(model=llama(), args=arguments(there, **RESUMED), train_dataset=texts())
+        plain.is_distributed_loading_by_transformers = True  # no DDP: each rank trains all of it
+        plain.train(resume_from_checkpoint=begun)
+        _close(saved.model, plain.model)
+    again = started(mesh, "global", other)
+    again.train(resume_from_checkpoint=str(other / "checkpoint-2"))
+    _close(again.model, plain.model)
 
 
-@ROWS.row("checkpoints by the Trainer alone", refused=f"the Trainer says: save_only_model=True; with it {CHECKPOINTS.partition('and ')[2]}")
+@ROWS.row("resuming from a checkpoint of save_only_model=True", refused="leave it out, or add callbacks=[meshc.trainer_checkpoints()]")
 def not_resumed(mesh: Any) -> None:
     model, _ = compiled(mesh, "global", 4)
-    refuses(ValueError, "save_only_model=True", lambda: Trainer(model=model, args=arguments(shared_folder(), save_strategy="steps")))
     folder = shared_folder()
     given = arguments(folder, save_strategy="steps", save_steps=2, save_only_model=True)
     Whole(model=model, args=given, train_dataset=texts()).train()
@@ -297,15 +299,13 @@ def smoothed(mesh: Any) -> None:
     _close(model, twin)
 
 
-@ROWS.row("load_best_model_at_end", line=CHECKPOINTS, mesh="dp=2")
+@ROWS.row("load_best_model_at_end", mesh="dp=2")
 def the_best(mesh: Any) -> None:
     """By the loss of an evaluation after each step, of steps that are too long."""
     model, twin = compiled(mesh, "local", 2)
-    how = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, save_only_model=True, load_best_model_at_end=True)
+    how = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, save_total_limit=1, load_best_model_at_end=True)
     given = arguments(shared_folder(), **how, metric_for_best_model="eval_loss", learning_rate=0.5)
-    trainer = Trainer(
-        model=model, args=given, train_dataset=texts(), eval_dataset=texts(4), callbacks=[meshc.trainer_checkpoints()]
-    )  # fmt: skip
+    trainer = Trainer(model=model, args=given, train_dataset=texts(), eval_dataset=texts(4))
     trainer.train()
     found = []
     for batch in batches(4):
@@ -429,6 +429,19 @@ def generating_parts(mesh: Any) -> None:
         assert torch.equal(found[:, : wanted.shape[1]], wanted), (found, wanted)
     refuses(meshc.InputError, "tokens alone", lambda: model.generate(mine, max_new_tokens=3, return_dict_in_generate=True))
     model(input_ids=ids[:2])  # its calls are of parts still
+
+
+@ROWS.row('train, evaluate, predict, where ranks share a part of the batch, with inputs="local"', mesh="dp=1,tp=2")
+def shared_parts(mesh: Any) -> None:
+    model, twin = compiled(mesh, "local", 4)
+    given = arguments(shared_folder(), per_device_train_batch_size=4, per_device_eval_batch_size=3)
+    trainer = Trainer(model=model, args=given, train_dataset=texts(), eval_dataset=texts(4))
+    trainer.train()
+    trained(twin)
+    _close(model, twin)
+    with torch.no_grad():
+        wanted = twin.eval()(**batches(4)[0]).logits
+    torch.testing.assert_close(torch.as_tensor(trainer.predict(texts(4)).predictions), wanted, rtol=1e-6, atol=1e-6)
 
 
 @ROWS.row('ranks that are dealt other rows, with inputs="global"', refused='compile with inputs="local", or do not deal out')

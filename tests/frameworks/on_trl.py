@@ -9,7 +9,6 @@ from typing import Any
 import peft
 import torch
 import transformers
-from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -32,10 +31,6 @@ from tests.processes.session import run_checks
 ROWS = Rows("trl")
 WORDS = [f"w{number}" for number in range(28)]
 LOCAL = 'meshc.compile(model, mesh, kwargs=..., inputs="local", options=meshc.Options(local_loss="mean"))'
-DEALT = (
-    'trainer.accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(loader, num_processes=mesh["dp"].size(), '
-    'process_index=mesh.get_local_rank("dp"), use_seedable_sampler=True)'
-)
 
 
 def tokenizer() -> Any:
@@ -85,12 +80,7 @@ def same_training(make: Any, model: Any, mesh: Any, rows: int, **more: int) -> N
     plain = make(twin, rows // 2)
     plain.train()
     compiled(model, mesh, **more)
-    parts, place = mesh["dp"].size(), mesh.get_local_rank("dp")
-    mine = make(model, rows // parts)
-    if mesh.size() > parts:
-        mine.accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(
-            loader, num_processes=parts, process_index=place, use_seedable_sampler=True
-        )
+    mine = make(model, rows // mesh["dp"].size())
     mine.train()
     found, wanted = ([row["loss"] for row in one.state.log_history if "loss" in row] for one in (mine, plain))
     assert len(found) == 2
@@ -131,7 +121,7 @@ def tuned(mesh: Any) -> None:
     same_training(tuner, llama(), mesh, 4)
 
 
-@ROWS.row("SFTTrainer on other meshes", line=DEALT, mesh="dp=1,tp=2")
+@ROWS.row("SFTTrainer on other meshes", line=LOCAL, mesh="dp=1,tp=2")
 def tuned_split(mesh: Any) -> None:
     same_training(tuner, llama(), mesh, 4)
 
@@ -154,7 +144,7 @@ def preferred(mesh: Any) -> None:
     same_training(preferring, llama(), mesh, 4)
 
 
-@ROWS.row("DPOTrainer on other meshes", line=DEALT, mesh="dp=1,tp=2")
+@ROWS.row("DPOTrainer on other meshes", line=LOCAL, mesh="dp=1,tp=2")
 def preferred_split(mesh: Any) -> None:
     same_training(preferring, llama(), mesh, 4)
 
@@ -164,7 +154,7 @@ def rewarded(mesh: Any) -> None:
     same_training(rewarding, llama(LlamaForSequenceClassification, num_labels=1), mesh, 4, attention_mask=1)
 
 
-@ROWS.row("RewardTrainer on other meshes", line=DEALT, mesh="dp=1,tp=2")
+@ROWS.row("RewardTrainer on other meshes", line=LOCAL, mesh="dp=1,tp=2")
 def rewarded_split(mesh: Any) -> None:
     same_training(rewarding, llama(LlamaForSequenceClassification, num_labels=1), mesh, 4, attention_mask=1)
 

@@ -60,7 +60,7 @@ def beside(mesh: Any) -> None:
 
 
 ROWS.row("torch.save(model.state_dict())", refused="a warning: program.state_dict(full=True), or DCP")(savers.warned_once)
-ROWS.row("model.save_pretrained", refused="program.save_pretrained(dir) on every rank")(savers.save_pretrained)
+ROWS.row("model.save_pretrained on every rank (each needs host memory for the whole model)")(savers.save_pretrained)
 
 
 def run(mesh: str, *names: str) -> None:

@@ -27,8 +27,9 @@ AFTER: Final = """
 ## Beside the tables
 
 - **Whole tensors.** `model.load_state_dict` takes whole plain tensors, the same on every rank, and sends nothing. Accelerate's
-  `save_state` and the Trainer's `save_model`, which every rank calls and one writes for, get whole tensors in each rank's host
-  memory; `program.save_pretrained` needs that on rank 0 alone.
+  `save_state`, the Trainer's `save_model` and transformers' `model.save_pretrained`, which every rank calls and one writes for, get
+  whole tensors in each rank's host memory; `program.save_pretrained` needs that on rank 0 alone. `if rank == 0:` around them makes a
+  call that waits for the others, which is said after 15 s.
 - **Copies.** `copy.deepcopy` of a compiled model has its DTensors and no program. `meshc.compile(copy, ...)` gives it a storage and
   a program of its own, which begin with its values. Where a program's storage is no layout of torch's and a step has run since, the
   copy is refused until `program.sync()`; `update_parameters` cannot look, so beside a `TrainStep` call `program.sync()` first.
@@ -44,7 +45,8 @@ AFTER: Final = """
   does not say.
 - **Accelerate's schedulers.** One that `accelerator.prepare` has made steps once a process at each step. With `inputs="local"` and a part
   for each process that is what Accelerate means; where ranks pass fewer parts (`inputs="global"`: one) the rate falls so many times as
-  fast as on one device, and a warning says so at the second step.
+  fast as on one device, and a warning says so at the second step. Numbers of steps that are multiplied by `num_processes` are right as
+  they are.
 - **The same rows on data ranks.** With `inputs="local"` ranks compare digests of what they pass in training until they have seen parts
   that differ. Where none has rows of its own in two different batches, a warning says so: a loader without a sampler, or Fabric's and
   Lightning's `ModelParallelStrategy`, whose own `tensor_parallel_size` is all ranks of a node.
@@ -70,10 +72,13 @@ AFTER: Final = """
 - **The Trainer's last batch.** Where rows do not divide, Accelerate gives some rows twice, to make parts equal, as it does under DDP:
   the step's mean counts them twice, and `eval_loss` of such a last batch is the mean of what ranks were given. Metrics of `compute_metrics`
   and `predict` count each row once. `dataloader_drop_last=True`, or a number of rows that divides, is exact.
-- **The Trainer's checkpoints.** It removes old ones before the callback has written a new one's optimizer: with `save_total_limit`
-  of at least 2 one that is complete is always there. `load_best_model_at_end` and early stopping need nothing more.
-- **The Trainer's mesh.** It deals out one part to each rank, so `inputs="local"` goes with meshes whose axes all have a data role.
-  On others every rank gets the same batch, by a loader of its own; or ranks of one part get the same part, by the line of TRL's rows.
+- **The Trainer's checkpoints** hold the optimizer, the schedule and random numbers, where the model is compiled when the Trainer is made,
+  and go on under any mesh, of a plain model too, and where a plain model's were begun (decision note 165). With `save_only_model=True`
+  and `callbacks=[meshc.trainer_checkpoints()]` the rest is written behind the model, and behind the removal of old ones.
+- **Ranks that share a part** (`tp` beside `dp`, `inputs="local"`). Accelerate, and so the Trainer, deals out the same rows to them, and
+  `gather_for_metrics` counts each part once, where the data axes are the mesh's first (`("dp", "tp")`). On other meshes its loader deals
+  out to each process, which is refused: give it `num_processes=mesh["dp"].size(), process_index=mesh.get_local_rank("dp")`. With
+  `inputs="global"` every rank gets the same batch, by a loader of its own.
 - **TRL's trainers** compute losses outside the model, of each rank's own rows: `local_loss="mean"`. All they need in a script is
 
   ```diff
@@ -84,8 +89,6 @@ AFTER: Final = """
   -args = SFTConfig(output_dir, ...)
   +args = SFTConfig(output_dir, pad_to_multiple_of=length, ...)
    trainer = SFTTrainer(model=model, args=args, train_dataset=rows)
-  +trainer.accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(  # on meshes of more than data axes
-  +    loader, num_processes=mesh["dp"].size(), process_index=mesh.get_local_rank("dp"), use_seedable_sampler=True)
    trainer.train()
   ```
 

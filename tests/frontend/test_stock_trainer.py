@@ -1,4 +1,5 @@
-"""By which counts a model divides that the Trainer of transformers calls: a stand-in for it, and what reaches the program."""
+"""By which counts a model divides that the Trainer of transformers calls, and how its checkpoints are written: a stand-in for it, and what
+reaches the program."""
 
 from __future__ import annotations
 
@@ -7,11 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshc.frontend.stock_trainer import as_trainer_counts
+from meshc.frontend.stock_accelerate import Parts
+from meshc.frontend.stock_trainer import SAVES, as_trainer_counts, is_told, tell_trainer
 
 TRAINERS = "def compute_loss(self, call, inputs):\n    return call(**inputs)\n"
+INITS = """
+def __init__(self, model, args):
+    self.accelerator, self.args = accelerator, args
+    self.placed = bool(model.is_distributed_loading_by_transformers)
+    self.callback_handler = "there"
+    if model.is_distributed_loading_by_transformers and not args.save_only_model:
+        raise ValueError("Resuming is not supported for models sharded at load time")
+
+def train(self, model):
+    return bool(model.is_distributed_loading_by_transformers)
+"""
 LABELS = torch.tensor([1, -100, 2])
 
 
@@ -70,3 +83,30 @@ def test_others_mean_what_the_model_means() -> None:
     passed: dict[str, Any] = {}
     as_trainer_counts(lambda **kwargs: passed.update(kwargs), 4)(labels=LABELS, num_items_in_batch=torch.tensor(5))
     assert passed["num_items_in_batch"] == 5
+
+
+class Stock(nn.Module):
+    """Of a model of transformers what its Trainer asks."""
+
+    _is_distributed_loading_by_transformers = False
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        return self._is_distributed_loading_by_transformers
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_a_trainer_that_is_made_saves_the_optimizer_by_all_ranks_and_is_told_that_the_model_is_split(save_only_model: bool) -> None:
+    """Unless it saves the model alone. A release whose Trainer saves by another function refuses, as it does for split models."""
+    said = {"__name__": "transformers.trainer", "accelerator": SimpleNamespace(num_processes=2)}
+    exec(INITS, said)
+    kind: Any = type("Trainer", (), {"__init__": said["__init__"], "train": said["train"], SAVES: lambda self: None})
+    model, saving = Stock(), list[Any]()
+    tell_trainer(model, Parts(), saving.append)
+    made = kind(model, SimpleNamespace(save_only_model=save_only_model))
+    assert made.placed and made.train(model) and is_told(model)
+    assert saving == ([] if save_only_model else [made])
+    other: Any = type("Trainer", (), {"__init__": said["__init__"]})
+    if not save_only_model:
+        with pytest.raises(ValueError, match="Resuming is not supported"):
+            other(model, SimpleNamespace(save_only_model=False))

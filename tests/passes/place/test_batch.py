@@ -53,6 +53,21 @@ class FeaturesFirst(nn.Module):
         return self.weight @ x
 
 
+class Padded(nn.Module):
+    """Attention with a mask that is made of positions along the batch and along the sequence, as stock models make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, src: Tensor, padding: Tensor) -> Tensor:
+        rows = torch.arange(src.shape[0])
+        keys = torch.arange(src.shape[1])
+        x = self.embed(src)[:, None]
+        seen = padding[rows[:, None, None, None], keys] & (keys <= keys[:, None])
+        return self.head(F.scaled_dot_product_attention(x, x, x, attn_mask=seen)[:, 0])
+
+
 def loss(output: Any, target: Tensor) -> Tensor:
     logits = output[0] if isinstance(output, tuple) else output
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
@@ -112,6 +127,16 @@ def test_parts_are_joined_along_the_batch(model: nn.Module, inputs: dict[str, An
     program = meshc.compile(step(model), meshc.Mesh("dp=2"), kwargs=inputs, inputs="local")
     found = enters(program)
     assert {name: found[name][: len(text)] for name, text in wanted.items()} == wanted
+    meshc.verify(program)
+
+
+@pytest.mark.parametrize("inputs, rows", [("global", 6), ("local", 3)])
+def test_a_batch_of_as_many_rows_as_tokens_is_told_from_the_tokens(inputs: str, rows: int) -> None:
+    """Positions along the two are equal in numbers alone."""
+    kwargs = {"src": torch.randint(12, (rows, 6)), "padding": torch.ones(rows, 6, dtype=torch.bool), "target": torch.randint(12, (rows, 6))}
+    program = meshc.compile(step(Padded()), meshc.Mesh("dp=2"), kwargs=kwargs, inputs=inputs)
+    batch = "batch 6" if inputs == "global" else "batch 6/dp"
+    assert enters(program) == dict.fromkeys(kwargs, f"{batch}, seq 6")
     meshc.verify(program)
 
 
