@@ -1,6 +1,6 @@
 """What a compiled model and Accelerate tell each other.
 
-    accelerator.prepare(model)        would put DDP around it, or FSDP: refused, with the line that prepares it otherwise
+    accelerator.prepare(model)        would put DDP around it: does all else, mixed precision among it; FSDP and DeepSpeed are refused
     accelerator.prepare(scheduler)    steps it once a process at each step of the optimizer, since Accelerate deals out a batch for each:
                                       where ranks pass fewer parts of a batch than there are processes, that is said once
 
@@ -20,22 +20,29 @@ from torch import Tensor, nn
 from meshc.errors import StateError
 
 MARK: Final = "_is_accelerate_prepared"
+DDP: Final = "MULTI_"
+"""How the names of distributed types begin under which it wraps models in DDP."""
 PREPARED: Final = "model = accelerator.prepare_model(model, evaluation_mode=True)"
 
 
 class Unprepared:
-    """The answer to whether Accelerate has prepared a model: no, and how it is to be."""
+    """The answer to whether Accelerate has prepared a model: no, until it is to be. Then it is prepared as one that needs no wrapper."""
 
     def __bool__(self) -> bool:
         asking = sys._getframe(1)
         given = asking.f_locals
-        if asking.f_code.co_name == "prepare_model" and not given.get("evaluation_mode") and given["self"].num_processes > 1:
+        if asking.f_code.co_name != "prepare_model" or given.get("evaluation_mode") or given["self"].num_processes == 1:
+            return False
+        accelerator, model = given["self"], given["model"]
+        if not accelerator.distributed_type.name.startswith(DDP):
             raise StateError(
-                f"accelerator.prepare would wrap this {type(given['model']).__qualname__}, which is compiled, to reduce its gradients\n"
-                "  why: its program has reduced them already, and its parameters are DTensors, which DDP does not take\n"
-                f"  what to do: {PREPARED}, and accelerator.prepare for all else"
+                f"accelerator.prepare would split this {type(model).__qualname__}, which is compiled, by "
+                f"{accelerator.distributed_type.name}\n"
+                "  why: its program has split its parameters and reduces its gradients already\n"
+                f"  what to do: an Accelerator without that plugin; or {PREPARED}, and accelerator.prepare for all else"
             )
-        return False
+        accelerator.prepare_model(model, given.get("device_placement"), evaluation_mode=True)
+        return True
 
 
 def tell_accelerate(model: nn.Module) -> None:

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader
 
 import meshc
 from tests.frameworks.on_torch import X, compiled, mlp
-from tests.frameworks.rows import Rows, refuses, same, same_parameters, shared_folder
+from tests.frameworks.rows import Rows, same, same_parameters, shared_folder
 from tests.processes.session import run_checks
 
 ROWS = Rows("accelerate")
-PREPARED = "model = accelerator.prepare_model(model, evaluation_mode=True)"
 LOCAL: dict[str, Any] = {"inputs": "local", "options": meshc.Options(local_loss="mean")}
 
 
@@ -31,12 +30,12 @@ def accelerator(**kwargs: Any) -> Accelerator:
     return Accelerator(cpu=True, **kwargs)
 
 
-@ROWS.row("backward, accumulate, clip_grad_norm_, optimizers and schedulers", line=PREPARED)
+@ROWS.row("backward, accumulate, clip_grad_norm_, optimizers and schedulers")
 def a_loop(mesh: Any) -> None:
     """With the same batch on every rank the loader stays as it is; `split_batches` lets a scheduler step once a step."""
     ours = accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     model, twin, _ = compiled(mesh)
-    model = ours.prepare_model(model, evaluation_mode=True)
+    model = ours.prepare(model)
     optimizer, plain = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, twin))
     prepared, scheduler = ours.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     decay = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
@@ -56,12 +55,12 @@ def a_loop(mesh: Any) -> None:
     assert ours.unwrap_model(model) is model
 
 
-@ROWS.row("gradient_accumulation_steps, with accumulate", line=PREPARED)
+@ROWS.row("gradient_accumulation_steps, with accumulate")
 def accumulated(mesh: Any) -> None:
     """Of four batches two make a step, by their mean."""
     ours = accelerator(gradient_accumulation_steps=2, dataloader_config=DataLoaderConfiguration(split_batches=True))
     model, twin, _ = compiled(mesh)
-    model = ours.prepare_model(model, evaluation_mode=True)
+    model = ours.prepare(model)
     optimizer, plain = ours.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), torch.optim.SGD(twin.parameters(), lr=0.1)
     for number in range(4):
         with ours.accumulate(model):
@@ -75,14 +74,14 @@ def accumulated(mesh: Any) -> None:
     same_parameters(model, twin)
 
 
-@ROWS.row('a loader that deals batches out, with inputs="local"', line=PREPARED, mesh="dp=2")
+@ROWS.row('a loader that deals batches out, with inputs="local"', mesh="dp=2")
 def dealt_out(mesh: Any) -> None:
     ours = accelerator()
     model = mlp()
     twin = copy.deepcopy(model)
     options = meshc.Options(local_loss="mean")
     meshc.compile(model, mesh, args=(X[:2],), inputs="local", options=options)
-    model = ours.prepare_model(model, evaluation_mode=True)
+    model = ours.prepare(model)
     optimizer, loader = ours.prepare(torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(X[:4], batch_size=2))
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     for batch in loader:
@@ -94,7 +93,7 @@ def dealt_out(mesh: Any) -> None:
     same_parameters(model, twin)
 
 
-@ROWS.row("mixed_precision", line=PREPARED, mesh="dp=2")
+@ROWS.row("mixed_precision", mesh="dp=2")
 def mixed_precision(mesh: Any) -> None:
     """It puts a forward under autocast into the instance, and that is compiled."""
     ours = accelerator(mixed_precision="bf16")
@@ -103,7 +102,7 @@ def mixed_precision(mesh: Any) -> None:
     x = X.float()
     meshc.compile(model, mesh, args=(x,))
     torch.testing.assert_close(model(x), twin(x))
-    model = ours.prepare_model(model, evaluation_mode=True)
+    model = ours.prepare(model)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = twin(x).float()
     assert not torch.equal(wanted, twin(x)) and torch.equal(model(x), wanted)
@@ -111,11 +110,11 @@ def mixed_precision(mesh: Any) -> None:
         assert torch.equal(model(x), wanted)
 
 
-@ROWS.row("save_state, load_state, save_model, get_state_dict (each rank needs host memory for the whole model)", line=PREPARED)
+@ROWS.row("save_state, load_state, save_model, get_state_dict (each rank needs host memory for the whole model)")
 def saved(mesh: Any) -> None:
     ours = accelerator()
     model, twin, _ = compiled(mesh)
-    model = ours.prepare_model(model, evaluation_mode=True)
+    model = ours.prepare(model)
     optimizer = ours.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
     plain = torch.optim.AdamW(twin.parameters(), lr=0.1)
     folder = shared_folder()
@@ -155,7 +154,7 @@ def scheduled(mesh: Any) -> None:
         ours = accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
         model = mlp()
         meshc.compile(model, where, args=(X[:2],), **how)
-        model = ours.prepare_model(model, evaluation_mode=True)
+        model = ours.prepare(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         prepared, scheduler = ours.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
         with warnings.catch_warnings(record=True) as seen:
@@ -170,12 +169,14 @@ def scheduled(mesh: Any) -> None:
         assert all(one.filename == __file__ for one in told)
 
 
-@ROWS.row("accelerator.prepare(model)", refused=f"it would wrap the model in DDP: {PREPARED}")
+@ROWS.row("accelerator.prepare(model, optimizer), prepare_model(model, evaluation_mode=True), and both again")
 def prepared(mesh: Any) -> None:
-    ours = accelerator()
-    model, _, _ = compiled(mesh)
-    refuses(meshc.StateError, PREPARED, lambda: ours.prepare(model))
-    assert ours.prepare_model(model, evaluation_mode=True) is model and ours.prepare(model) is model
+    for evaluation_mode in (False, True):
+        ours = accelerator()
+        model, _, _ = compiled(mesh)
+        assert ours.prepare_model(model, evaluation_mode=evaluation_mode) is model and ours.prepare_model(model) is model
+        model_again, _ = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert model_again is model and len(ours._models) == 1
 
 
 def run(mesh: str, *names: str) -> None:
