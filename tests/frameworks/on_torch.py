@@ -384,7 +384,7 @@ def synced(mesh: Any) -> None:
     twin = mlp(nn.BatchNorm1d(16))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
     meshc.compile(model, mesh, args=(X,))
-    trained((model, twin), 3)
+    trained((model, twin), 3, eps=1e-3)  # a bias ahead of a norm has no gradient but roundings
     same_parameters(model, twin)
     for name, buffer in twin.named_buffers():
         same(model.get_buffer(name), buffer)
