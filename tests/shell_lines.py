@@ -25,8 +25,8 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 MAKEFILE: Final = (ROOT / "Makefile").read_text()
 TARGETS: Final = frozenset(re.findall(r"^([a-z][\w-]*):", MAKEFILE, re.MULTILINE))
 SETTINGS: Final = frozenset(re.findall(r"^(?:export )?([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
-OF_READERS: Final = ("train.py", "mlp.py")
-"""Scripts that a page has its reader write, or stands for a reader's own."""
+OF_READERS: Final = ("train.py", "mlp.py", "train_unconditional.py")
+"""Scripts that a page has its reader write, that stand for a reader's own, or that are another project's."""
 PROGRAMS: Final = ("make", "python", "python3", ".venv/bin/python", "torchrun", "meshc", "cd")
 BLOCK: Final = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND: Final = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(map(re.escape, PROGRAMS))}) \S")

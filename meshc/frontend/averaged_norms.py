@@ -1,10 +1,15 @@
-"""Batch norms that average over calls, with `momentum=None`, which `torch.optim.swa_utils.update_bn` sets.
+"""Batch norms of torch in a model that is traced: those that average over calls, and those that ranks synchronise.
+
+With `momentum=None`, which `torch.optim.swa_utils.update_bn` sets:
 
     torch:   factor = 1 / float(counter)           a number of Python, which no graph has
     traced:  factor = 1 / counter                  running = (1 - factor) running + factor of this batch's
 
 The operator itself gives the batch's statistics, with a momentum of 1 into tensors of zeros; and they are written before it keeps anything
 for backward, as torch's own call does, which a checkpointed region may end with.
+
+`nn.SyncBatchNorm` takes statistics over the rows of all ranks, by collectives of its own, on CUDA alone. A compiled model's batch norm is
+over the whole batch by itself, so it is traced as one.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,9 +28,16 @@ _plain = _BatchNorm.forward
 
 
 @contextmanager
+def synced_norms() -> Iterator[None]:
+    """Inside, forward of an `nn.SyncBatchNorm` is a batch norm's."""
+    with mock.patch.object(nn.SyncBatchNorm, "forward", _plain):
+        yield
+
+
+@contextmanager
 def averaged_norms() -> Iterator[None]:
     """Inside, forward of torch's batch norms is `_forward`."""
-    with mock.patch.object(_BatchNorm, "forward", _forward):
+    with mock.patch.object(_BatchNorm, "forward", _forward), mock.patch.object(nn.SyncBatchNorm, "forward", _forward):
         yield
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
 from meshc.frontend.adapted_experts import adapted_experts
+from meshc.frontend.averaged_norms import synced_norms
 from meshc.frontend.double import double_by_default, wide, widen
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.known_outcomes import write_known_values
@@ -136,7 +137,7 @@ def prepared(module: nn.Module) -> Iterator[None]:
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
         stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
-        traced_flex(), traced_adaptive(),
+        traced_flex(), traced_adaptive(), synced_norms(),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:

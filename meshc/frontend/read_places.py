@@ -30,6 +30,7 @@ ITEM: Final = "[]"
 TYPE: Final = "type"
 HAS_ITEM: Final = "in"
 HAS_ATTRIBUTE: Final = "has"
+KEY: Final = "key"
 KEYS: Final = "keys"
 NTH: Final = "nth"
 
@@ -50,8 +51,8 @@ _LARGEST_KEY: Final = 1 << 32
 """Numbers beyond are identities of objects, which are others in each process."""
 
 Step = tuple[str, Any]
-"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None), ("nth", number of an entry): what is read of what
-stands before."""
+"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None), ("key", number of it), ("nth", number of an
+entry): what is read of what stands before."""
 
 
 @dataclass(frozen=True)
@@ -181,16 +182,20 @@ def _place(node: ast.expr) -> Place:
             return _rooted(_place(value).then((ATTRIBUTE, name)))
         case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=str(name))) if name.startswith(_IMPORT):
             return Place(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
+        case ast.Subscript(
+            ast.Call(ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [value])]), ast.Constant(int(number))
+        ):
+            return _rooted(_place(value).then((KEY, number)))
         case ast.Subscript(value=ast.Call(func=ast.Name("list"), args=[ast.Call(args=[value])]), slice=ast.Constant(int(number))):
             return _rooted(_place(value).then((KEYS, None), (ITEM, number)))
         case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as key)) if isinstance(key, str) or key < _LARGEST_KEY:
             return _rooted(_place(value).then((ITEM, key)))
         case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
             return _rooted(_place(value).then((NTH, number)))
+        case ast.Call(ast.Attribute(ast.Name("dict"), "__getitem__"), [value, ast.Subscript(slice=ast.Constant(int(number)))]):
+            return _rooted(_place(value).then((NTH, number)))
         case ast.Call(func=ast.Attribute(ast.Name("object"), "__getattribute__"), args=[value, ast.Constant(str(name))]):  # torch 2.11
             return _rooted(_place(value).then((ATTRIBUTE, name)))
-        case ast.Subscript(ast.Call(ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [value])]), ast.Constant(int())):
-            return _place(value).then((KEYS, None))
         case ast.Call(func=ast.Name(id="dict"), args=[value]):
             return _place(value)
         case ast.Call(func=ast.Name(id="type"), args=[value]):

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, Final, TypeGuard
 
@@ -29,7 +29,7 @@ from torch import nn
 from meshc.frontend import read_places
 from meshc.frontend.module_state import Same
 from meshc.frontend.portable_values import function_of, is_plain, of_tensor, shown
-from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEYS, MODEL, NTH, TYPE, Place, Step
+from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEY, KEYS, MODEL, NTH, TYPE, Place, Step
 from meshc.frontend.traced_code import is_stock_class, name_of
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import Guard
@@ -352,8 +352,8 @@ class Resolved:
             return name_of(base[what]) if within == "__mro__" and isinstance(base, tuple) else f"{text}[{what!r}]"
         if kind in (HAS_ITEM, HAS_ATTRIBUTE):
             return f"{what!r} in {text}" if kind == HAS_ITEM else f"whether {text} has a {what} of its own"
-        if kind == NTH:
-            return f"{text}, entry {what}"
+        if kind in (KEY, NTH):
+            return f"{text}, {'key' if kind == KEY else 'entry'} {what}"
         return f"the keys of {text}" if kind == KEYS else name_of(type(base))
 
 
@@ -390,13 +390,18 @@ def _taken(base: Any, step: tuple[str, Any]) -> Any:
             return what in base
         if kind == HAS_ATTRIBUTE:
             return what in getattr(base, "__dict__", ())
-        if kind == KEYS:
-            return tuple(base)
+        if kind in (KEY, KEYS):
+            return tuple(base) if kind == KEYS else list(base)[what]
         if kind == NTH:
-            return [one for one in base.values() if not hasattr(one, "of_meshc")][what]
+            return dict.__getitem__(base, _nth_key(base, what))
         return type(base)
     except (AttributeError, LookupError, TypeError, ValueError):
         return NOTHING
+
+
+def _nth_key(base: Any, number: int) -> Any:
+    """Of an entry of a dict; of hooks those of meshc do not count."""
+    return [key for key, one in base.items() if not hasattr(one, "of_meshc")][number]
 
 
 # ------------------------------------------------------------------------------------------------------------------------- the look
@@ -412,7 +417,8 @@ class _Look:
         self._lists: dict[int, list[Any]] = {}
         self._sizes: dict[int, list[Any]] = {}
         self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
-        self._keys: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._keys: dict[int, tuple[Any, int | None]] = {}
+        """How many of the first keys are looked at; None: all."""
         self._versions: dict[int, torch.Tensor] = {}
         self._codes: dict[int, types.FunctionType] = {}
 
@@ -427,13 +433,14 @@ class _Look:
                 self._items.setdefault(id(held), (held, {}))[1][what] = value
             elif what not in FIXED and not isinstance(value, types.MethodType) and value is not NOTHING:
                 self._attributes[id(base), what] = base, what, value
-        elif kind == ITEM and isinstance(base, dict | types.MappingProxyType | list):
+        elif kind in (ITEM, NTH) and isinstance(base, dict | types.MappingProxyType | list):
             if value is not NOTHING:
-                self._items.setdefault(id(base), (base, {}))[1][what] = value
+                self._items.setdefault(id(base), (base, {}))[1][_nth_key(base, what) if kind == NTH else what] = value
         elif kind in (HAS_ITEM, HAS_ATTRIBUTE) and value is not NOTHING:
             self._own[id(base), what] = (base if kind == HAS_ITEM else base.__dict__), what, value
-        elif kind == KEYS and value is not NOTHING:
-            self._keys[id(base)] = base, value
+        elif kind in (KEY, KEYS) and value is not NOTHING:
+            many = self._keys.get(id(base), (base, 0))[1]
+            self._keys[id(base)] = base, None if kind == KEYS or many is None else max(many, what + 1)
 
     def follow(self, value: Any, elsewhere: bool) -> None:
         """What a value holds. elsewhere: that is looked at by itself, or somewhere else."""
@@ -455,7 +462,7 @@ class _Look:
         found = list(self._attributes.values())
         self._objects, self._attribute_getters = [one[0] for one in found], [attrgetter(one[1]) for one in found]
         self._attributes_then = [one[2] for one in found]
-        self._key_lists = list(self._keys.values())
+        self._key_lists = [(held, many, tuple(islice(held, many))) for held, many in self._keys.values()]
         self._tables = [(each, list(each)) for each in self._lists.values() if len(each) <= MOST]
         self._sized = list(self._sizes.values())
         self._lengths_then = list(map(len, self._sized))
@@ -476,7 +483,7 @@ class _Look:
                 and all(map(is_, map(_code, self._functions), self._codes_then))
                 and list(map(_version, self._tensors)) == self._versions_then
                 and list(map(contains, self._asked, self._whats)) == self._has_then
-                and all(tuple(held) == then for held, then in self._key_lists)
+                and all(tuple(islice(held, many)) == then for held, many, then in self._key_lists)
                 and list(map(len, self._sized)) == self._lengths_then
                 and all(all(map(is_, each, then)) for each, then in self._tables)
             )

@@ -1,6 +1,7 @@
 """What a compiled model and Accelerate tell each other.
 
-    accelerator.prepare(model)        would put DDP around it: it is prepared without that, as a model that is only evaluated
+    accelerator.prepare(model)        would put DDP around it: it is prepared without that, as a model that is only evaluated; FSDP and
+                                      DeepSpeed are refused
     accelerator.prepare(loader)       deals out a part of the batch to each process: where ranks share parts, to these ranks the same
     gather_for_metrics                puts together what all processes have: where ranks share parts, of each part once
     accelerator.prepare(scheduler)    steps it once a process at each step of the optimizer, since Accelerate deals out a batch for each:
@@ -26,6 +27,8 @@ from meshc.errors import StateError
 from meshc.ir import trees
 
 MARK: Final = "_is_accelerate_prepared"
+DDP: Final = "MULTI_"
+"""How the names of distributed types begin under which it wraps models in DDP."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,13 @@ class Unprepared:
         self._parts.tell(accelerator)
         if given.get("evaluation_mode") or accelerator.num_processes == 1:
             return False
+        if not accelerator.distributed_type.name.startswith(DDP):
+            raise StateError(
+                f"accelerator.prepare would split this {type(model).__qualname__}, which is compiled, by "
+                f"{accelerator.distributed_type.name}\n"
+                "  why: its program has split its parameters and reduces its gradients already\n"
+                "  what to do: an Accelerator without that plugin"
+            )
         if accelerator.prepare_model(model, given["device_placement"], evaluation_mode=True) is not model:
             raise StateError(
                 f"accelerator.prepare would wrap this {type(model).__qualname__}, which is compiled\n"

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.errors import VerifyError
+from meshc.frontend.averaged_norms import synced_norms
 from meshc.frontend.clipping import Clip, clip_
 from meshc.frontend.double import double_by_default
 from meshc.frontend.faults import on_one_device
@@ -299,6 +300,7 @@ class Reference:
                 stack.enter_context(Widened())
             stack.enter_context(random)
             stack.enter_context(written_out_flex())
+            stack.enter_context(synced_norms())
             stack.enter_context(RetainedGraphs())
             yield
 

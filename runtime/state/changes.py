@@ -9,7 +9,7 @@
 A write through a DTensor is one that every rank must make. One through `to_local()` is of this rank's part, and of its replicas alone.
 Where ranks have changed the same, the values of what they hold alike are compared (`replicas.py`): at the first such run, and ever more
 rarely where there is one at each call, as in loops that update parameters by hand. Some writes torch does not count (`parameter.data`,
-numpy, `torch._foreach_*` of DTensors); they are found by values, at runs 16, 32, ... 1024 and every 1024th, and where state is given away.
+numpy); they are found by values, at runs 16, 32, ... 1024 and every 1024th, and where state is given away.
 
 Streams have besides which program runs, and how often optimizers have stepped: what is sent in another order meets what it is not for.
 """

@@ -24,7 +24,7 @@ from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.state import traced_steps, whole_state
 from meshc.runtime.state.barred import Bar, Barred, put_bar, take_bars
-from meshc.runtime.state.state_dict_callers import look_who_asks, look_who_asks_optimizer
+from meshc.runtime.state.state_dict_callers import look_who_asks, look_who_asks_optimizer, takes_dtensors
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
@@ -154,6 +154,7 @@ def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
     _STORES[optimizer] = store
     optimizer.register_state_dict_pre_hook(_sync)
     optimizer.register_state_dict_pre_hook(_look_who_asks_optimizer)
+    optimizer.register_state_dict_post_hook(_bring_optimizer_together)
     optimizer.register_load_state_dict_pre_hook(_sync)
     optimizer.register_load_state_dict_pre_hook(_refuse_parts)
     optimizer.register_step_pre_hook(_sync)
@@ -180,7 +181,7 @@ def _look_who_asks(model: nn.Module, *_: object) -> None:
     store = _STORES.get(model)
     if store is None or store.filling:  # a copy of the model has the hook and plain parameters
         return
-    who, board = look_who_asks(model), current_board()
+    who, board = look_who_asks(model, _is_whole(store)), current_board()
     beside = threading.current_thread() is not threading.main_thread()
     if board is None or board.lost or beside or who == "program":  # whoever has caught that a rank failed may save what is there
         return
@@ -195,10 +196,18 @@ def _look_who_asks_optimizer(optimizer: torch.optim.Optimizer) -> None:
     look_who_asks_optimizer(optimizer, stepped_by_program=store_of(optimizer) is not None)
 
 
+def _is_whole(store: Store) -> bool:
+    return whole_state.every_rank_has_all(held.live for held in store.held.values() if not held.of)
+
+
 def _bring_together(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     store = _STORES.get(model)
-    if store is not None:
+    if store is None or store.filling:
+        return
+    if not _is_whole(store):
         whole_state.bring_together(store, model, state, prefix)
+    elif not takes_dtensors():
+        whole_state.as_plain(store, state, prefix)
 
 
 def _lay_out(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -281,7 +290,11 @@ def _lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _bring_optimizer_together(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     store = next(iter(_stores_of(optimizer)), None)
-    return state if store is None else whole_state.bring_optimizer_together(store, state)
+    if store is None:
+        return state
+    if not whole_state.every_rank_has_all(value for slots in state["state"].values() for value in slots.values()):
+        return whole_state.bring_optimizer_together(store, state)
+    return state if takes_dtensors() else whole_state.optimizer_as_plain(state)
 
 
 def _stores_of(optimizer: torch.optim.Optimizer) -> list[Store]:

@@ -1,6 +1,7 @@
 """Who asks a compiled model, or an optimizer of its parameters, for its state dict, and what is said to those who cannot do with DTensors.
 
     torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
+    anybody, where every rank has all of each tensor     nothing: the state dict has plain tensors (`whole_state.py`)
     model.save_pretrained(...) of transformers           nothing: it is called on every rank (`whole_state.py`)
     anybody else, torch.save(model.state_dict()) say,    a warning, once a model and once an optimizer
     or of optimizer.state_dict()
@@ -19,9 +20,8 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from meshc.runtime.state.whole_state import asked_by_all
+from meshc.runtime.state.whole_state import asked_by_all, every_rank_has_all
 
 KNOWS: Final = ("torch.distributed.", "accelerate.", "meshc.")
 """Modules, by the beginnings of their names, that know what a DTensor is."""
@@ -39,9 +39,15 @@ OF_LOOPS_OPTIMIZER: Final = (
 _WARNED: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def look_who_asks(model: nn.Module) -> str:
+def takes_dtensors() -> bool:
+    """Whether those who ask, seen from a hook, want the DTensors themselves: torch.distributed.checkpoint, and meshc's own."""
+    caller = _caller(sys._getframe(2))
+    return isinstance(caller, str) and not caller.startswith("accelerate.")
+
+
+def look_who_asks(model: nn.Module, whole: bool) -> str:
     """Who asks for the `state_dict` of a compiled model, seen from a hook: "program" for meshc's own, "all" for those who ask on every
-    rank, "" for anybody else."""
+    rank, "" for anybody else. whole: every rank has all of each tensor."""
     caller = _caller(sys._getframe(2))  # behind the hook that calls this
     if asked_by_all(model):
         return "all"
@@ -49,7 +55,8 @@ def look_who_asks(model: nn.Module) -> str:
         return "program" if caller.startswith("meshc.") else "all"
     if caller is None:
         return ""
-    _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
+    if not whole:
+        _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
     return ""
 
 
@@ -58,7 +65,7 @@ def look_who_asks_optimizer(optimizer: torch.optim.Optimizer, stepped_by_program
     caller = _caller(sys._getframe(2))
     if not isinstance(caller, FrameType) or asked_by_all():
         return
-    if any(isinstance(value, DTensor) for slots in optimizer.state.values() for value in slots.values()):
+    if not every_rank_has_all(value for slots in optimizer.state.values() for value in slots.values()):
         advice = ADVICE.format(part="optim") if stepped_by_program else OF_LOOPS_OPTIMIZER
         _warn(optimizer, caller, "since its parameters are those of a compiled model", "optimizer", advice)
 

@@ -7,9 +7,8 @@
 Where torch's placements describe the storage, the DTensor's local tensor is the program's buffer, or a view of all but its padding.
 Elsewhere (uneven over two axes, fused heads) the DTensor is a copy in torch's layout. The buffer is the truth: `mark_written` says that a
 program has updated it, `sync` refreshes the copies, and `adopt_changes`, before a program runs, reads back what somebody else has
-changed. What it looks at is identity and `_version`. Two ways to write leave no such trace, which matters for copies only: through
-`parameter.data`, and into the tensors of a state dict that is never loaded again; loading one (`load_state_dict`, `set_state_dict`) is
-always seen.
+changed. What it looks at is identity and `_version`, which those of a state dict share. To write through `parameter.data` leaves no such
+trace, which matters for copies only.
 
 Every method that may move data is called on all ranks, in the same order.
 """

@@ -80,12 +80,21 @@ _LIVING: Final[weakref.WeakValueDictionary[int, GatheredView]] = weakref.WeakVal
 """Views that somebody has, by identity."""
 
 
+_OF_LISTS: Final = tuple(
+    getattr(packet, overload)
+    for packet in (getattr(_ATEN, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_"))
+    for overload in packet.overloads()
+    if not overload.endswith("out")
+)
+"""Edits in place of the tensors of a list, which torch does not count in DTensors."""
+
+
 def follow() -> None:
     """From now on torch asks here about views and edits of DTensors."""
-    for ops, handler in ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_ARITHMETIC, _by_element), (_OF_WHOLES, _edit)):
-        for op in ops:
-            ask(op, handler)
-    ask(_ATEN._foreach_copy_.default, _copy_each)
+    by_kind = ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_ARITHMETIC, _by_element), (_OF_WHOLES, _edit), (_OF_LISTS, _edit_list))
+    handlers = {op: handler for ops, handler in by_kind for op in ops}
+    for op, handler in (handlers | {_ATEN._foreach_copy_.default: _copy_each}).items():
+        ask(op, handler)
 
 
 def ask(op: OpOverload, handler: Handler) -> None:
@@ -267,6 +276,14 @@ def _edit_each(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """An operator of lists, on one tensor of each list after the other."""
     found = [op(*([given[at]] if isinstance(given, list | tuple) else given for given in args), **kwargs) for at in range(len(args[0]))]
     return None if op._schema.is_mutable else [one for row in found for one in row]
+
+
+def _edit_list(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An edit in place of the tensors of a list, counted in each, as torch counts it in plain ones: `average = model.state_dict()` and
+    `_foreach_lerp_` of its values are a change of the model."""
+    found = _by_element(op, args, kwargs) if op in _ARITHMETIC else by_torch(op, args, kwargs)
+    torch.autograd.graph.increment_version([one for one in args[0] if is_of_model(one) and not one.is_inference()])
+    return found
 
 
 def _copy_each(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
     model.load_state_dict(torch.load("model.bin"))     whole tensors, the same on every rank: each takes its part, nothing is sent
     optimizer.load_state_dict(...)                     likewise, of an optimizer that steps a compiled module's parameters itself
     torch.load("what rank 0 has saved.pt")             parts: refused by all but the rank that they are of
+    torch.save(model.state_dict()) of a model that     plain tensors, this rank's own memory, on whichever rank asks
+    is whole on every rank, and of its optimizer
     accelerator.save_state(...), Trainer._save,        ask on every rank, and write on one: they get whole tensors, in the host's memory
     model.save_pretrained(...) of transformers         on each rank
 
@@ -19,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, lines_of
 from meshc.frontend.stock_trainer import is_told
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.state.random_draws import home_of
+from meshc.runtime.state.views import is_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +72,7 @@ def refuse_parts_of_others(values: Iterable[tuple[str, object]]) -> None:
     """Refuses split DTensors that another rank has saved: a mesh keeps with it which of its ranks it was saved by."""
     rank, ranks, faults = dist.get_rank(), dist.get_world_size(), []
     for name, value in values:
-        if isinstance(value, DTensor) and not all(type(one) is Replicate for one in value.placements):
+        if isinstance(value, DTensor) and not is_whole(value):
             mesh = value.device_mesh
             at, mine = mesh.get_coordinate(), (mesh.mesh == rank).nonzero().tolist()
             of_this = (None if at is None else [*at]) == (mine[0] if mine else None)
@@ -90,6 +93,28 @@ def refuse_parts_of_others(values: Iterable[tuple[str, object]]) -> None:
 def _text(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
     return ",".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def every_rank_has_all(values: Iterable[object]) -> bool:
+    """Whether what a model or an optimizer holds is whole on every rank, as under DDP, and what asks for it needs no DTensors."""
+    return all(is_whole(one) and one._local_tensor.shape == one.shape for one in values if isinstance(one, DTensor))
+
+
+def as_plain(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
+    """DTensors in the state dict of a model of which every rank has all become this rank's memory; nothing is sent."""
+    for name, value in state.items():
+        held = store.find(f"parameter:{name[len(prefix) :]}") if name.startswith(prefix) else None
+        if held is not None and isinstance(value, DTensor) and value is not held.live:  # with `keep_vars` it stays what it is
+            state[name] = value._local_tensor.detach()
+
+
+def optimizer_as_plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Likewise in that of an optimizer."""
+    plain = {
+        index: {name: v._local_tensor.detach() if isinstance(v, DTensor) else v for name, v in slots.items()}
+        for index, slots in state["state"].items()
+    }
+    return {**state, "state": plain}
 
 
 def bring_together(store: Store, model: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:

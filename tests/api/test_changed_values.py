@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import types
 import warnings
@@ -36,6 +37,11 @@ def as_it_is(x: Tensor) -> Tensor:
 
 def threefold(x: Tensor) -> Tensor:
     return x * 3
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+    SECOND = 2
 
 
 class Scales:
@@ -250,6 +256,52 @@ def another_tensor() -> tuple[Loss, Change]:
 def a_number_that_a_layer_takes_itself() -> tuple[Loss, Change]:
     loss = nn.SmoothL1Loss(beta=1.0)
     return loss, lambda model, step: setattr(loss, "beta", 1.0 + step)
+
+
+class Frozen(dict[str, float]):
+    """A configuration as diffusers has them: its entries are attributes too."""
+
+    def __init__(self, **entries: float) -> None:
+        super().__init__(**entries)
+        vars(self).update(entries)
+
+
+@case(1)
+def entries_of_a_configuration_that_nothing_reads() -> tuple[Loss, Change]:
+    """Saving a model writes its name there."""
+    config: Any = Frozen(scale=2.0, other=1.0)
+    return lambda out, target: error(out, target) * config.scale, lambda model, step: config.update({f"note {step}": 1.0})
+
+
+@case(3)
+def an_entry_of_a_configuration() -> tuple[Loss, Change]:
+    config = Frozen(other=1.0, scale=2.0)
+    return lambda out, target: error(out, target) * config["scale"], lambda model, step: config.update(scale=2.0 + step)
+
+
+@case(6)
+def entries_of_a_configuration_that_a_loop_goes_over() -> tuple[Loss, Change]:
+    config = Frozen(scale=2.0)
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        total = error(out, target)
+        for name in config:
+            total = total * config[name]
+        return total
+
+    return loss, lambda model, step: config.update({f"scale {step}": 1.5})
+
+
+@case(2)
+def the_order_of_keys() -> tuple[Loss, Change]:
+    by_kind = {Kind.FIRST: 1.0, Kind.SECOND: 2.0}
+
+    def change(model: Any, step: int) -> None:
+        swapped = {Kind.SECOND: 1.0, Kind.FIRST: 2.0} if step % 2 else {Kind.FIRST: 1.0, Kind.SECOND: 2.0}
+        by_kind.clear()
+        by_kind.update(swapped)
+
+    return lambda out, target: error(out, target) * by_kind[Kind.FIRST], change
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "accelerate": Library("Accelerate", "tests.frameworks.on_accelerate", ("accelerate",)),
     "trainer": Library("The Trainer of transformers", "tests.frameworks.on_trainer", ("transformers", "accelerate")),
     "trl": Library("TRL", "tests.frameworks.on_trl", ("trl", "datasets", "peft")),
+    "timm": Library("timm", "tests.frameworks.on_timm", ("timm", "torchvision")),
+    "diffusers": Library("diffusers", "tests.frameworks.on_diffusers", ("diffusers", "accelerate")),
     "lightning": Library("Lightning and Fabric", "tests.frameworks.on_lightning", ("lightning",)),
     "peft": Library("PEFT", "tests.frameworks.on_peft", ("transformers", "peft")),
     "steps": Library("Training steps", "tests.frameworks.on_steps", ("torch",)),
@@ -35,7 +37,7 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "examples": Library("Examples", "tests.frameworks.on_examples", ("transformers", "peft", "PIL")),
     "people": Library("What people look at", "tests.frameworks.on_people", ("torch",)),
 }
-OF_OTHERS: Final = ("accelerate", "trainer", "trl", "lightning", "peft")
+OF_OTHERS: Final = ("accelerate", "trainer", "trl", "timm", "diffusers", "lightning", "peft")
 """Of these the ones that need more than what meshc is tested with."""
 
 UNTRIED: Final = (

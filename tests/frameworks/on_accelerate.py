@@ -169,12 +169,14 @@ def scheduled(mesh: Any) -> None:
         assert all(one.filename == __file__ for one in told)
 
 
-@ROWS.row("accelerator.prepare(model), which leaves it as it is; prepare_model(model, evaluation_mode=True) likewise")
+@ROWS.row("accelerator.prepare(model, optimizer), which leaves it as it is; prepare_model(model, evaluation_mode=True), and both again")
 def prepared(mesh: Any) -> None:
-    ours = accelerator()
-    for prepare in (ours.prepare, lambda one: ours.prepare_model(one, evaluation_mode=True)):
+    for evaluation_mode in (False, True):
+        ours = accelerator()
         model, _, _ = compiled(mesh)
-        assert prepare(model) is model and ours.prepare(model) is model and ours.unwrap_model(model) is model
+        assert ours.prepare_model(model, evaluation_mode=evaluation_mode) is model and ours.prepare_model(model) is model
+        model_again, _ = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert model_again is model and len(ours._models) == 1
 
 
 @ROWS.row('a loader, and gather_for_metrics, where ranks share a part of the batch, with inputs="local"', mesh="dp=1,tp=2")

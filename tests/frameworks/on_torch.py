@@ -379,5 +379,17 @@ def dealt_out_too_far(mesh: Any) -> None:
     refuses(meshc.InputError, "the same part of the batch", lambda: model(X + mesh.get_coordinate()[1]))
 
 
+@ROWS.row("SyncBatchNorm.convert_sync_batchnorm before compiling: the batch norm of one device", mesh="dp=2")
+def synced(mesh: Any) -> None:
+    twin = mlp(nn.BatchNorm1d(16))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
+    meshc.compile(model, mesh, args=(X,))
+    trained((model, twin), 3, eps=1e-3)  # a bias ahead of a norm has no gradient but roundings
+    same_parameters(model, twin)
+    for name, buffer in twin.named_buffers():
+        same(model.get_buffer(name), buffer)
+    same(model.eval()(X), twin.eval()(X))
+
+
 def run(mesh: str, *names: str) -> None:
     run_checks([row.check for row in ROWS], mesh, names)

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.frameworks.on_torch import compiled, mlp
 from tests.frameworks.rows import Rows, same_parameters, shared_folder
-from tests.processes import first_values, optimizers, pretrained, savers
+from tests.processes import edits, first_values, optimizers, pretrained, savers
 from tests.processes.session import run_checks
 
 ROWS = Rows("weights")
@@ -59,7 +59,8 @@ def beside(mesh: Any) -> None:
     same_parameters(model, twin)
 
 
-ROWS.row("torch.save(model.state_dict())", refused="a warning: program.state_dict(full=True), or DCP")(savers.warned_once)
+ROWS.row("torch.save(model.state_dict()), and of the optimizer's, of what every rank has all of", mesh="dp=2")(edits.saved_as_plain)
+ROWS.row("torch.save(model.state_dict()) of a split model", refused="a warning: program.state_dict(full=True), or DCP")(savers.warned_once)
 ROWS.row("model.save_pretrained on every rank (each needs host memory for the whole model)")(savers.save_pretrained)
 
 

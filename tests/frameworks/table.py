@@ -11,7 +11,7 @@ from typing import Any, Final
 from tests.frameworks.libraries import LIBRARIES, UNTRIED
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "ecosystem.md"
-PACKAGES: Final = ("torch", "transformers", "accelerate", "trl", "lightning", "peft", "pillow")
+PACKAGES: Final = ("torch", "transformers", "accelerate", "trl", "timm", "diffusers", "lightning", "peft", "pillow")
 
 TITLE: Final = """# The ecosystem
 
@@ -28,8 +28,9 @@ AFTER: Final = """
 
 - **Whole tensors.** `model.load_state_dict` takes whole plain tensors, the same on every rank, and sends nothing. Accelerate's
   `save_state`, the Trainer's `save_model` and transformers' `model.save_pretrained`, which every rank calls and one writes for, get
-  whole tensors in each rank's host memory; `program.save_pretrained` needs that on rank 0 alone. `if rank == 0:` around them makes a
-  call that waits for the others, which is said after 15 s.
+  whole tensors in each rank's host memory (on `dp` alone, where nothing is split, that one may call `save_state` by itself);
+  `program.save_pretrained` needs that on rank 0 alone. `if rank == 0:` around them makes a call that waits for the others, which is said
+  after 15 s.
 - **Copies.** `copy.deepcopy` of a compiled model has its DTensors and no program. `meshc.compile(copy, ...)` gives it a storage and
   a program of its own, which begin with its values. Where a program's storage is no layout of torch's and a step has run since, the
   copy is refused until `program.sync()`; `update_parameters` cannot look, so beside a `TrainStep` call `program.sync()` first.

@@ -1,13 +1,15 @@
-"""Batch norms that average over calls, and a trace that has no number of their counter."""
+"""Batch norms that average over calls, of which a trace has no number of their counter, and those that ranks synchronise."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
 import meshc
-from meshc.frontend.averaged_norms import averaged_norms
+from meshc.frontend.averaged_norms import averaged_norms, synced_norms
 from tests.broad import broad
 
 
@@ -42,3 +44,20 @@ def test_statistics_of_a_program_are_one_devices(mesh: str) -> None:
     program = meshc.compile(Norms(), meshc.Mesh(mesh), args=(torch.randn(6, 3, 4, 4),))
     report = meshc.verify(program, dtype=torch.float64)
     assert report.ok and {"averaged.running_mean", "averaged.running_var"} <= {name for _, name, _ in report.rows}
+
+
+def test_synchronised_norms_are_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are ranks torch's own call takes none but CUDA's tensors, and sends."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=0.3), nn.ReLU(), nn.BatchNorm2d(4, momentum=None))
+    first, second = (nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)) for _ in range(2))
+    x = torch.randn(6, 3, 4, 4)
+    wanted = model(x)
+    with monkeypatch.context() as ranks:
+        ranks.setattr(torch.distributed, "is_initialized", lambda: True)
+        with pytest.raises(ValueError, match="expected input tensor to be on GPU"):
+            first(x)
+        for synced, within in ((first, averaged_norms), (second, synced_norms)):
+            with within():
+                torch.testing.assert_close(synced(x), wanted)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(second.get_buffer(name), buffer)

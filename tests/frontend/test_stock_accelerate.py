@@ -27,12 +27,13 @@ def gather_for_metrics(self, data, use_gather_object=False):
 """
 
 
-def accelerator(processes: int, wrapped: Any = None) -> Any:
-    """wrapped: by what it puts around every model."""
+def accelerator(processes: int, wrapped: Any = None, kind: str = "MULTI_CPU") -> Any:
+    """wrapped: by what it puts around every model; kind: the name of its distributed type."""
     named: dict[str, Any] = {"torch": torch}
     exec(PREPARES, named)
     made: Any = type("Accelerator", (), {name: named[name] for name in ("prepare_model", "gather", "gather_for_metrics")})()
     made.num_processes, made.prepared, made.wrapped = processes, [], wrapped
+    made.distributed_type = SimpleNamespace(name=kind)
     made.state, made.gradient_state = SimpleNamespace(device_mesh=None), SimpleNamespace(remainder=5)
     return made
 
@@ -53,6 +54,11 @@ def test_what_would_be_wrapped_in_any_case_is_refused() -> None:
     """As by a dynamo backend."""
     with pytest.raises(meshc.StateError, match=r"(?s)prepare would wrap this Linear.*what to do: leave the dynamo backend"):
         accelerator(2, wrapped=nn.Sequential).prepare_model(model())
+
+
+def test_what_splits_a_model_is_refused() -> None:
+    with pytest.raises(meshc.StateError, match=r"(?s)split this Linear, which is compiled, by FSDP.*an Accelerator without that plugin"):
+        accelerator(2, kind="FSDP").prepare_model(model())
 
 
 def test_loaders_deal_out_to_ranks_that_share_a_part_the_same_rows() -> None:

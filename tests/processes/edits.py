@@ -206,6 +206,38 @@ def averages_before(mesh: Any) -> None:
             add(loss, penalty)
 
 
+class Heads(nn.Module):
+    """Queries, keys and values of two heads in one matrix, of which torch has no placement for a rank's heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind()
+        out: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+
+def edited_lists(mesh: Any) -> None:
+    """Lists of tensors at once, of the model and of its state dict, as averages of weights are made: programs take what was written."""
+    twin, x = Heads().double(), torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 3, 8)
+    twin.load_state_dict({name: torch.linspace(-1, 1, p.numel()).view(p.shape).sin() for name, p in twin.named_parameters()})
+    mine = copy.deepcopy(twin)
+    meshc.compile(mine, mesh, args=(x,))
+    for model in (mine, twin):
+        model(x)
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.5)
+    torch.testing.assert_close(mine(x), twin(x))
+    for model in (mine, twin):
+        values = list(model.state_dict().values())
+        torch._foreach_lerp_(values, [value * 3 for value in values], weight=0.5)
+    torch.testing.assert_close(mine(x), twin(x))
+    for one, other in zip(mine.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
 def looked_at(mesh: Any) -> None:
     """A view is read as what it was taken of, differentiated through, copied and saved; after another write it has to be taken again."""
     pair = Pair(mesh)
@@ -317,6 +349,35 @@ def saved_by_each(mesh: Any) -> None:
                 torch.testing.assert_close(whole(one), other)
 
 
+def saved_as_plain(mesh: Any) -> None:
+    """Of what every rank has all of rank 0 alone writes plain tensors, the model's own memory, unwarned; they load here and elsewhere."""
+    folder = place()
+    for step in (False, True):
+        pair = Pair(mesh, step)
+        pair.train()
+        with said() as words:
+            if dist.get_rank() == 0:
+                state = {"model": pair.models[0].state_dict(), "optimizer": pair.optimizers[0].state_dict()}
+                torch.save(state, folder / f"{step}.pt")
+        pair.train()
+        dist.barrier()
+        assert not words
+        found = torch.load(folder / f"{step}.pt", weights_only=True)
+        state = pair.models[0].state_dict()
+        assert not any(isinstance(one, DTensor) for one in [*state.values(), *found["optimizer"]["state"][0].values()])
+        assert all(isinstance(one, DTensor) for one in pair.models[0].state_dict(keep_vars=True).values())
+        for model in pair.models:
+            model.state_dict()["head.weight"].mul_(2)
+        torch.testing.assert_close(whole(pair.models[0].head.weight), state["head.weight"])
+        pair.train()
+        again = Pair(mesh, step)
+        for model, optimizer in zip(again.models, again.optimizers, strict=True):
+            model.load_state_dict(found["model"])
+            optimizer.load_state_dict(copy.deepcopy(found["optimizer"]))
+        again.train()
+        again.train()
+
+
 def saved_whole(mesh: Any) -> None:
     """What the warning says to write of a loop's optimizer: rank 0 has whole tensors, and they load."""
     pair, options = Pair(mesh), StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -357,7 +418,8 @@ def saved_by_rank_0(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    edited, edited_beside_a_step, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_whole, saved_by_rank_0,
+    edited, edited_beside_a_step, edited_lists, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_as_plain,
+    saved_whole, saved_by_rank_0,
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tests.zoo.libraries.stubs import put_stubs
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 PRELOADED: Final = (
     "meshc.api.compile",
@@ -114,6 +116,7 @@ def serve() -> dict[str, Any]:
     """The nursery's life. It returns in the children alone, with what each was asked for."""
     requests, replies = _Lines(os.dup(0)), os.dup(1)
     os.dup2(2, 1)
+    put_stubs()
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -40,7 +41,9 @@ def put_stubs() -> None:
 
 
 def _loads(name: str) -> bool:
-    """Whether a library loads as it is; of one that does not nothing is left imported."""
+    """Whether a library loads as it is, or is not there; of one that does not load nothing is left imported."""
+    if find_spec(name) is None:
+        return True
     try:
         importlib.import_module(name)
     except (RuntimeError, OSError):
