@@ -75,6 +75,7 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
         model.register_load_state_dict_post_hook(_after_model_load)
     _leave_to_program(model)
     _refuse_replaced_parameters()
+    whole_state.write_wholes_plain()
 
 
 def _leave_to_program(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
     torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
     model.save_pretrained(...) of transformers           StateError, which names program.save_pretrained: it would wait for ever, or
                                                          write a rank's part
-    anybody else, torch.save(model.state_dict()) say,    a warning, once a model and once an optimizer
+    anybody else, torch.save(model.state_dict()) say,    a warning where a tensor is split, once a model and once an optimizer
     or of optimizer.state_dict()
 
 Who asks is read off the stack: the module of the first frame that is neither torch's nn nor another `state_dict`. That is a guess; a
@@ -20,10 +20,9 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
-from meshc.runtime.state.whole_state import asked_by_all
+from meshc.runtime.state.whole_state import asked_by_all, is_part
 
 KNOWS: Final = ("torch.distributed.", "accelerate.", "meshc.")
 """Modules, by the beginnings of their names, that know what a DTensor is."""
@@ -56,7 +55,8 @@ def look_who_asks(model: nn.Module) -> str:
             "save_pretrained cannot save a compiled model by itself: its parameters lie on a mesh, a part of them on each rank\n"
             "  what to do: program.save_pretrained(directory) on every rank"
         )
-    _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
+    if any(map(is_part, model.parameters())):
+        _warn(model, caller, "since the model is compiled", "model", ADVICE.format(part="model"))
     return ""
 
 
@@ -65,7 +65,7 @@ def look_who_asks_optimizer(optimizer: torch.optim.Optimizer, stepped_by_program
     caller = _caller(sys._getframe(2))
     if not isinstance(caller, FrameType) or asked_by_all():
         return
-    if any(isinstance(value, DTensor) for slots in optimizer.state.values() for value in slots.values()):
+    if any(is_part(value) for slots in optimizer.state.values() for value in slots.values()):
         advice = ADVICE.format(part="optim") if stepped_by_program else OF_LOOPS_OPTIMIZER
         _warn(optimizer, caller, "since its parameters are those of a compiled model", "optimizer", advice)
 

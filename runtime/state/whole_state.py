@@ -2,6 +2,7 @@
 
     model.load_state_dict(torch.load("model.bin"))     whole tensors, the same on every rank: each takes its part, nothing is sent
     optimizer.load_state_dict(...)                     likewise, of an optimizer that steps a compiled module's parameters itself
+    torch.save(model.state_dict(), "model.pt")         on one rank, where it has all of every tensor: what a plain model's file holds
     torch.load("what rank 0 has saved.pt")             parts: refused by all but the rank that they are of
     accelerator.save_state(...), Trainer._save         ask on every rank, and write on one: they get whole tensors, in the host's memory
                                                        on each rank
@@ -11,8 +12,10 @@ Who asks is read off the stack, as in `state_dict_callers.py`.
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +45,26 @@ ON_ALL_RANKS: Final = (
 """Functions that every rank calls and one writes for: (module, function)."""
 OF_TRAINER: Final = ("transformers.trainer", "_save")
 """Likewise, where the model has told the Trainer that it is split."""
+
+
+@cache
+def write_wholes_plain() -> None:
+    """From now on pickle, and torch.save by it, writes of a compiled model's DTensor that a rank has whole what it writes of a plain tensor."""
+    copyreg.pickle(DTensor, _reduced)
+
+
+def _reduced(value: DTensor) -> Any:
+    if home_of(value.device_mesh) is None or is_part(value):
+        return value.__reduce_ex__(2)
+    plain = value._local_tensor
+    return (nn.Parameter(plain, value.requires_grad) if isinstance(value, nn.Parameter) else plain).__reduce_ex__(2)
+
+
+def is_part(value: object) -> bool:
+    """Whether this rank has not all of a DTensor."""
+    if not isinstance(value, DTensor):
+        return False
+    return value.device_mesh.get_coordinate() is None or not all(type(one) is Replicate for one in value.placements)
 
 
 def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:

@@ -317,6 +317,33 @@ def saved_by_each(mesh: Any) -> None:
                 torch.testing.assert_close(whole(one), other)
 
 
+def saved_by_any(mesh: Any) -> None:
+    """Where a rank has all of each tensor, rank 0 alone writes what a plain model's file holds, without a word; it loads wherever that does."""
+    folder = place()
+    for step in (False, True):
+        pair = Pair(mesh, step)
+        pair.train()
+        if dist.get_rank() == 0:
+            with said() as words:
+                state = {"model": pair.models[0].state_dict(), "optimizer": pair.optimizers[0].state_dict(), "loose": [*pair.models[0].parameters()]}
+            assert not words and isinstance(state["model"]["head.weight"], DTensor)
+            torch.save(state, folder / f"{step}.pt")
+        dist.barrier()
+        found, (plain, theirs) = torch.load(folder / f"{step}.pt"), (pair.models[1], pair.optimizers[1])
+        torch.testing.assert_close(found["model"], dict(plain.state_dict()))
+        assert {type(one) for one in found["model"].values()} == {Tensor} and {type(one) for one in found["loose"]} == {nn.Parameter}
+        for number, slots in theirs.state_dict()["state"].items():
+            torch.testing.assert_close(found["optimizer"]["state"][number]["exp_avg"], slots["exp_avg"])
+        plain.load_state_dict(found["model"])
+        theirs.load_state_dict(torch.load(folder / f"{step}.pt")["optimizer"])
+        again = Pair(mesh, step)
+        again.models[0].load_state_dict(found["model"])
+        again.optimizers[0].load_state_dict(found["optimizer"])
+        again.models, again.optimizers = (again.models[0], plain), (again.optimizers[0], theirs)
+        again.train()
+        again.train()
+
+
 def saved_whole(mesh: Any) -> None:
     """What the warning says to write of a loop's optimizer: rank 0 has whole tensors, and they load."""
     pair, options = Pair(mesh), StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -357,7 +384,7 @@ def saved_by_rank_0(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    edited, edited_beside_a_step, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_whole, saved_by_rank_0,
+    edited, edited_beside_a_step, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_by_any, saved_whole, saved_by_rank_0,
 )  # fmt: skip
 
 
