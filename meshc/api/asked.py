@@ -145,7 +145,7 @@ class Asked:
         if inputs == "local" and not self._data_axes():
             raise PlanError(
                 f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none\n'
-                '  what to do: inputs="global", where every rank passes the whole batch; for parts a mesh with such an axis, of one rank too: '
+                '  what to do: inputs="global", where every rank passes the whole batch; or a mesh with such an axis, of one rank or more: '
                 '"dp=1,tp=2"'
             )
 

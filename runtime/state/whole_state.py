@@ -49,7 +49,7 @@ OF_TRAINER: Final = ("transformers.trainer", "_save")
 
 @cache
 def write_wholes_plain() -> None:
-    """From now on pickle, and torch.save by it, writes of a compiled model's DTensor that a rank has whole what it writes of a plain tensor."""
+    """From now on pickle, and so torch.save, writes a compiled model's DTensor that a rank has whole as it writes a plain tensor."""
     copyreg.pickle(DTensor, _reduced)
 
 

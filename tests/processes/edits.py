@@ -318,14 +318,15 @@ def saved_by_each(mesh: Any) -> None:
 
 
 def saved_by_any(mesh: Any) -> None:
-    """Where a rank has all of each tensor, rank 0 alone writes what a plain model's file holds, without a word; it loads wherever that does."""
+    """Where a rank has all of each tensor, rank 0 alone writes what a plain model's file holds; it loads wherever that does."""
     folder = place()
     for step in (False, True):
         pair = Pair(mesh, step)
         pair.train()
         if dist.get_rank() == 0:
             with said() as words:
-                state = {"model": pair.models[0].state_dict(), "optimizer": pair.optimizers[0].state_dict(), "loose": [*pair.models[0].parameters()]}
+                state: dict[str, Any] = {"model": pair.models[0].state_dict(), "optimizer": pair.optimizers[0].state_dict()}
+                state["loose"] = [*pair.models[0].parameters()]
             assert not words and isinstance(state["model"]["head.weight"], DTensor)
             torch.save(state, folder / f"{step}.pt")
         dist.barrier()
@@ -384,7 +385,8 @@ def saved_by_rank_0(mesh: Any) -> None:
 
 
 CHECKS: tuple[Callable[[Any], None], ...] = (
-    edited, edited_beside_a_step, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_by_any, saved_whole, saved_by_rank_0,
+    edited, edited_beside_a_step, averages_before, looked_at, numbers, numbers_of_wholes, saved_by_each, saved_by_any, saved_whole,
+    saved_by_rank_0,
 )  # fmt: skip
 
 

@@ -112,7 +112,8 @@ def test_random_values_drawn_into_parameters(mesh: str, ranks: int, names: tuple
     "mesh, ranks, names",
     [
         ("tp=2", 2, ("edited", "averages_before", "looked_at", "numbers", "saved_by_each", "saved_whole", "saved_by_rank_0")),
-        ("dp=2", 2, ("numbers_of_wholes", "saved_by_any")), broad("pp=2", 2, ("edited_beside_a_step",)), broad("dp=2", 2, ("edited", "averages_before")),
+        ("dp=2", 2, ("numbers_of_wholes", "saved_by_any")), broad("pp=2", 2, ("edited_beside_a_step",)),
+        broad("dp=2", 2, ("edited", "averages_before")),
         broad("dp_shard=2,tp=2", 4, ("edited", "averages_before", "looked_at", "numbers", "edited_beside_a_step")),
         broad("dp_shard=2,tp=2", 4, ("saved_by_each", "saved_whole")),
     ],
