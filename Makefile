@@ -43,13 +43,16 @@ test: $(STAMP)
 test-broad: $(STAMP)
 	$(RUN) -m pytest --timeout $(LONGEST) --durations 20 -m "broad and not gpu"
 
-# Accelerate, TRL, Lightning, PEFT: tests that need them, and the page that says what works with them.
+# Accelerate, TRL, Lightning, litgpt, PEFT: tests that need them, and the page that says what works with them. litgpt asks for an older hub
+# than transformers does.
 test-frameworks: $(STAMP)
 	$(RUN) -m pip install --quiet -e ".[test,frameworks]"
+	$(RUN) -m pip install --quiet --no-deps litgpt
 	$(RUN) -m pytest -m "frameworks"
 
 ecosystem: $(STAMP)
 	$(RUN) -m pip install --quiet -e ".[test,frameworks]"
+	$(RUN) -m pip install --quiet --no-deps litgpt
 	$(RUN) -m tests.frameworks
 
 test-gpu: $(STAMP)

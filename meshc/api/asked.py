@@ -144,8 +144,19 @@ class Asked:
             )
         if inputs == "local" and not self._data_axes():
             raise PlanError(
-                f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none'
+                f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none\n'
+                '  what to do: inputs="global", where every rank passes the whole batch; or a mesh with such an axis, of one rank or more: '
+                '"dp=1,tp=2"'
             )
+
+    def advice_on_attribute(self, name: str) -> str:
+        """What is said to who looks on the program for what its model has."""
+        if name.startswith("_") or not (self.step is not None or isinstance(self.what, nn.Module)) or not hasattr(self.module, name):
+            return ""
+        return (
+            f"\n  why: the {type(self.module).__qualname__} that was compiled stays the live object, and has it; meshc.compile returns a "
+            f"handle of its programs\n  what to do: keep both, program = meshc.compile(model, mesh, ...), and write model.{name}"
+        )
 
     def _traced(self) -> Traced:
         if self.step is not None:

@@ -85,6 +85,12 @@ class Program:
         self._tokens: Stream | None = None
         """What calls with a cache pass, for the comparison with the other ranks."""
 
+    if not TYPE_CHECKING:  # what a Program has not is an error to the type checker too
+
+        def __getattr__(self, name: str) -> object:
+            made = vars(self).get("compilations")
+            raise AttributeError(f"a meshc.Program has no {name!r}" + ("" if made is None else made.asked.advice_on_attribute(name)))
+
     @property
     def asked(self) -> Asked:
         """What was asked for; on the axes that stand for those of the mesh, once it is known that some are taken apart."""

@@ -21,7 +21,7 @@ AROUND: Final[tuple[tuple[Callable[[], bool], str, str], ...]] = (
     (
         lambda: torch.compiler.is_dynamo_compiling(),
         "torch.compile",
-        _PLAIN.format(instead='a program whose operators are compiled is meshc.compile(..., backend="inductor")'),
+        'what to do: leave torch.compile out; a program whose operators are compiled by it is meshc.compile(..., backend="inductor")',
     ),
     (lambda: torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func (grad, vmap, jvp, ...)", _INSIDE),
     (lambda: _proxied(), "a trace of operators (torch.export, make_fx)", _PLAIN.format(instead="print(program) shows the program's own")),

@@ -99,8 +99,29 @@ def test_options_that_are_not_known() -> None:
 
 
 def test_local_inputs_need_an_axis_of_data() -> None:
-    with pytest.raises(meshc.PlanError, match="splits the batch along axes with a data role"):
+    with pytest.raises(meshc.PlanError, match="splits the batch along axes with a data role") as raised:
         meshc.compile(mlp().model, meshc.Mesh("tp=2"), kwargs=X, inputs="local")
+    assert 'what to do: inputs="global"' in str(raised.value) and '"dp=1,tp=2"' in str(raised.value)
+    meshc.compile(mlp().model, meshc.Mesh("dp=1,tp=2"), kwargs=X, inputs="local")
+
+
+def test_what_is_the_models_is_not_looked_for_on_its_program() -> None:
+    model = mlp().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs: list[Any] = [
+        meshc.compile(model, meshc.Mesh("dp=2"), kwargs=X),
+        meshc.compile(meshc.TrainStep(model, optimizer=optimizer), meshc.Mesh("dp=2")),
+    ]
+    for program in programs:
+        with pytest.raises(AttributeError, match="what to do: keep both, .*write model.parameters") as raised:
+            program.parameters()
+        assert f"the {type(model).__qualname__} that was compiled stays the live object" in str(raised.value)
+        assert not hasattr(program, "no_sync")
+        with pytest.raises(AttributeError, match="a meshc.Program has no 'no_sync'$"):
+            program.no_sync()
+    function: Any = meshc.compile(lambda x: x + 1, meshc.Mesh("dp=2"))
+    with pytest.raises(AttributeError, match="a meshc.Program has no 'parameters'$"):
+        function.parameters()
 
 
 def test_uneven_parts_are_parts() -> None:

@@ -30,6 +30,8 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "timm": Library("timm", "tests.frameworks.on_timm", ("timm", "torchvision")),
     "diffusers": Library("diffusers", "tests.frameworks.on_diffusers", ("diffusers", "accelerate")),
     "lightning": Library("Lightning and Fabric", "tests.frameworks.on_lightning", ("lightning",)),
+    "nanogpt": Library("nanoGPT's train.py", "tests.frameworks.on_scripts_nanogpt", ("torch",)),
+    "litgpt": Library("litgpt's pretrain", "tests.frameworks.on_scripts_litgpt", ("lightning", "litgpt")),
     "peft": Library("PEFT", "tests.frameworks.on_peft", ("transformers", "peft")),
     "steps": Library("Training steps", "tests.frameworks.on_steps", ("torch",)),
     "data": Library("Data and sizes", "tests.frameworks.on_data", ("torch",)),
@@ -37,7 +39,7 @@ LIBRARIES: Final[Mapping[str, Library]] = {
     "examples": Library("Examples", "tests.frameworks.on_examples", ("transformers", "peft", "PIL")),
     "people": Library("What people look at", "tests.frameworks.on_people", ("torch",)),
 }
-OF_OTHERS: Final = ("accelerate", "trainer", "trl", "timm", "diffusers", "lightning", "peft")
+OF_OTHERS: Final = ("accelerate", "trainer", "trl", "timm", "diffusers", "lightning", "litgpt", "peft")
 """Of these the ones that need more than what meshc is tested with."""
 
 UNTRIED: Final = (

@@ -11,7 +11,7 @@ from typing import Any, Final
 from tests.frameworks.libraries import LIBRARIES, UNTRIED
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "ecosystem.md"
-PACKAGES: Final = ("torch", "transformers", "accelerate", "trl", "timm", "diffusers", "lightning", "peft", "pillow")
+PACKAGES: Final = ("torch", "transformers", "accelerate", "trl", "timm", "diffusers", "lightning", "litgpt", "peft", "pillow")
 
 TITLE: Final = """# The ecosystem
 
