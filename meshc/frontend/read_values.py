@@ -115,9 +115,7 @@ class Values:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Values):
             return NotImplemented
-        if self is other:
-            return True
-        return self._hash == other._hash and (self.places, self.described) == (other.places, other.described)
+        return self is other or (self._hash, self.places, self.described) == (other._hash, other.places, other.described)
 
     def changes(self, before: Values) -> list[str]:
         """One line a difference: `model.temperature: 1.0 -> 2.0`."""
@@ -187,11 +185,14 @@ class Reads:
             described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._described(value))
             text = f"{text} ({len(described)})" if text in texts else text
             texts[text] = _said(value)
+            base = there.at(_base(place))[0]
             if number is not None:
-                get = functools.partial(_taken, there.at(_base(place))[0], place.steps[-1])
-                self._numbers.append((number, get, described[-1], text))
+                self._numbers.append((number, functools.partial(_taken, base, place.steps[-1]), described[-1], text))
                 continue
-            look.note(there.at(_base(place))[0], place.steps[-1], value)
+            look.note(base, place.steps[-1], value)
+            if (TYPE, None) in place.steps:
+                instance = there.at(Place(place.root, place.steps[: place.steps.index((TYPE, None))]))[0]
+                look.note(instance, (TYPE, None), type(instance))
             look.follow(value, shallow or (isinstance(value, torch.Tensor) and self._is_state(value)))
         look.close()
         return look, Values(self.places, tuple(described), texts)
@@ -201,14 +202,11 @@ class Reads:
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._tensors
 
     def _described(self, value: Any) -> Hashable:
-        if is_plain(value):
+        if is_plain(value) or isinstance(value, enum.Enum):
             return type(value), repr(value)
         if isinstance(value, torch.Tensor):
             return "tensor" if self._is_state(value) else (value.dtype, tuple(value.shape), *_held(value))
-        if isinstance(value, enum.Enum):
-            return type(value), repr(value)
-        code = code_of(value)
-        if code is not None:
+        if (code := code_of(value)) is not None:
             return Same(code)
         if isinstance(value, list | tuple | AbstractSet):
             return _shape(value)
@@ -349,7 +347,8 @@ class Resolved:
                 return f"{text}.{what}"
             if within in ("__defaults__", "__kwdefaults__"):
                 return _default(self.at(_base(_base(place)))[0], what)
-            return name_of(base[what]) if within == "__mro__" and isinstance(base, tuple) else f"{text}[{what!r}]"
+            known = within == "__mro__" and isinstance(base, tuple) and what < len(base)  # a class may be another one by now
+            return name_of(base[what]) if known else f"{text}[{what!r}]"
         if kind in (HAS_ITEM, HAS_ATTRIBUTE):
             return f"{what!r} in {text}" if kind == HAS_ITEM else f"whether {text} has a {what} of its own"
         if kind in (KEY, NTH):
@@ -419,6 +418,7 @@ class _Look:
         self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
         self._keys: dict[int, tuple[Any, int | None]] = {}
         """How many of the first keys are looked at; None: all."""
+        self._kinds: dict[int, tuple[Any, type]] = {}
         self._versions: dict[int, torch.Tensor] = {}
         self._codes: dict[int, types.FunctionType] = {}
 
@@ -438,6 +438,8 @@ class _Look:
                 self._items.setdefault(id(base), (base, {}))[1][_nth_key(base, what) if kind == NTH else what] = value
         elif kind in (HAS_ITEM, HAS_ATTRIBUTE) and value is not NOTHING:
             self._own[id(base), what] = (base if kind == HAS_ITEM else base.__dict__), what, value
+        elif kind == TYPE:  # an object may become one of another class
+            self._kinds[id(base)] = base, value
         elif kind in (KEY, KEYS) and value is not NOTHING:
             many = self._keys.get(id(base), (base, 0))[1]
             self._keys[id(base)] = base, None if kind == KEYS or many is None else max(many, what + 1)
@@ -468,6 +470,7 @@ class _Look:
         self._lengths_then = list(map(len, self._sized))
         own = list(self._own.values())
         self._asked, self._whats, self._has_then = [one[0] for one in own], [one[1] for one in own], [one[2] for one in own]
+        self._typed, self._types_then = [list(row) for row in zip(*self._kinds.values(), strict=True)] or [[], []]
         self._tensors = list(self._versions.values())
         self._versions_then = list(map(_version, self._tensors))
         self._functions = list(self._codes.values())
@@ -481,6 +484,7 @@ class _Look:
                 all(map(is_, chain.from_iterable(map(_call, self._getters, self._held)), self._then))
                 and all(map(is_, map(_call, self._attribute_getters, self._objects), self._attributes_then))
                 and all(map(is_, map(_code, self._functions), self._codes_then))
+                and all(map(is_, map(type, self._typed), self._types_then))
                 and list(map(_version, self._tensors)) == self._versions_then
                 and list(map(contains, self._asked, self._whats)) == self._has_then
                 and all(tuple(islice(held, many)) == then for held, many, then in self._key_lists)

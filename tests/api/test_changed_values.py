@@ -52,6 +52,14 @@ class OwnScales(Scales):
     """What it has of its base may stand in itself one day."""
 
 
+class DeepScales(OwnScales):
+    """What it has stands in the third of its classes."""
+
+
+class FlatScales:
+    by = 3.0
+
+
 class Differences:
     """Made in a loss."""
 
@@ -209,6 +217,13 @@ def a_method_of_the_class() -> tuple[Loss, Change]:
 @case(4)
 def what_a_class_has_of_its_base() -> tuple[Loss, Change]:
     return lambda out, target: error(out, target) * SCALES.by, lambda model, step: setattr(OwnScales, "by", 1.0 + step)
+
+
+@case(2)
+def a_class_with_fewer_bases() -> tuple[Loss, Change]:
+    scales: Any = DeepScales()
+    kinds = DeepScales, FlatScales
+    return lambda out, target: error(out, target) * scales.by, lambda model, step: setattr(scales, "__class__", kinds[step % 2])
 
 
 @case(2)
