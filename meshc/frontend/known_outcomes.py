@@ -110,7 +110,7 @@ def write_known_values(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is operator.getitem and (places := getattr(_example(node), PLACES, None)) is not None:
             _write_places(node, places)
-        elif _name(node) in ("getitem", "setitem"):
+        elif _name(node) in ("getitem", "setitem") and node.args:
             _index_by_numbers(node)
         elif _name(node).startswith("wrapped_") and not node.all_input_nodes:
             _scale_by_number(node)
@@ -154,7 +154,7 @@ def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
 
 def is_sized_by_values(node: Node) -> bool:
     """Whether it has a size that values decide, or is one of several that do."""
-    if _name(node) == "getitem" and isinstance(several := node.args[0], Node):
+    if _name(node) == "getitem" and node.args and isinstance(several := node.args[0], Node):
         return _name(several) == "where" and len(several.args) == 1 and not several.kwargs or is_sized_by_values(several)
     if node.op not in ("call_function", "call_method") or not re.search(_SIZED_BY_VALUES, _name(node)):
         return False

@@ -409,7 +409,7 @@ def value_of(node: Any) -> Any:
 
 def is_by_mask(node: Node) -> bool:
     """Whether it is a tensor indexed by a mask, though of a size that is known: the model fixes how many it selects."""
-    if name_of(node) != "getitem" or not isinstance(node.args[0], Node):
+    if name_of(node) != "getitem" or not node.args or not isinstance(node.args[0], Node):
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     masks = [value_of(one) for one in index if isinstance(one, Node)]

@@ -167,7 +167,7 @@ SCENES: Final = (
     Scene("../README.md", (0,), ranks=4),
     Scene("../README.md", (1,), ranks=2, before=LOOP, after="assert loss > 0"),
     Scene("../README.md", (2,), ranks=2, before=LOOP, after="""
-found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+found = model.state_dict()
 """ + BY_DDP),
     Scene("../README.md", (3,), ranks=2, before=LOOP, after="""
 found = program.state_dict(full=True).get("model")  # on rank 0
@@ -272,8 +272,8 @@ from transformers import DynamicCache
 model.eval().requires_grad_(False)
 program, ids, rows = meshc.compile(model, mesh), ids[:2, :11], torch.tensor([1, 0])
 """, after="assert cache.get_seq_length() == 13 and cache.layers[0].keys.shape[0] == 4"),
-    Scene("long-context.md", (0, 1), before=LLAMA),
-    Scene("long-context.md", (2,), before=STEP, after="""
+    Scene("long-context.md", (0, 2), before=LLAMA),
+    Scene("long-context.md", (3,), before=STEP, after="""
 class Reads(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ step = meshc.TrainStep(reads := Reads(), optimizer=torch.optim.AdamW(reads.param
 program = meshc.compile(step, meshc.Mesh("cp=2"), args=(torch.randn(4, 6, 4),), plan=plan)
 assert "all_to_all" in str(program)
 """),
-    Scene("long-context.md", (3,)),
+    Scene("long-context.md", (1,)),
     Scene("losses-differ.md", (0, 1), often=True),
     Scene("memory.md", (0, 1)),
     Scene("pipelines.md", (0,), ranks=4, before=LLAMA + """

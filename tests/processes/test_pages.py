@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 PAGES = ["../README.md", *sorted(page.name for page in DOCS.glob("*.md"))]
 FOREIGN = "py"
 """Python of frameworks that are not installed here."""
-NO_CODE = {"text", "toml", "sh"}
+NO_CODE = {"text", "toml", "sh", "diff"}
 """toml: `tests/cost/test_devices.py` reads it. sh: `tests/test_docs.py` looks up what it calls."""
 OFTEN = [scene for scene in SCENES if scene.often]
 """On one rank each: one launch runs them all."""

@@ -32,9 +32,10 @@ def test_a_causal_window_becomes_attributes() -> None:
     assert_expected_inline(folded(Masked(3)), """\
 - arange: "i64[6]" = aten.arange(6, device=cpu, pin_memory=False)
 - unsqueeze: "i64[6, 1]" = aten.unsqueeze(arange, 1)
-- le: "b8[6, 6]" = aten.le.Tensor(arange, unsqueeze)
+- arange_1: "i64[6]" = aten.arange(6, device=cpu, pin_memory=False)
+- le: "b8[6, 6]" = aten.le.Tensor(arange_1, unsqueeze)
 - sub: "i64[6, 1]" = aten.sub.Tensor(unsqueeze, 3)
-- gt: "b8[6, 6]" = aten.gt.Tensor(arange, sub)
+- gt: "b8[6, 6]" = aten.gt.Tensor(arange_1, sub)
 - bitwise_and: "b8[6, 6]" = aten.bitwise_and.Tensor(le, gt)
 - zeros: "f32[]" = aten.zeros([], dtype=f32, device=cpu, pin_memory=False)
 - full: "f32[]" = aten.full([], -inf, dtype=f32, device=cpu, pin_memory=False)

@@ -40,6 +40,7 @@ ANY: Values = {
     "input": X, "size": (2, 3), "p": 0.3, "training": True, "train": True, "inplace": True, "requires_grad": False, "names": None,
     "generator": None, "layout": torch.strided, "device": "cpu", "pin_memory": False, "memory_format": torch.preserve_format,
     "dtype": torch.float64, "low": 1, "high": 5, "mean": 0.5, "std": 2.0, "from": -1.0, "to": 2.0, "lower": 0.1, "upper": 0.4,
+    "fill_value": 0.5, "wrap": True,
 }  # fmt: skip
 """What a parameter is given, by its name, where a function has nothing of its own for it."""
 RECURRENT: Values = {
@@ -53,6 +54,7 @@ OWN: dict[Any, Values] = {
     torch.gru: RECURRENT | {"hx": torch.ones(1, 3, 5), "params": GRU._flat_weights},
     torch.rnn_tanh: RECURRENT | {"hx": torch.ones(1, 3, 5), "params": TANH._flat_weights},
     torch.rnn_relu: RECURRENT | {"hx": torch.ones(1, 3, 5), "params": RELU._flat_weights},
+    "fill_diagonal_": {"input": torch.rand(4, 4)},
     torch.rand: {"out": torch.zeros(2, 3)},
     torch.randn: {"out": torch.zeros(2, 3, dtype=torch.float64)},
     torch.bernoulli: {"out": torch.zeros(2, 3, 4)},
