@@ -19,9 +19,11 @@ from tests.frameworks.table import PAGE, import_rows, table
 from tests.results import Results
 from tests.runtime.launch import launch
 from tests.table_command import command, in_time
+from tests.zoo.libraries.stubs import put_stubs
 
 
 def main() -> int:
+    put_stubs()  # transformers, which rows import, looks for torchvision
     parser = command("tests.frameworks", __doc__, "rows")
     parser.add_argument("--only", default="", help="libraries, joined by commas")
     arguments = parser.parse_args()
