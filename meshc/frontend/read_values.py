@@ -466,15 +466,12 @@ class _Look:
         self._attributes_then = [one[2] for one in found]
         self._key_lists = [(held, many, tuple(islice(held, many))) for held, many in self._keys.values()]
         self._tables = [(each, list(each)) for each in self._lists.values() if len(each) <= MOST]
-        self._sized = list(self._sizes.values())
-        self._lengths_then = list(map(len, self._sized))
+        self._sized, self._lengths_then = list(self._sizes.values()), list(map(len, self._sizes.values()))
         own = list(self._own.values())
         self._asked, self._whats, self._has_then = [one[0] for one in own], [one[1] for one in own], [one[2] for one in own]
         self._typed, self._types_then = [list(row) for row in zip(*self._kinds.values(), strict=True)] or [[], []]
-        self._tensors = list(self._versions.values())
-        self._versions_then = list(map(_version, self._tensors))
-        self._functions = list(self._codes.values())
-        self._codes_then = list(map(_code, self._functions))
+        self._tensors, self._versions_then = list(self._versions.values()), list(map(_version, self._versions.values()))
+        self._functions, self._codes_then = list(self._codes.values()), list(map(_code, self._codes.values()))
         self.count = sum(map(len, (self._then, found, self._asked, self._key_lists, self._tensors, self._functions)))
         self.count += sum(len(then) for _, then in self._tables)
 

@@ -167,8 +167,8 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     (r"Shape mismatch with out=", "leave out= out, y = torch.mm(a, b), or give it a tensor that has the result's shape"),
     (r"data_ptr", "take the address out of the model: a traced tensor has none"),
     (r"requires_grad_\(\).* by a functorch transform", (
-        "a function that torch calls for all positions at once (the mask of a flex_attention) reads a tensor from outside of the model: "
-        "keep that in a buffer (register_buffer), or pass it as an argument"
+        "leave requires_grad_() out of what a transform of torch.func is given: it takes the gradient of its function's arguments; or "
+        "take the gradient by torch.autograd.grad, without the transform"
     )),
     (r"requires_grad_\(\)", "set requires_grad on the input before the call, or on parameters"),
     (r"not linked with support for cuda|device mismatch|Torch not compiled with CUDA", (
