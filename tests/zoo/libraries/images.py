@@ -56,7 +56,7 @@ ROWS: Final = (
     timm("convit_tiny", 32, img_size=32, depth=2, embed_dim=32, num_heads=4), timm("convmixer_768_32", 32),
     timm("test_convnext", 32, depths=(1, 1, 1, 1), dims=(16, 32, 48, 64)), timm("test_convnext2", 32, dims=(16, 32, 48, 64)),
     timm("cpubone_nano", 32), timm("crossvit_tiny_240", 32), timm("csatv2", 64, depths=(2, 2, 2, 2), dims=(16, 32, 48, 64)),
-    timm("cs3darknet_focus_s", 32), timm("cspresnet50", 32), timm("cspnext_tiny", 32),
+    timm("cs3darknet_focus_s", 32), timm("cspresnet50", 64), timm("cspnext_tiny", 64),
     timm("davit_tiny", 32, depths=(1, 1, 1, 1), embed_dims=(16, 32, 48, 64), num_heads=(1, 2, 3, 4)),
     timm("deit_tiny_patch16_224", 32, img_size=32, depth=2, embed_dim=32, num_heads=4),
     timm("deit_tiny_distilled_patch16_224", 32, img_size=32, depth=2, embed_dim=32, num_heads=4),
