@@ -33,9 +33,9 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     for name, buffer in module.named_buffers():
         full = buffer.detach() if values is None else values.get(name, untouched(buffer) if is_where(name) else buffer)
         memo[id(buffer)] = full.detach().cpu().clone()
-    for child in module.modules():  # what hooks leave behind, as the weight that torch.nn.utils.weight_norm makes before each call
-        made = [value for value in vars(child).values() if isinstance(value, torch.Tensor) and not value.is_leaf]
-        memo.update({id(value): value.detach().cpu().clone() for value in made})
+    for child in module.modules():  # what earlier calls leave behind: the weight of torch.nn.utils.weight_norm, a list that forward fills
+        computed = [value for value in trees.leaves(vars(child)) if isinstance(value, torch.Tensor) and not value.is_leaf]
+        memo.update({id(value): value.detach().cpu().clone() for value in computed})
     known = dict(memo)
     try:
         twin = copy.deepcopy(module, memo)

@@ -68,6 +68,19 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.w).abs()
 
 
+class Pyramid(nn.Module):
+    """A list of levels that forward fills anew, as RAFT's correlations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.levels = nn.Linear(8, 4), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.levels = [self.linear(x)]
+        self.levels.append(self.levels[0].square())
+        return self.levels[0] + self.levels[1]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
 @pytest.mark.filterwarnings("error:Casting complex values to real")
 @pytest.mark.parametrize(
@@ -76,11 +89,12 @@ class Complex(nn.Module):
         (Complex, torch.ones(4, 8)),
         (lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)), torch.arange(8).reshape(4, 2)),
         (lambda: torch.nn.utils.weight_norm(nn.Linear(8, 4)), torch.ones(4, 8)),
+        (Pyramid, torch.ones(4, 8)),
     ],
-    ids=["complex parameters", "sparse gradients", "weight_norm"],
+    ids=["complex parameters", "sparse gradients", "weight_norm", "a list of values"],
 )
 def test_models_of_less_common_kinds_in_both_precisions(build: Any, inputs: torch.Tensor) -> None:
-    """Parameters of complex numbers; gradients that torch makes sparse; a weight that a hook has computed, which torch does not copy."""
+    """Parameters of complex numbers; gradients that torch makes sparse; values of an earlier call, which torch does not copy."""
     torch.manual_seed(0)
     made = build()
     made(inputs)

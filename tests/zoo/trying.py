@@ -32,7 +32,7 @@ from tests.zoo.run import adamw, first_line
 
 MESH: Final = "dp=2,tp=2"
 SECONDS: Final = 150
-BYTES: Final = 8 << 30
+BYTES: Final = 12 << 30
 NO_MEMORY: Final = "can't allocate memory"
 """What torch says then."""
 
