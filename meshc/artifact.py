@@ -37,10 +37,12 @@ else:
     checker = Later("meshc.check.program")
 
 FORMAT: Final = "meshc program"
-VERSION: Final = 5
+VERSION: Final = 6
+ZIGZAG: Final = 5
+"""The first version whose zigzag order is today's."""
 READ: Final = range(3, VERSION + 1)
-"""Types of version 3 do not say in which order values lie; before version 5 zigzag order is another one. Of programs before version 3 it is
-not known which backend they were written for."""
+"""Types of version 3 do not say in which order values lie, and before version 6 they call a partial sum pending. Of programs before version
+3 it is not known which backend they were written for."""
 MANIFEST: Final = "manifest.json"
 PROGRAM: Final = "program.json"
 CONSTANTS: Final = "constants.safetensors"
@@ -115,7 +117,7 @@ def load(
     told = cast(described.Described, _json(folder / PROGRAM))
     try:
         program = _program(folder, told, files)
-        if version < VERSION and _has_orders(program):
+        if version < ZIGZAG and _has_orders(program):
             raise ArtifactError(f"{folder} is of version {version}, whose zigzag order is another one, and has attention in that order: "
                                 "compile and save the program again")  # fmt: skip
         if not own:

@@ -45,14 +45,14 @@ def program(reason: str = "tp takes ffn") -> PlainProgram:
     y = graph.call_function(aten.mm.default, (x, w))
     z = graph.call_function(spmd.all_reduce, (y, ["dp"], "sum"))
     graph.output((z, z))
-    for node, sharding in ((w, w_at), (x, None), (y, y_at), (z, y_at.without_pending())):
+    for node, sharding in ((w, w_at), (x, None), (y, y_at), (z, y_at.without_partial())):
         shape = (1, 3) if sharding is None else local_shape(sharding, sizes)
         ir.set_record(node, Record(shape, torch.float32, sharding, source, reason, "forward"))
     ports = (
         Port("parameter", "up.weight", (6, 5), torch.float32, w_at, requires_grad=True),
         Port("constant", "mask", (1, 3), torch.float32),
     )
-    outputs = (Port("output", "logits", (1, 5), torch.float32, y_at.without_pending()),)
+    outputs = (Port("output", "logits", (1, 5), torch.float32, y_at.without_partial()),)
     return PlainProgram(
         {"main": Stage("main", graph, tuple(port.key for port in ports), ("output:logits", "part:logits"))},
         Mesh("dp=2,tp=2"),
@@ -173,7 +173,7 @@ def test_an_edited_text_is_still_checked(saved: Path) -> None:
     (saved / "stages/main.py").write_text(text.replace("aten.mm(x, w)", "os.system(x)"))
     message = refused(saved, allow_edited=True)
     assert "stages/main.py, line " in message and "the operator os.system is not on the allow-list" in message
-    assert 'mm_default: "f32[1, ffn 5/tp] pending(sum: dp) pad(zero: 1.0)" = os.system(x)' in message
+    assert 'mm_default: "f32[1, ffn 5/tp] partial(sum: dp) pad(zero: 1.0)" = os.system(x)' in message
 
 
 def test_an_operator_off_the_list_is_refused_whatever_the_hashes(saved: Path) -> None:
@@ -223,8 +223,8 @@ def test_a_stage_that_the_manifest_does_not_list_is_refused(saved: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' versions 3 to 5: compile and save the program"),
-        ({"format": "other"}, "is 'other' version 5; this meshc reads"),
+        ({"version": 2}, "is 'meshc program' version 2; this meshc reads 'meshc program' versions 3 to 6: compile and save the program"),
+        ({"format": "other"}, "is 'other' version 6; this meshc reads"),
         ({"files": {}}, "manifest.json does not list program.json, which the program needs"),
         ({"files": []}, "manifest.json lists no files"),
         ({"files": {"program.json": 1}}, "manifest.json has no size and hash for program.json"),

@@ -193,7 +193,7 @@ class _Explaining:
                 name = names.of[instance.factor[token]]  # type: ignore[index]
                 said[axis] += [] if name in said[axis] else [name]
         for axis in option.deferred:
-            said[axis].append("a sum that stays pending")
+            said[axis].append("a sum that stays partial")
         return ", ".join(f"{axis}: {' and '.join(what) or '-'}" for axis, what in said.items())
 
     def _stored(self, decision: Decision, option: Option) -> Sharding:

@@ -49,7 +49,7 @@ class Asked:
     def rule(
         self, node: Node, tensors: Sequence[Node], given: Sequence[Spread], declared: Sequence[Spread]
     ) -> tuple[Rule | None, Sequence[Deferral] | None]:
-        """The rule of a line and what may come in pending; None for an operator that has none, and None, None where it has one that cannot
+        """The rule of a line and what may come in partial; None for an operator that has none, and None, None where it has one that cannot
         be asked about these shapes."""
         used = self._used(node)
         rows = [(one, ir.record(one), spread) for one, spread in zip(tensors, given, strict=True)]

@@ -23,7 +23,7 @@ from meshc.check.handed import Handed
 from meshc.check.moved import Place, moved, place_of, positions
 from meshc.check.padding import check_claims, check_sums
 from meshc.check.ruled import Rules, ruled
-from meshc.check.spread import Parts, Spread, alike, fit_together, flat, run_of, shown, shown_pending
+from meshc.check.spread import Parts, Spread, alike, fit_together, flat, run_of, shown, shown_partial
 from meshc.check.types import Wrong
 from meshc.check.viewed import check_view, cut, joined, taken, viewed
 from meshc.check.windows import check_windows
@@ -169,15 +169,15 @@ class _Walk:
     def _joined(self, node: Node) -> Spread:
         """What travels together: of each value its own, one after the other. What they wait for besides may differ."""
         given = [self._of(one) for one in ir.operands(node)]
-        waiting = [one.pending for one in given]
+        waiting = [one.partial for one in given]
         same = None not in waiting and all(dict(one or {}) == dict(waiting[0] or {}) for one in waiting)
         split = {one.splits() for one in given}
         dims = (None,) * len(ir.record(node).shape)
         dim = node.args[1] if len(node.args) > 1 else 0
         pieces = joined(given, [ir.record(one).shape for one in ir.operands(node)], cast(int, dim))
-        pending, runs = waiting[0] if same else None, split.pop() if len(split) == 1 else None
+        partial, runs = waiting[0] if same else None, split.pop() if len(split) == 1 else None
         filled = all(one.filled for one in given)
-        return Spread(dims, pending, runs, pieces, any(one.varies for one in given), filled=filled, back=rings.beside(given))
+        return Spread(dims, partial, runs, pieces, any(one.varies for one in given), filled=filled, back=rings.beside(given))
 
     def _check_updates(self, node: Node) -> None:
         many = node.target in MANY.values()
@@ -185,8 +185,8 @@ class _Walk:
         for operands in zip(*rows, strict=False):
             tensors = [(one, self._of(one)) for one in operands if isinstance(one, Node)]
             for one, spread in tensors:
-                if spread.pending:
-                    raise Wrong(f"{one} is {shown_pending(spread.pending)}: an update takes what has been reduced")
+                if spread.partial:
+                    raise Wrong(f"{one} is {shown_partial(spread.partial)}: an update takes what has been reduced")
             first, known = tensors[0]
             for one, spread in tensors[1:]:
                 if len(spread.dims) == len(known.dims) and not _lie_alike(known, spread):
@@ -201,7 +201,7 @@ class _Walk:
         numbers = len(tensors) < len(operands) and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
         varies = numbers or any(one.varies for one in given)
         if numbers:
-            given = [replace(one, pending=None) for one in given]
+            given = [replace(one, partial=None) for one in given]
         rule, deferrals = self.asked.rule(node, tensors, given, declared)
         names, piece = [str(one) for one in tensors], all(spread.runs is None for spread in declared)
         if rule is None and deferrals is not None and not piece:
@@ -220,9 +220,9 @@ class _Walk:
 def _check_whole(node: Node, names: Sequence[str], given: Sequence[Spread]) -> None:
     """Raises Wrong for a tile, or a part of a sum, that goes into one of torch's operators that has no rule."""
     for name, spread in zip(names, given, strict=True):
-        if spelling(node.target).startswith("aten.") and (spread.split() or spread.pending):
-            lies = ", ".join(sorted(spread.split() or spread.pending or ()))
-            told = f"{name} is split or pending over {lies}, and {spelling(node.target)} takes whole values"
+        if spelling(node.target).startswith("aten.") and (spread.split() or spread.partial):
+            lies = ", ".join(sorted(spread.split() or spread.partial or ()))
+            told = f"{name} is split or partial over {lies}, and {spelling(node.target)} takes whole values"
             raise Wrong(f"{told}: no rule says what it makes of tiles")
 
 
@@ -234,12 +234,12 @@ def _call(node: Node) -> object:
 def _doubtful(found: Spread) -> Spread:
     """What stays of a result when a rank's place has gone into its numbers."""
     dims = tuple(parts if parts is not None and any(part.axes for part in parts) else None for parts in found.dims)
-    return Spread(dims, found.pending or None, varies=True, padding=found.padding, filled=found.filled)
+    return Spread(dims, found.partial or None, varies=True, padding=found.padding, filled=found.filled)
 
 
 def _settled(found: Spread, declared: Spread) -> Spread:
     """What is known of a value behind its line: what the line says, and where it says nothing, what has been found."""
-    if declared.pending is None:
+    if declared.partial is None:
         return found
     held = {axis: value for axis, value in found.padding.items() if axis in declared.padding and value is not None}
     return replace(declared, padding={**declared.padding, **held})
@@ -248,7 +248,7 @@ def _settled(found: Spread, declared: Spread) -> Spread:
 def _filled(found: Spread, declared: Spread) -> Spread:
     """What is known of one of several results, whose lines are yet to come."""
     dims = tuple(told if one is None else one for one, told in zip(found.dims, declared.dims, strict=True))
-    return replace(found, dims=dims, pending=declared.pending if found.pending is None else found.pending)
+    return replace(found, dims=dims, partial=declared.partial if found.partial is None else found.partial)
 
 
 def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
@@ -265,8 +265,8 @@ def _bounds(node: Node, shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def _compare(found: Spread, declared: Spread, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
-    if found.pending is not None and dict(found.pending) != dict(declared.pending or {}):
-        raise Wrong(f"its operator makes it {shown_pending(found.pending)}, declared is {shown_pending(declared.pending or {})}")
+    if found.partial is not None and dict(found.partial) != dict(declared.partial or {}):
+        raise Wrong(f"its operator makes it {shown_partial(found.partial)}, declared is {shown_partial(declared.partial or {})}")
     moved = declared.known and _cuts(found) != _cuts(declared) and _is_moved(found, declared, shape, sizes)
     for dim, (one, told) in enumerate(zip(found.dims, declared.dims, strict=True)):
         if one is not None and told is not None and not alike(one, told) and not moved:  # a tile of one may stand in either of two dims

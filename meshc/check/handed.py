@@ -1,6 +1,6 @@
 """What stages hand to each other: how a value lies whose type does not say it, where another stage has made it.
 
-    before    keep_first_1: "f64[4, 2, 2]" = keep_first(zeros, coordinate_1)      is known to be [experts 4, in 2, out 2] pending(sum: a)
+    before    keep_first_1: "f64[4, 2, 2]" = keep_first(zeros, coordinate_1)      is known to be [experts 4, in 2, out 2] partial(sum: a)
     each      keep_first_1: "f64[4, 2, 2]" = "value:keep_first_1"                 so it is here
 
 What is made once for all microbatches may stand among the lines that a rule writes for one operator, which have plain types.

@@ -1,6 +1,6 @@
 """What the functions of `meshc.ir.spmd` do to how a value lies.
 
-    all_reduce(y: "f32[a 4, b 6/tp] pending(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
+    all_reduce(y: "f32[a 4, b 6/tp] partial(sum: dp)", ["dp"], "sum")     gives f32[a 4, b 6/tp]
     all_gather(y: "f32[a 4/dp, b 6/tp]", ["dp"], 0)                       gives f32[a 4, b 6/tp]
     shard(y: "f32[a 4, b 6]", 0, 2, coordinate_of_dp)                     gives f32[a 4/dp, b 6]
     all_gather(y: "f32[a 8/dp/tp]", ["tp", "dp"], 0)                      does not go: tiles lie over dp, then tp
@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from meshc.check.orders import check_natural, reordered
-from meshc.check.spread import UNNAMED, Parts, Spread, shown, shown_pending, tile
+from meshc.check.spread import UNNAMED, Parts, Spread, shown, shown_partial, tile
 from meshc.check.types import Wrong
 from meshc.check.viewed import cut
 from meshc.check.windows import Goes, Halo, check_halo, check_sum
@@ -126,12 +126,12 @@ def _all_reduce(node: Node, given: Spread, *_: object) -> Spread:
 
 def _reduced(given: Spread, axes: Axes, how: str) -> Spread:
     found = _each(given, lambda one: replace(one, padding={axis: _summed(held, how) for axis, held in one.padding.items()}))
-    if given.pending is None:
+    if given.partial is None:
         return found
     for axis in axes:
-        if axis != spmd.MICROBATCH and given.pending.get(axis) != how:
-            raise Wrong(f"its operand is not pending over {axis} for a {how}: it is {shown_pending(given.pending)}")
-    return replace(found, pending={axis: left for axis, left in given.pending.items() if axis not in axes})
+        if axis != spmd.MICROBATCH and given.partial.get(axis) != how:
+            raise Wrong(f"its operand is not partial over {axis} for a {how}: it is {shown_partial(given.partial)}")
+    return replace(found, partial={axis: left for axis, left in given.partial.items() if axis not in axes})
 
 
 def _summed(held: float | None, how: str) -> float | None:
@@ -236,15 +236,15 @@ def _keep_first(node: Node, given: Spread, declared: Spread | None, places: Plac
     if place is None or not place.counts_tiles(sizes):
         if declared is not None:
             raise Wrong(f"it keeps what the first rank has, and {node.args[1]} is no rank's number")
-        return replace(given, pending=None, padding=padding, varies=True)
-    differs = sorted(({*(given.pending or ())} | (given.split() or frozenset())) & set(place.axes))
+        return replace(given, partial=None, padding=padding, varies=True)
+    differs = sorted(({*(given.partial or ())} | (given.split() or frozenset())) & set(place.axes))
     if differs:
         told = f"it keeps what the first rank of {', '.join(differs)} has"
         raise Wrong(f"{told}, and its operand is another on each of these: the rest is lost")
-    if given.pending is None:
+    if given.partial is None:
         return replace(given, padding=padding)
     return replace(
-        given, pending={**given.pending, **{axis: "sum" for axis in place.axes if axis != spmd.MICROBATCH}}, padding=padding
+        given, partial={**given.partial, **{axis: "sum" for axis in place.axes if axis != spmd.MICROBATCH}}, padding=padding
     )
 
 
@@ -255,11 +255,11 @@ def _same(node: Node, given: Spread, *_: object) -> Spread:
 def _broadcast(node: Node, given: Spread, *_: object) -> Spread:
     """What one rank has, on all of its group: of a value that ranks have tiles or parts of the rest would be lost."""
     axes = cast(Axes, node.args[1])
-    split, pending = (given.split() or frozenset()) & set(axes), sorted(set(given.pending or ()) & set(axes))
+    split, partial = (given.split() or frozenset()) & set(axes), sorted(set(given.partial or ()) & set(axes))
     if split:
         raise Wrong(f"it sends one rank's tile to all of {', '.join(axes)}, and {', '.join(sorted(split))} splits its operand")
-    if pending:
-        raise Wrong(f"it sends one rank's part to all of {', '.join(axes)}, and its operand is {shown_pending(given.pending or {})}")
+    if partial:
+        raise Wrong(f"it sends one rank's part to all of {', '.join(axes)}, and its operand is {shown_partial(given.partial or {})}")
     return given
 
 

@@ -2,7 +2,7 @@
 
     x: "f32[batch 5/dp, in 4] pad(zero: 0.0)" = shard(y, 0, 2, coordinate)       a tile is filled up with zeros
     h: "f32[batch 5/dp, out 8]" = aten.addmm(b, x, w)                            and now holds anything
-    s: "f32[out 8] pending(sum: dp)" = aten.sum.dim_IntList(h, [0])              does not go: the sum takes padding in
+    s: "f32[out 8] partial(sum: dp)" = aten.sum.dim_IntList(h, [0])              does not go: the sum takes padding in
     g: "f32[batch 5/dp, out 8] pad(zero: 0.0)" = aten.add.Tensor(h, 1)           does not go: what is said to be zero is not
 
 Zero stays what layout operators move, what is reduced, gathered and cut into tiles; `mask` makes it so. All other operators are taken to

@@ -1,8 +1,8 @@
 """How the result of an operator lies, by its rule: letters that its operands and results share stand for one thing, split one way.
 
-    mm, "m k, k n -> m n +k", of [batch 4/dp, ffn 32/tp] and [ffn 32/tp, hidden 8]      gives [batch 4/dp, hidden 8] pending(sum: tp)
+    mm, "m k, k n -> m n +k", of [batch 4/dp, ffn 32/tp] and [ffn 32/tp, hidden 8]      gives [batch 4/dp, hidden 8] partial(sum: tp)
     mm of [batch 4/dp, ffn 32/tp] and [ffn 32, hidden 8]                                does not go: k is split in one and not in the other
-    relu of a value that is pending(sum: tp)                                            does not go: it lets no sum through
+    relu of a value that is partial(sum: tp)                                            does not go: it lets no sum through
 
 Rules are stated for whole values and are asked here for the tiles that a rank has, which the same operator makes of tiles. Where it does
 not, because a rank's place has gone into the numbers, the value `varies`, and only what must hold all the same is asked.
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch.fx import Node
 
-from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_pending, tile
+from meshc.check.spread import Parts, Spread, alike, flat, run_of, shown, shown_partial, tile
 from meshc.check.types import Wrong
 from meshc.ir import is_getitem, op_name
 from meshc.ir.sharding import Part
@@ -66,7 +66,7 @@ class Rule(Protocol):
 
 
 class Deferral(Protocol):
-    """Operands that may come in pending together, and what their result is then pending for (`meshc.passes.rules.pending`)."""
+    """Operands that may come in partial together, and what their result is then partial for (`meshc.passes.rules.partial`)."""
 
     @property
     def positions(self) -> tuple[int, ...]: ...
@@ -110,14 +110,14 @@ def ruled(
     if lost and not piece:
         raise Wrong(f"{op_name(node)} makes its result of all of [{shown(letters[lost[0]])}], of which a rank has a tile")
     owing = [_owed(rule, index, letters) for index in range(len(rule.results))]
-    pending = _deferred(node, names, deferrals, given, owing)
+    partial = _deferred(node, names, deferrals, given, owing)
     varies = any(spread.varies for spread in given) or bool(lost)
     lost += _maybe_lost(rule, letters, given)
     results, cut = [], _cut(rule, given)
     for owed, dims in zip(owing, rule.results, strict=True):
         found = tuple(letters.get(letter) for letter in dims)
-        unknown = lost or pending is None or owed is None or cut - set(dims)
-        result = Spread(found, None if unknown else {**(pending or {}), **(owed or {})}, varies=varies)
+        unknown = lost or partial is None or owed is None or cut - set(dims)
+        result = Spread(found, None if unknown else {**(partial or {}), **(owed or {})}, varies=varies)
         moves = rule.kind == "layout" and bool(given)
         results.append(replace(result, padding=given[0].padding, filled=given[0].filled) if moves else result)
     if not piece:
@@ -210,7 +210,7 @@ def _summed(owing: Sequence[Mapping[str, str] | None]) -> set[str]:
 
 
 def _added(deferrals: Sequence[Deferral], count: int) -> set[int]:
-    """Operands that stand beside a product, as a bias does: they are pending whichever of its factors is."""
+    """Operands that stand beside a product, as a bias does: they are partial whichever of its factors is."""
     sums = [set(deferral.positions) for deferral in deferrals if deferral.reduction == "sum"]
     return set.intersection(*sums) if len(sums) > 1 else set()
 
@@ -231,20 +231,20 @@ def _deferred(
     given: Sequence[Spread],
     owing: Sequence[Mapping[str, str] | None],
 ) -> dict[str, str] | None:
-    """What is still waited for because operands were pending. None if it is not known of one. `owing`: what each result is a sum of that
+    """What is still waited for because operands were partial. None if it is not known of one. `owing`: what each result is a sum of that
     ranks make: what is added to each part must be a part, too."""
-    if any(spread.pending is None for spread in given):
+    if any(spread.partial is None for spread in given):
         return None
     summed, added = _summed(owing), _added(deferrals, len(given))
     for axis in summed:
         for place in sorted(added | _beside(deferrals, given, axis)):
-            if (given[place].pending or {}).get(axis) != "sum" and not given[place].varies:
+            if (given[place].partial or {}).get(axis) != "sum" and not given[place].varies:
                 told = f"{names[place]} is added on each rank to its part of a sum over {axis}"
                 raise Wrong(f"{told}, and is no part itself: keep_first makes it one")
-    waiting = {(axis, how) for spread in given for axis, how in (spread.pending or {}).items()}
+    waiting = {(axis, how) for spread in given for axis, how in (spread.partial or {}).items()}
     found: dict[str, str] = {}
     for axis, how in sorted(waiting):
-        places = {place for place, spread in enumerate(given) if (spread.pending or {}).get(axis) == how}
+        places = {place for place, spread in enumerate(given) if (spread.partial or {}).get(axis) == how}
         if axis in summed and all(any(place in deferral.positions for deferral in deferrals) for place in places):
             continue
         fitting = [deferral for deferral in deferrals if deferral.reduction == how and set(deferral.positions) == places]
@@ -257,7 +257,7 @@ def _deferred(
             together = any(deferral.reduction == how and places < set(deferral.positions) for deferral in deferrals) and rest
             why = f" unless {' and '.join(dict.fromkeys(rest))} is so too" if together else ""
             through = f"which {op_name(node)} does not let through{why}"
-            raise Wrong(f"{told} is {shown_pending({axis: how})}, {through}: a reduction must come first")
+            raise Wrong(f"{told} is {shown_partial({axis: how})}, {through}: a reduction must come first")
         if fitting[0].left:
             found[axis] = fitting[0].left
     return found

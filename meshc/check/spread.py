@@ -1,9 +1,9 @@
 """How a value lies on the ranks, as far as a line's operands say it: the sharding of a type, with places for what nobody knows.
 
-    "f32[batch 4/dp, ffn 32/tp] pending(sum: ep)"       dims ((batch 4/dp,), (ffn 32/tp,)), axes {dp, tp}, pending {ep: sum}
+    "f32[batch 4/dp, ffn 32/tp] partial(sum: ep)"       dims ((batch 4/dp,), (ffn 32/tp,)), axes {dp, tp}, partial {ep: sum}
     "f32[2, 16]"                                        a plain type: what made the value says how it lies, or nothing does
 
-Nothing is said of microbatches that a value is pending over: what is one microbatch's part says so where it becomes one.
+Nothing is said of microbatches that a value is partial over: what is one microbatch's part says so where it becomes one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNNAMED = ""
 @dataclass(frozen=True)
 class Spread:
     """dims     for each dim its parts; None for one that is not known
-    pending  axis -> reduction; None: not known
+    partial  axis -> reduction; None: not known
     runs     axes that split one part of it, one after the other, in whatever dim; None: not known
     pieces   of a dim in which several values travel together: how many positions each has, and how it lies
     varies   it is another on each rank in a way that no sharding says: a rank's place in the mesh has gone into it
@@ -40,7 +40,7 @@ class Spread:
     """
 
     dims: tuple[Parts | None, ...] = ()
-    pending: Mapping[str, str] | None = None
+    partial: Mapping[str, str] | None = None
     runs: Runs | None = None
     pieces: tuple[tuple[int, Spread], ...] | None = None
     varies: bool = False
@@ -57,8 +57,8 @@ class Spread:
         zero = record.sharding.zero
         uneven = [((d, at) in zero, axis) for d, at, part in record.sharding.parts() for axis in padded_axes(part, sizes)]
         padding = {axis: 0.0 if is_zero else None for is_zero, axis in uneven}
-        pending, runs = without_microbatches(record.sharding), runs_of(record.sharding.dims)
-        return Spread(record.sharding.dims, pending, runs, padding=padding, filled=True)
+        partial, runs = without_microbatches(record.sharding), runs_of(record.sharding.dims)
+        return Spread(record.sharding.dims, partial, runs, padding=padding, filled=True)
 
     @property
     def known(self) -> bool:
@@ -76,7 +76,7 @@ class Spread:
 
 
 def without_microbatches(sharding: Sharding) -> dict[str, str]:
-    return {axis: how for axis, how in sharding.pending if axis != MICROBATCH}
+    return {axis: how for axis, how in sharding.partial if axis != MICROBATCH}
 
 
 def runs_of(dims: Iterable[Parts]) -> Runs:
@@ -92,8 +92,8 @@ def shown(dim: Parts) -> str:
     return " * ".join(str(part).strip() for part in dim) or "1"
 
 
-def shown_pending(pending: Mapping[str, str]) -> str:
-    return f"pending({', '.join(f'{how}: {axis}' for axis, how in pending.items())})" if pending else "pending over nothing"
+def shown_partial(partial: Mapping[str, str]) -> str:
+    return f"partial({', '.join(f'{how}: {axis}' for axis, how in partial.items())})" if partial else "partial over nothing"
 
 
 def run_of(parts: Sequence[Part]) -> list[tuple[str, int, tuple[str, ...]]]:

@@ -4,7 +4,7 @@
     m: "b8[4]" = aten.logical_and(ge, lt)                               whether into the tile: s >= 0, and s < tile_count
     p: "i64[4]" = aten.mul.Tensor(s, m)                                 its place in the tile; 0 for a row of another rank
     r: "f32[4, h 8]" = aten.embedding(w, p)                             w is [vocab 256/tp, h 8]
-    y: "f32[4, h 8] pending(sum: tp)" = aten.where.ScalarOther(m, r, 0.0)
+    y: "f32[4, h 8] partial(sum: tp)" = aten.where.ScalarOther(m, r, 0.0)
 
 Refused: a start, a count or a mask of another tile than that of the rows; rows of other ranks that are not masked; an index that is no
 place in the tile where its types say that the rows are split. An operator that is told where its tile starts is told of the one it has.

@@ -45,7 +45,7 @@ def check_extents(shape: tuple[int, ...], itemsize: int) -> None:
 
 
 def _check_sharding(sharding: Sharding, sizes: Mapping[str, int]) -> None:
-    used = Counter(axis for _, _, part in sharding.parts() for axis in part.axes) + Counter(axis for axis, _ in sharding.pending)
+    used = Counter(axis for _, _, part in sharding.parts() for axis in part.axes) + Counter(axis for axis, _ in sharding.partial)
     unknown = sorted(used.keys() - sizes.keys())
     if unknown:
         raise Wrong(f"{sharding} names the axis {unknown[0]}; the axes are {', '.join(sizes)}")

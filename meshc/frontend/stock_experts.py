@@ -86,7 +86,7 @@ def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward` has it.
 
     A row is weighed before the last product, which is linear, if no norm stands behind that and nothing is promoted: split over the
-    experts' hidden dim, the product's pending sums are then added up over k before ranks exchange them, and are not kept for backward.
+    experts' hidden dim, the product's partial sums are then added up over k before ranks exchange them, and are not kept for backward.
     """
     if self._is_expert_parallel:
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Where a value lies: for each dim its factors, for each factor the mesh axes that split it, and the axes it is still pending over.
+"""Where a value lies: for each dim its factors, for each factor the mesh axes that split it, and the axes it is still partial over.
 
 A dim is a product of factors, major to minor. Axes split a factor one after the other, major to minor, each into equal padded tiles:
 129 over 2 and 2 is 65, then 33, so every rank holds 33 positions, of which 33, 32, 33, 31 are real. Taking the innermost axis away
@@ -48,14 +48,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The full assignment of a value. `pending` lists (axis, reduction), reductions being sum, max or min.
+    """The full assignment of a value. `partial` lists (axis, reduction), reductions being sum, max or min.
 
     `zero` holds the (dim, position) of parts whose padding is known to be zero; it says more about the same layout,
     so it takes no part in comparisons.
     """
 
     dims: tuple[tuple[Part, ...], ...] = ()
-    pending: tuple[tuple[str, str], ...] = ()
+    partial: tuple[tuple[str, str], ...] = ()
     zero: frozenset[tuple[int, int]] = field(default=frozenset(), compare=False)
 
     def parts(self) -> Iterator[tuple[int, int, Part]]:
@@ -65,16 +65,16 @@ class Sharding:
                 yield dim, position, part
 
     def axes(self) -> set[str]:
-        """Axes that split this value or that it is pending over."""
-        return {axis for _, _, part in self.parts() for axis in part.axes} | {axis for axis, _ in self.pending}
+        """Axes that split this value or that it is partial over."""
+        return {axis for _, _, part in self.parts() for axis in part.axes} | {axis for axis, _ in self.partial}
 
     def split_axes(self) -> set[str]:
         """Axes that split this value."""
         return {axis for _, _, part in self.parts() for axis in part.axes}
 
-    def pending_over(self, axis: str) -> str | None:
+    def partial_over(self, axis: str) -> str | None:
         """The reduction this value waits for over `axis`, or None."""
-        return dict(self.pending).get(axis)
+        return dict(self.partial).get(axis)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,11 +82,11 @@ class Sharding:
         return tuple(prod(part.size for part in parts) for parts in self.dims)
 
     def whole(self) -> Sharding:
-        """The same dims, split by nothing and pending over nothing."""
+        """The same dims, split by nothing and partial over nothing."""
         return Sharding(tuple(tuple(like(part, axes=(), order="") for part in parts) for parts in self.dims))
 
-    def without_pending(self) -> Sharding:
-        return like(self, pending=())
+    def without_partial(self) -> Sharding:
+        return like(self, partial=())
 
     def with_axes(self, dim: int, position: int, axes: tuple[str, ...]) -> Sharding:
         """The same sharding with the axes of one part replaced; another first axis has its tiles in natural order."""
@@ -98,8 +98,8 @@ class Sharding:
     def __str__(self) -> str:
         dims = ", ".join(" * ".join(map(str, parts)) or "1" for parts in self.dims)
         text = f"[{dims}]"
-        if self.pending:
-            text += " pending(" + ", ".join(f"{reduction}: {axis}" for axis, reduction in self.pending) + ")"
+        if self.partial:
+            text += " partial(" + ", ".join(f"{reduction}: {axis}" for axis, reduction in self.partial) + ")"
         return text
 
 

@@ -9,7 +9,7 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     ring_place(coordinate, steps, ranks)            the coordinate so many places before this one, round a ring of ranks (an int)
     shard(x, dim, tiles, index)                     tile `index` of `tiles` equal padded tiles of a dim; padding is zero
     mask(x, dim, count, value)                      positions from `count` on replaced by `value`
-    keep_first(x, index)                            x where index is 0, zeros elsewhere: a replicated value made pending
+    keep_first(x, index)                            x where index is 0, zeros elsewhere: a replicated value made partial
     all_reduce(x, axes, reduction)
     all_gather(x, axes, dim)                        tiles concatenated along `dim`
     reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank

@@ -63,7 +63,7 @@ def with_axes_apart(plan: Plan, parts: Mapping[str, tuple[Axis, ...]]) -> Plan:
 
     def operator(pin: OperatorPin) -> OperatorPin:
         splits = tuple(replace(split, axes=finer(split.axes)) for split in pin.splits)
-        return replace(pin, splits=splits, whole=finer(pin.whole), pending=finer(pin.pending))
+        return replace(pin, splits=splits, whole=finer(pin.whole), partial=finer(pin.partial))
 
     entries = [_of_part(entry, name) for entry in plan.axes for name in finer([entry.axis])]
     return Plan.of(

@@ -15,8 +15,10 @@ AUTO: Final = "auto"
 """Stands where the factors of an entry do, and leaves them to a search."""
 NOTHING: Final = "-"
 """Stands for what an axis splits that splits nothing."""
+PARTIAL: Final = "partial"
+"""In a pin of operators, stands for what an axis splits over which a sum stays partial."""
 PENDING: Final = "pending"
-"""In a pin of operators, stands for what an axis splits over which a sum stays pending."""
+"""How plans of earlier versions write `partial`; it is still read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +171,12 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class OperatorPin:
     """What some axes do in the operators that ``pattern`` names: split factors (``splits``), split nothing (``whole``), or leave what is
-    pending over them pending (``pending``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
+    partial over them partial (``partial``). ``pattern`` is MODULES, MODULES/PHASE or MODULES/PHASE/OPERATOR."""
 
     pattern: str
     splits: tuple[Split, ...] = ()
     whole: tuple[str, ...] = ()
-    pending: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
     line: int = field(default=0, compare=False)
     text: str = field(default="", compare=False)
 
@@ -186,7 +188,7 @@ class OperatorPin:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that the pin is about."""
-        return (*itertools.chain.from_iterable(split.axes for split in self.splits), *self.whole, *self.pending)
+        return (*itertools.chain.from_iterable(split.axes for split in self.splits), *self.whole, *self.partial)
 
     def matches(self, name: str) -> bool:
         """Whether the operator of this name (``model.norm/forward/mul.2``) is one of the pattern's."""
@@ -198,7 +200,7 @@ class OperatorPin:
         return cite(self)
 
     def __str__(self) -> str:
-        told = [*self.splits, *("/".join((word, *axes)) for word, axes in ((NOTHING, self.whole), (PENDING, self.pending)) if axes)]
+        told = [*self.splits, *("/".join((word, *axes)) for word, axes in ((NOTHING, self.whole), (PARTIAL, self.partial)) if axes)]
         return f"pin op:{self.pattern}: {', '.join(map(str, told))}"
 
 

@@ -1,6 +1,6 @@
 """From the rest of a line that begins with `pin op:` to a pin of operators.
 
-    lm_head/backward/mm.2: batch/dp, hidden[2]/cp, -/tp, pending/sp
+    lm_head/backward/mm.2: batch/dp, hidden[2]/cp, -/tp, partial/sp
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from meshc.ir.mesh import NAME
 from meshc.ir.nodes import PHASES
 from meshc.plan.cursor import FACTOR, Line
-from meshc.plan.entries import AUTO, NOTHING, PENDING, OperatorPin, Split
+from meshc.plan.entries import AUTO, NOTHING, PARTIAL, PENDING, OperatorPin, Split
 from meshc.plan.faults import suggest
 
 BEGIN: Final = re.compile(r"op:(?=[\w.*?\[\]!/-]*\s*:)")
@@ -32,7 +32,7 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
         line.fail(f"{parts[1]} is no phase{suggest(parts[1], PHASES)}; {names}", start)
     line.expect(":", f"after the pattern comes a colon, then what axes do: `pin op:{pattern}: batch/dp, -/tp`")
     splits: list[Split] = []
-    others: dict[str, list[str]] = {NOTHING: [], PENDING: []}
+    others: dict[str, list[str]] = {NOTHING: [], PARTIAL: []}
     seen: set[str] = set()
     while not seen or line.accept(","):
         at = line.at
@@ -46,19 +46,20 @@ def read_operator_pin(line: Line, number: int) -> OperatorPin:
             splits.append(Split(factor, tuple(axes), which))
     if not line.done:
         line.fail("separate what axes do by `,`, axes by `/`")
-    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PENDING]), number, line.text.strip())
+    return OperatorPin(pattern, tuple(splits), tuple(others[NOTHING]), tuple(others[PARTIAL]), number, line.text.strip())
 
 
 def _read_split_factor(line: Line) -> tuple[str, int]:
     """A factor and which of that name, or a word that stands for one."""
-    says = "a pin of operators says what axes do: FACTOR/AXIS, -/AXIS for nothing, pending/AXIS for sums that wait, as in `batch/dp, -/tp`"
+    says = "a pin of operators says what axes do: FACTOR/AXIS, -/AXIS for nothing, partial/AXIS for sums that wait, as in `batch/dp, -/tp`"
     start = line.at
     if line.accept(rf"{NOTHING}(?=\s*/)") is not None:
         return NOTHING, 1
     factor = line.expect(FACTOR, says)
+    factor = PARTIAL if factor == PENDING else factor
     if factor in (AUTO, "_"):
         line.fail(f"{factor} is no factor: an axis that is left open is left out", start)
-    which = None if factor == PENDING else line.accept(_NUMBER)
+    which = None if factor == PARTIAL else line.accept(_NUMBER)
     if line.accept("!") is not None:
         line.fail("say it of an axis: `-/AXIS` is an axis that splits nothing", start)
     if not line.text.startswith("/", line.at):

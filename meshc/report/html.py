@@ -82,10 +82,10 @@ class _Colours:
     def axes(self, names: Sequence[str]) -> Markup:
         return join(map(self.axis, names), " ")
 
-    def lies(self, lies: Lies, pending: Sequence[str] = ()) -> Markup:
+    def lies(self, lies: Lies, partial: Sequence[str] = ()) -> Markup:
         """`[batch 8/dp, hidden 256]`, and what is still to be summed."""
         dims = [join([join([name, *(join(["/", self.axis(axis)]) for axis in axes)]) for name, axes in dim], " * ") for dim in lies]
-        waits = join([" pending ", self.axes(pending)]) if pending else ""
+        waits = join([" partial ", self.axes(partial)]) if partial else ""
         return tag("span", "[", join(dims, ", "), "]", waits, class_="lies")
 
 
@@ -232,7 +232,7 @@ def _leaf(leaf: Leaf, colours: _Colours, path: str, depth: int) -> Markup:
     others = [f"{kind} {said}" for kind, said in (("gradient", leaf.gradient), ("state", leaf.state), ("", leaf.where)) if said]
     cells = [
         tag("td", "makes" if gives else leaf.name, style=f"padding-left:{depth * 1.1 + 1.4:.1f}rem"), tag("td", "" if gives else leaf.kind),
-        tag("td", leaf.dtype), tag("td", colours.lies(leaf.lies, leaf.pending)), tag("td", "; ".join(others)),
+        tag("td", leaf.dtype), tag("td", colours.lies(leaf.lies, leaf.partial)), tag("td", "; ".join(others)),
         tag("td", bytes_text(leaf.bytes), class_="n"), tag("td", bytes_text(leaf.state_bytes) if leaf.state_bytes else "", class_="n"),
     ]  # fmt: skip
     axes = " ".join(sorted({axis for dim in leaf.lies for _, over in dim for axis in over}))
@@ -249,7 +249,7 @@ def _values(page: Page, colours: _Colours) -> Section:
         find = f"{one.name} {one.phase} {one.operator} {one.module} {one.line} {axes}".lower()
         cells = [
             tag("td", tag("code", one.name)), tag("td", one.phase), tag("td", one.operator), tag("td", one.module), tag("td", one.line),
-            tag("td", f"{one.dtype} ", colours.lies(one.lies, one.pending)), tag("td", bytes_text(one.bytes), class_="n"),
+            tag("td", f"{one.dtype} ", colours.lies(one.lies, one.partial)), tag("td", bytes_text(one.bytes), class_="n"),
             tag("td", count, class_="n"), tag("td", one.reason, class_="why"),
         ]  # fmt: skip
         rows.append(tag("tr", *cells, data_find=find))

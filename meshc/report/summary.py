@@ -191,7 +191,7 @@ def gradient_shardings(program: PlainProgram) -> dict[str, Sharding]:
                 name = name_of(keys[parameter]) if is_a(keys.get(parameter, ""), "parameter") else ""
                 sharding = ir.record(gradient).sharding if ir.is_tensor(gradient) else None
                 if name and sharding is not None:
-                    found[name] = sharding.without_pending()
+                    found[name] = sharding.without_partial()
     return found
 
 

@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
     kind: str
     dtype: str
     lies: Lies
-    pending: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
     gradient: str = ""
     state: str = ""
     where: str = ""
@@ -100,7 +100,7 @@ def tree(program: PlainProgram) -> Branch:
             *path, name = port.name.split(".", DEEPEST)
             root.at(path).leaves.append(_leaf(program, name, port, gradients.get(port.name), states[port.name]))
     for module, one in _given(program).items():
-        gives = Leaf(GIVES, GIVES, _dtype(one), lies(one.sharding, one.shape), _pending(one.sharding), bytes=ir.local_bytes(one))
+        gives = Leaf(GIVES, GIVES, _dtype(one), lies(one.sharding, one.shape), _partial(one.sharding), bytes=ir.local_bytes(one))
         root.at(module.split(".", DEEPEST)).leaves.append(gives)
     return _folded("", root)
 
@@ -136,8 +136,8 @@ def _dtype(one: ir.Record) -> str:
     return str(one.dtype).removeprefix("torch.")
 
 
-def _pending(sharding: Sharding | None) -> tuple[str, ...]:
-    return () if sharding is None else tuple(axis for axis, _ in sharding.pending)
+def _partial(sharding: Sharding | None) -> tuple[str, ...]:
+    return () if sharding is None else tuple(axis for axis, _ in sharding.partial)
 
 
 # ------------------------------------------------------------------------------------------------------------------------- folding
@@ -178,7 +178,7 @@ class Made(NamedTuple):
     module: str
     line: str
     lies: Lies
-    pending: tuple[str, ...]
+    partial: tuple[str, ...]
     dtype: str
     bytes: int
     reason: str
@@ -206,5 +206,5 @@ def _each(program: PlainProgram) -> Iterator[Made]:
             size = sum(map(ir.local_bytes, ir.records(node)))
             yield Made(
                 node.name, one.phase, ir.op_name(node), collapsed(source.module), line, lies(one.sharding, one.shape),
-                _pending(one.sharding), _dtype(one), size, one.reason,
+                _partial(one.sharding), _dtype(one), size, one.reason,
             )  # fmt: skip

@@ -1,6 +1,6 @@
 """Proves a rule by running it: every letter that the rule allows is split, every rank runs its part, the parts are put together again.
 
-Padding of operands holds NaN, or an index out of range. Where a reduction may be deferred past the operator, operands come in pending.
+Padding of operands holds NaN, or an index out of range. Where a reduction may be deferred past the operator, operands come in partial.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.phases.names import Names
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.spread import spread
-from meshc.passes.rules.pending import Deferral, deferrals
+from meshc.passes.rules.partial import Deferral, deferrals
 from meshc.passes.rules.roles import check_roles
 from meshc.passes.rules.rule import Turns
 from meshc.program.program import Port, Stage
@@ -157,25 +157,25 @@ def pairs(one: OneOp) -> Iterator[Chosen]:
 
 
 def run(
-    one: OneOp, mesh: Mesh, chosen: Chosen, *, pending: Deferral | None = None, zero: bool = False, turns: Turns | None = None
+    one: OneOp, mesh: Mesh, chosen: Chosen, *, partial: Deferral | None = None, zero: bool = False, turns: Turns | None = None
 ) -> list[Tensor | None]:  # fmt: skip
-    """The results put together from all ranks. `pending`: operands that are so over the axis p; `zero`: padding known to be zero; `turns`:
+    """The results put together from all ranks. `partial`: operands that are so over the axis p; `zero`: padding known to be zero; `turns`:
     in which its steps are taken."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
     instance, node, chosen = one.instance, one.node, one.with_tied(chosen)
     assignment = Assignment(one.factors, one.names, sizes, turns={} if turns is None else {node: turns})
-    waits = () if pending is None else (("p", pending.reduction),)
-    left = (("p", pending.left),) if pending is not None and pending.left else ()
-    waiting = () if pending is None else pending.positions
+    waits = () if partial is None else (("p", partial.reduction),)
+    left = (("p", partial.left),) if partial is not None and partial.left else ()
+    waiting = () if partial is None else partial.positions
     wanted = []
     for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
         want = spread(assignment.whole(value), dims, chosen)
-        wanted.append(replace(want, pending=waits if position in waiting else ()))
+        wanted.append(replace(want, partial=waits if position in waiting else ()))
     given = []
     for index, dims in enumerate(instance.results):
         over = dict.fromkeys((axis, how) for token, how in instance.sums[index].items() for axis in chosen.get(token, ()))
         over.update(dict.fromkeys(left))
-        given.append(replace(spread(assignment.whole((node, index)), dims, chosen), pending=tuple(over)))
+        given.append(replace(spread(assignment.whole((node, index)), dims, chosen), partial=tuple(over)))
         assignment.given[(node, index)] = given[-1]
     if instance.kind != "layout":
         assignment.wanted[node], assignment.chosen[node] = tuple(wanted), chosen
@@ -238,7 +238,7 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
         for turns in _turns(one, mesh, chosen):
             _try(sample, one, mesh, chosen, f"{_said(one, chosen)} on {mesh}, in {turns}", turns=turns)
         ran += 1
-    if rule.settles:  # partition finishes what is pending before these; what may come in pending is said of the operator itself
+    if rule.settles:  # partition finishes what is partial before these; what may come in partial is said of the operator itself
         one.factors.instances[one.node] = replace(one.instance, rule=replace(rule, kind="compute", settles=False))
     for deferral in deferrals(one.node, rule):
         if not all(one.tensors[position].is_floating_point() for position in deferral.positions):
@@ -246,8 +246,8 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
         for token in [None, *one.tokens()]:
             chosen = {token: ("a",)} if token else {}
             if any(sums.get(token, deferral.left) != deferral.left for sums in one.instance.sums):  # type: ignore[arg-type]
-                continue  # pending over two reductions at once has no meaning
-            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_said(one, chosen)}, pending: {deferral}", pending=deferral)
+                continue  # partial over two reductions at once has no meaning
+            _try(sample, one, Mesh("a=3,p=2"), chosen, f"{_said(one, chosen)}, partial: {deferral}", partial=deferral)
             ran += 1
     return ran
 

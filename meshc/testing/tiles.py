@@ -49,7 +49,7 @@ def by_parts(whole: Tensor, sharding: Sharding) -> Tensor:
 
 
 def tile(whole: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
-    """One rank's tile of a value that is pending over nothing: zero in padding known to be zero, garbage in the rest."""
+    """One rank's tile of a value that is partial over nothing: zero in padding known to be zero, garbage in the rest."""
     x = by_parts(whole, sharding)
     for position, (dim, place, part) in enumerate(sharding.parts()):
         indices, length = owned(part, sizes, coordinates)
@@ -67,17 +67,17 @@ def tile(whole: Tensor, sharding: Sharding, sizes: Mapping[str, int], coordinate
 
 
 def tiles(whole: Tensor, sharding: Sharding, mesh: Mesh, seed: int = 0) -> list[Tensor]:
-    """Every rank's tile. A value that is pending is cut into random terms (or lowered copies), one a coordinate."""
+    """Every rank's tile. A value that is partial is cut into random terms (or lowered copies), one a coordinate."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
     terms: dict[tuple[int, ...], Tensor] = {(): whole}
     generator = torch.Generator().manual_seed(seed)
-    for axis, reduction in sharding.pending:
+    for axis, reduction in sharding.partial:
         cut = {key: _terms(value, sizes[axis], reduction, generator) for key, value in terms.items()}
         terms = {(*key, index): term for key, row in cut.items() for index, term in enumerate(row)}
     found = []
     for rank in range(mesh.world_size):
         at = mesh.coordinates(rank)
-        found.append(tile(terms[tuple(at[axis] for axis, _ in sharding.pending)], sharding, sizes, at))
+        found.append(tile(terms[tuple(at[axis] for axis, _ in sharding.partial)], sharding, sizes, at))
     return found
 
 
@@ -95,7 +95,7 @@ def _terms(value: Tensor, count: int, reduction: str, generator: torch.Generator
 def assemble(locals_: Sequence[Tensor], sharding: Sharding, mesh: Mesh, *, agree: bool = True) -> Tensor:
     """The value that the ranks hold together. Raises AssertionError if two ranks that hold the same part of it disagree (with `agree`)."""
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    waiting = dict(sharding.pending)
+    waiting = dict(sharding.partial)
     parts = [part for _, _, part in sharding.parts()]
     terms: dict[tuple[tuple[str, int], ...], Tensor] = {}
     for rank, local in enumerate(locals_):

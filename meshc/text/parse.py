@@ -32,7 +32,7 @@ from meshc.text.allowed import resolve
 from meshc.text.show import CONSTANTS, DEVICES, DTYPES, RESERVED, WORD, Row, SideTable
 
 REGION: Final = "the only blocks are regions, by number: with region(3):"
-TYPE_EXAMPLE: Final = "for example f32[batch 8/dp, heads 4/tp * head 32] pending(sum: cp), i64[8, 128], int"
+TYPE_EXAMPLE: Final = "for example f32[batch 8/dp, heads 4/tp * head 32] partial(sum: cp), i64[8, 128], int"
 ARGUMENT: Final = (
     "an argument is a value's name, a number, a string, True, False, None, inf, nan, a dtype, layout, device, or a list of these"
 )
@@ -42,6 +42,8 @@ _ONE_TYPE: Final = re.compile(
     r"(?P<rest>(?: (?:whole|host|disk|\w+\((?:[^(){}]|\{[^{}]*\})*\)))*)|(?P<int>int)"
 )
 _TYPES: Final = re.compile(r"\((?:T(?:, T)*)?\)".replace("T", f"(?:{re.sub(r'[?]P<[a-z]+>', '?:', _ONE_TYPE.pattern)})"))
+EARLIER: Final = {"pending": "partial"}
+"""Words of the types in artifacts before version 6, and those that took their place."""
 _CLAUSE: Final = re.compile(r" (\w+)(?:\(((?:[^(){}]|\{[^{}]*\})*)\))?")
 _WORD: Final = WORD.pattern
 _SIZE: Final = r"\d{1,18}|n_\w+|\{[^{}]*\}"
@@ -49,7 +51,7 @@ _PIECE: Final = re.compile(r"(?:[^,*{}]|\{[^{}]*\})+")
 _ITEM: Final = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 _PART: Final = re.compile(rf"({_WORD}) ({_SIZE})((?:/{_WORD})*)")
 _SIZES: Final = re.compile(r"([A-Za-z_]\w*) (\d{1,18})\.\.(\d{1,18}) (\d{1,18})", re.ASCII)
-_PENDING: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
+_PARTIAL: Final = re.compile(rf"({'|'.join(REDUCTIONS)}): ({_WORD})")
 _AXIS: Final = re.compile(rf"({_WORD}?)=([1-9][0-9]{{0,8}})")
 
 
@@ -112,23 +114,24 @@ def _record(match: re.Match[str], axis_sizes: Mapping[str, int] | None, hints: M
     dims = [_dim(dim.strip(), text, hints) for dim in _ITEM.findall(match["dims"])] if match["dims"].strip() else []
     clauses: dict[str, str] = {}
     for clause in _CLAUSE.finditer(match["rest"]):
-        if clause[1] not in ("pending", "pad", "whole", "local", "host", "disk", "used") or clause[1] in clauses:
+        word = EARLIER.get(clause[1], clause[1])
+        if word not in ("partial", "pad", "whole", "local", "host", "disk", "used") or word in clauses:
             raise ArtifactError(f"{text!r} is no type: {clause[0].strip()} is unknown or there twice; {TYPE_EXAMPLE}")
-        clauses[clause[1]] = clause[2] or ""
+        clauses[word] = clause[2] or ""
     if clauses.keys() >= {"host", "disk"}:
         raise ArtifactError(f"{text!r} is no type: what lies on the disk lies on the host: say one of the two")
     disk = clauses.pop("disk", None) is not None
     host = clauses.pop("host", None) is not None or disk
     used = _used(clauses.pop("used", None), len(dims), text)
     plain = all(isinstance(dim, int) for dim in dims)
-    if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"pending", "pad", "whole"}):
+    if plain and (any(dim != 1 for dim in dims) or not clauses.keys() & {"partial", "pad", "whole"}):
         if clauses:
             raise ArtifactError(f"{text!r} is no type: a value without factors has no {', '.join(clauses)}")
         return Record(tuple(dim for dim in dims if isinstance(dim, int)), dtype, host=host, disk=disk, used=used)
     if any(isinstance(dim, int) and dim != 1 for dim in dims):
         raise ArtifactError(f"{text!r} is no type: dims have factors in all places (1 aside) or in none; {TYPE_EXAMPLE}")
     sharding = Sharding(
-        tuple(() if isinstance(dim, int) else dim for dim in dims), _pending(clauses.get("pending"), text), _zero(clauses.get("pad"), text)
+        tuple(() if isinstance(dim, int) else dim for dim in dims), _partial(clauses.get("partial"), text), _zero(clauses.get("pad"), text)
     )
     if any(dim >= len(sharding.dims) or position >= len(sharding.dims[dim]) for dim, position in sharding.zero):
         raise ArtifactError(f"{text!r} is no type: pad() names a part that is not there")
@@ -186,14 +189,14 @@ def _cuts(said: str, text: str) -> tuple[tuple[str, ...], str]:
     return tuple(axis for axis, _, _ in cuts), cuts[0][2] if cuts else ""
 
 
-def _pending(clause: str | None, text: str) -> tuple[tuple[str, str], ...]:
-    pending = []
+def _partial(clause: str | None, text: str) -> tuple[tuple[str, str], ...]:
+    partial = []
     for item in [] if clause is None else clause.split(", "):
-        match = _PENDING.fullmatch(item)
+        match = _PARTIAL.fullmatch(item)
         if match is None:
             raise ArtifactError(f"{text!r} is no type: {item!r} is not REDUCTION: AXIS, with a reduction of {', '.join(REDUCTIONS)}")
-        pending.append((match[2], match[1]))
-    return tuple(pending)
+        partial.append((match[2], match[1]))
+    return tuple(partial)
 
 
 def _zero(clause: str | None, text: str) -> frozenset[tuple[int, int]]:

@@ -20,7 +20,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     f32[batch 8/dp/cp, heads 4/tp * head 32]     axes major to minor; `1` is a dim without a factor, `f32[]` a scalar
     f32[batch 8/dp, seq 64/cp~zigzag]            the tiles of the first axis in another order (`meshc/ir/sharding.py`)
     f32[8, 128]                                  a value without a sharding: its plain shape
-    ... pending(sum: tp, max: dp)                waits for these reductions
+    ... partial(sum: tp, max: dp)                waits for these reductions
     ... pad(zero: 0.1, 2.0)                      padding known to be zero: factor 1 of dim 0, factor 0 of dim 2
     ... local(4, 128)                            a shape that does not follow from the sharding
     ... host                                     lies on the host: `f32[8, 128] host`
@@ -237,11 +237,11 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
             raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space, "
                                 "an axis no ~")  # fmt: skip
     text = f"{dtype}[{', '.join(' * '.join(map(str, parts)) or '1' for parts in sharding.dims)}]"
-    if sharding.pending:
-        text += f" pending({', '.join(f'{reduction}: {axis}' for axis, reduction in sharding.pending)})"
+    if sharding.partial:
+        text += f" partial({', '.join(f'{reduction}: {axis}' for axis, reduction in sharding.partial)})"
     if sharding.zero:
         text += f" pad(zero: {', '.join(f'{dim}.{position}' for dim, position in sorted(sharding.zero))})"
-    if not any(sharding.dims) and not sharding.pending and not sharding.zero:
+    if not any(sharding.dims) and not sharding.partial and not sharding.zero:
         text += " whole"
     if value.shape != _implied(value, axis_sizes):
         text += f" local({', '.join(map(braced, value.shape))})"

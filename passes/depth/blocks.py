@@ -57,7 +57,7 @@ def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, 
 
 def _give_to_readers(graph: Graph, found: Blocks, mentions: Mentions) -> None:
     """What no module makes, and what is none of the global view's values, stands where it was first needed, so it is the block's that alone
-    reads it: a layer may leave the running sum of the gradient norm pending, and the next one reduces it, behind some of its own."""
+    reads it: a layer may leave the running sum of the gradient norm partial, and the next one reduces it, behind some of its own."""
     for node in reversed(graph.nodes):
         if node in found and node.op == "call_function" and not records(node)[0].of and not _module(node, mentions):
             readers = {found.get(user) for user in node.users}

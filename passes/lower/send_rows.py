@@ -123,7 +123,7 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
     if tokens != prod(record(found.choice).shape[:-1]):
         return
     beside = scattered_with(said, scatter)
-    owed = tuple(one for one in lies.pending if one[0] not in found.axes)
+    owed = tuple(one for one in lies.partial if one[0] not in found.axes)
     with graph.inserting_before(scatter):
         by_group = Sharding((of_group.dims[0], *lies.dims), owed)
         summed = call(graph, replace(made, shape=(1, *several, width), sharding=by_group), BROUGHT[node.target], rows, said, *rest)

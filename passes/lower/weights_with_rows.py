@@ -100,7 +100,7 @@ def _fitting(weights: Weights, beside: Node, point: Node) -> Weights | None:
         return None
     if (local.sharding is None) != (rows.sharding is None):
         return None
-    if local.sharding is not None and rows.sharding is not None and local.sharding.pending != rows.sharding.pending:
+    if local.sharding is not None and rows.sharding is not None and local.sharding.partial != rows.sharding.partial:
         return None
     return weights if _in_order(weights, point) else None
 

@@ -41,10 +41,10 @@ def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
     sharding = record(operand).sharding
     if sharding is None:
         return
-    ranks = prod(sizes[axis] for axis, _ in sharding.pending)
+    ranks = prod(sizes[axis] for axis, _ in sharding.partial)
     for part in (part for dim in sharding.dims for part in dim if MICROBATCH in part.axes):
         if part.size < sizes[MICROBATCH] * ranks:
-            count, axes = sizes[MICROBATCH], " and ".join(axis for axis, _ in sharding.pending)
+            count, axes = sizes[MICROBATCH], " and ".join(axis for axis, _ in sharding.partial)
             raise CompileError(
                 f"microbatches={count}: the {part.factor} has {part.size} rows, and each of {ranks} ranks along {axes} takes a row of "
                 f"every microbatch, at {record(node).source}\n"

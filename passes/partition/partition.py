@@ -1,6 +1,6 @@
 """Partition: the per-rank graph, driven by demand.
 
-    h: [batch 8/dp, ffn 688/tp] = mm(x, w1)      y: [batch 8/dp, hidden 256] pending(sum: tp) = mm(h, w2)      z = norm(y)
+    h: [batch 8/dp, ffn 688/tp] = mm(x, w1)      y: [batch 8/dp, hidden 256] partial(sum: tp) = mm(h, w2)      z = norm(y)
   becomes, on every rank
     h: f32[4, 172] = mm(x, w1)                   y = mm(h, w2);   y_1 = all_reduce(y, ["tp"], "sum");           z = norm(y_1)
 
@@ -171,14 +171,14 @@ class Partitioner:
         self.build.context = replace(before, reason=reason)
         node, sharding = reshard(self.build, best.node, best.sharding, want, reason, SEQUENTIAL, self.first)
         self.build.context = before
-        gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.pending
+        gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.partial
         phase = self.phase if gathered else best.phase
         return self._add(value, Form(node, sharding, phase))
 
     def _summed(self, value: Value, lies: Sharding, axes: Sequence[str]) -> str:
         node, index = value
         chosen = self.assignment.chosen.get(node)
-        if chosen is None or not any(lies.pending_over(axis) for axis in axes):
+        if chosen is None or not any(lies.partial_over(axis) for axis in axes):
             return ""
         return summed(self.factors.instances[node], index, chosen, axes, self.assignment.names)
 
@@ -188,7 +188,7 @@ class Partitioner:
         """A free value: no communication, its operator runs on the tiles asked for."""
         value = (instance.node, index)
         chosen = {}
-        fits = not want.pending
+        fits = not want.partial
         for parts, tokens in zip(want.dims, instance.results[index], strict=True):
             for part, token in zip(parts, tokens, strict=True):
                 if part.axes and (token in instance.whole or token in instance.tied):
@@ -291,7 +291,7 @@ class Partitioner:
         for other, i in siblings:
             for user, sharding in self._wants((other.node, i)):
                 back, complete = backward_map(other, i, sharding, self.assignment.whole(source))
-                if not complete or back.without_pending() != mine.without_pending() or not user:
+                if not complete or back.without_partial() != mine.without_partial() or not user:
                     return False
         return True
 
@@ -323,7 +323,7 @@ class Partitioner:
         results = []
         for index, dims in enumerate(instance.results):
             whole = self.assignment.whole((instance.node, index))
-            results.append(replace(spread(whole, dims, axes), pending=form.sharding.pending))
+            results.append(replace(spread(whole, dims, axes), partial=form.sharding.partial))
         self._emit(instance, [form], results, axes, phase=form.phase)
 
     def _phase(self, node: Node) -> str:

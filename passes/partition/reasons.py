@@ -52,7 +52,7 @@ def differing(source: Sharding, target: Sharding, order: Sequence[str]) -> list[
 
     def places(sharding: Sharding) -> dict[str, object]:
         split = {axis: (dim, position, at) for dim, position, part in sharding.parts() for at, axis in enumerate(part.axes)}
-        return {**split, **dict(sharding.pending)}
+        return {**split, **dict(sharding.partial)}
 
     mine, theirs = places(source), places(target)
     return [axis for axis in order if mine.get(axis) != theirs.get(axis)]

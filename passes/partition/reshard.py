@@ -1,7 +1,7 @@
 """One change of sharding as collectives, never by a detour.
 
-    pending -> whole    all-reduce             split -> whole    all-gather            whole -> split    slice
-    pending -> split    reduce-scatter         split -> split    all-to-all            whole -> pending  kept on coordinate 0
+    partial -> whole    all-reduce             split -> whole    all-gather            whole -> split    slice
+    partial -> split    reduce-scatter         split -> split    all-to-all            whole -> partial  kept on coordinate 0
 
 Axes of one factor come off innermost first and go on innermost last; slices come first, since they make the rest smaller. Padding that a
 slice or a reduce-scatter adds is zero.
@@ -66,14 +66,14 @@ class _Way:
     def __init__(self, source: Sharding, target: Sharding, sequential: frozenset[str]) -> None:
         self.now: dict[Place, list[str]] = {(d, p): list(part.axes) for d, p, part in source.parts()}
         self.goal: dict[Place, list[str]] = {(d, p): list(part.axes) for d, p, part in target.parts()}
-        self.pending, self.wanted = dict(source.pending), dict(target.pending)
+        self.partial, self.wanted = dict(source.partial), dict(target.partial)
         self.sequential = sequential
         self.place = {axis: part for part, axes in self.goal.items() for axis in axes}
 
     def early(self, first: frozenset[str]) -> list[Step]:
         """Sums over these axes that nothing of the target splits; a microbatch's chunks are added up before microbatches are."""
         axes = sorted((axis for axis in self._unwanted() if axis in first), key=lambda axis: axis != CHUNK)
-        return [Step("all_reduce", (axis,), reduction=self.pending.pop(axis)) for axis in axes]
+        return [Step("all_reduce", (axis,), reduction=self.partial.pop(axis)) for axis in axes]
 
     def next(self) -> Step | None:
         """The cheapest kind of step that is due; None at the target."""
@@ -81,11 +81,11 @@ class _Way:
         return next((step for way in ways if (step := way()) is not None), None)
 
     def _unwanted(self) -> list[str]:
-        """Axes that a sum is pending over, which the target neither has pending so nor splits."""
-        return [axis for axis in self.pending if self.wanted.get(axis) != self.pending[axis] and axis not in self.place]
+        """Axes that a sum is partial over, which the target neither has partial so nor splits."""
+        return [axis for axis in self.partial if self.wanted.get(axis) != self.partial[axis] and axis not in self.place]
 
     def _used(self) -> set[str]:
-        return {axis for axes in self.now.values() for axis in axes} | set(self.pending)
+        return {axis for axes in self.now.values() for axis in axes} | set(self.partial)
 
     def _next_axis(self, part: Place) -> str | None:
         """The axis that splits a part next, if those that split it now are the target's first."""
@@ -103,9 +103,9 @@ class _Way:
     def _reduce_scatter(self) -> Step | None:
         for part, axes in self.now.items():
             axis = self._next_axis(part)
-            if axis is not None and axis in self.pending:
+            if axis is not None and axis in self.partial:
                 axes.append(axis)
-                return Step("reduce_scatter", (axis,), part, reduction=self.pending.pop(axis))
+                return Step("reduce_scatter", (axis,), part, reduction=self.partial.pop(axis))
         return None
 
     def _all_reduce(self) -> Step | None:
@@ -114,16 +114,16 @@ class _Way:
 
     def _rest(self) -> Step | None:
         """What the target splits and cannot be reached by a reduce-scatter."""
-        return self._reduced([axis for axis in self.pending if axis not in self.wanted])
+        return self._reduced([axis for axis in self.partial if axis not in self.wanted])
 
     def _reduced(self, axes: list[str]) -> Step | None:
-        """One all-reduce over those of the axes that are pending as the first is."""
+        """One all-reduce over those of the axes that are partial as the first is."""
         if not axes:
             return None
-        how = self.pending[axes[0]]
-        group = [axis for axis in axes if self.pending[axis] == how]
+        how = self.partial[axes[0]]
+        group = [axis for axis in axes if self.partial[axis] == how]
         for axis in group:
-            del self.pending[axis]
+            del self.partial[axis]
         return Step("all_reduce", tuple(group), reduction=how)
 
     def _astray(self) -> Iterator[tuple[Place, list[str]]]:
@@ -153,9 +153,9 @@ class _Way:
         return None
 
     def _first(self) -> Step | None:
-        """Sums that the target has pending and the source has not: on the first rank what it is, zeros elsewhere."""
-        fresh = [axis for axis in self.wanted if axis not in self.pending]
-        self.pending.update({axis: self.wanted[axis] for axis in fresh})
+        """Sums that the target has partial and the source has not: on the first rank what it is, zeros elsewhere."""
+        fresh = [axis for axis in self.wanted if axis not in self.partial]
+        self.partial.update({axis: self.wanted[axis] for axis in fresh})
         return Step("first", tuple(fresh)) if fresh else None
 
 
@@ -184,14 +184,14 @@ def apply(sharding: Sharding, step: Step) -> Sharding:
     d, p = step.part
     axes = sharding.dims[d][p].axes if step.kind not in ("all_reduce", "first") else ()
     if step.kind == "all_reduce":
-        return replace(sharding, pending=tuple(x for x in sharding.pending if x[0] not in step.axes))
+        return replace(sharding, partial=tuple(x for x in sharding.partial if x[0] not in step.axes))
     if step.kind == "first":
-        return replace(sharding, pending=(*sharding.pending, *((axis, step.reduction) for axis in step.axes)))
+        return replace(sharding, partial=(*sharding.partial, *((axis, step.reduction) for axis in step.axes)))
     if step.kind == "slice":
         return sharding.with_axes(d, p, (*axes, *step.axes))
     if step.kind == "reduce_scatter":
         split = sharding.with_axes(d, p, (*axes, *step.axes))
-        return replace(split, pending=tuple(x for x in split.pending if x[0] not in step.axes))
+        return replace(split, partial=tuple(x for x in split.partial if x[0] not in step.axes))
     if step.kind == "all_gather":
         return sharding.with_axes(d, p, axes[: len(axes) - len(step.axes)])
     fd, fp = step.to
@@ -216,8 +216,8 @@ def reshard(
         after = replace(after, zero=zero)
         x = _emit(build, x, now, after, step, reason)
         now = after
-    if replace(now, zero=frozenset()).pending != target.pending and dict(now.pending) == dict(target.pending):
-        now = replace(now, pending=target.pending)
+    if replace(now, zero=frozenset()).partial != target.partial and dict(now.partial) == dict(target.partial):
+        now = replace(now, partial=target.partial)
     return x, now
 
 
@@ -298,7 +298,7 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
         return build.emit(spmd.all_reduce, x, axes, step.reduction, sharding=after, reason=reason)
     if step.kind == "first":
         for done, axis in enumerate(axes, 1):
-            so_far = replace(after, pending=tuple(owed for owed in after.pending if owed[0] not in axes[done:]))
+            so_far = replace(after, partial=tuple(owed for owed in after.partial if owed[0] not in axes[done:]))
             x = build.emit(spmd.keep_first, x, build.coordinate(axis), sharding=so_far, reason=reason)
         return x
     d, p = step.part

@@ -17,7 +17,7 @@ class Directed:
 
     axes      those that are spoken of; what others do is not said
     tokens    the axes of each token, major to minor
-    deferred  axes over which its operands come in still pending, and its result is
+    deferred  axes over which its operands come in still partial, and its result is
     """
 
     axes: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Choices:
     """What `axes` do; of other axes nothing is said.
 
     tokens    per operator: the axes of each token, major to minor
-    deferred  per operator: axes over which its operands come in still pending, and its result is; where it is missing, none do
+    deferred  per operator: axes over which its operands come in still partial, and its result is; where it is missing, none do
     storage   per parameter name and kind (parameter, gradient, state): how it lies between steps
     """
 

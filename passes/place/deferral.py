@@ -1,7 +1,7 @@
-"""Deferral: which sums need not be reduced where they are read, since what is made of them comes out pending again.
+"""Deferral: which sums need not be reduced where they are read, since what is made of them comes out partial again.
 
-    a + b     both pending over tp, and read by nobody else       one reduction, of the total
-    a * 0.5   a pending over tp                                   it is reduced where the product is read
+    a + b     both partial over tp, and read by nobody else       one reduction, of the total
+    a * 0.5   a partial over tp                                   it is reduced where the product is read
 
 Reductions are deferred past operators that are linear in what they read, where that saves a collective or moves it to what is smaller.
 """
@@ -50,7 +50,7 @@ class Deferral:
     given: Mapping[Value, Sharding | None]
 
     def past(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directed) -> Deferred:
-        """Reductions that operands need not have seen: those that come out pending again, with no collective between."""
+        """Reductions that operands need not have seen: those that come out partial again, with no collective between."""
         if not may_defer(instance):
             return {}
         over = {*told.deferred, *self._over(instance, chosen, told.axes)}
@@ -60,19 +60,19 @@ class Deferral:
     def _over(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], decided: Sequence[str]) -> list[str]:
         """The axes, but for those that are `decided`, over which it saves a collective to reduce the result."""
         taken = {axis for axes in chosen.values() for axis in axes}.union(decided)
-        pending = {value: dict((self.given.get(value) or Sharding()).pending) for value in instance.values}
-        waiting = {axis for axes in pending.values() for axis, how in axes.items() if how == "sum"} - taken
+        partial = {value: dict((self.given.get(value) or Sharding()).partial) for value in instance.values}
+        waiting = {axis for axes in partial.values() for axis, how in axes.items() if how == "sum"} - taken
         if not instance.rule.adds:
             (value,) = deferring(instance)
             small = prod(records(value[0])[value[1]].shape) <= 1
             free = small or self._only_user(value, instance.node)
-            return [axis for axis in self.axes if axis in waiting and pending[value].get(axis) == "sum" and free]
+            return [axis for axis in self.axes if axis in waiting and partial[value].get(axis) == "sum" and free]
         over: list[str] = []
         mixed: list[str] = []
         for axis in self.axes:
             if axis not in waiting:
                 continue
-            have = [value for value in instance.values if pending[value].get(axis) == "sum"]
+            have = [value for value in instance.values if partial[value].get(axis) == "sum"]
             if not self._lonely(instance, have):
                 continue
             if len(have) == len(instance.values):
@@ -83,12 +83,12 @@ class Deferral:
             over += mixed
         return over
 
-    def all_pending(self, instance: Instance, axis: str) -> bool:
-        """Whether an addition only adds up sums that are pending over the axis: one reduction of the total is then enough."""
+    def all_partial(self, instance: Instance, axis: str) -> bool:
+        """Whether an addition only adds up sums that are partial over the axis: one reduction of the total is then enough."""
         if not instance.rule.adds:
             return False
-        pending = [dict((self.given.get(value) or Sharding()).pending).get(axis) for value in instance.values]
-        return all(how == "sum" for how in pending) and self._lonely(instance, instance.values)
+        partial = [dict((self.given.get(value) or Sharding()).partial).get(axis) for value in instance.values]
+        return all(how == "sum" for how in partial) and self._lonely(instance, instance.values)
 
     def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
         """Whether nobody else reads these operands, nor has a layout made them larger."""

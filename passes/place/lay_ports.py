@@ -79,7 +79,7 @@ def _leaves(placed: Placed, port: Port, value: Value) -> Sharding:
 
 
 def _known(given: Sharding | None, whole: Sharding) -> Sharding:
-    return whole if given is None else given.without_pending()
+    return whole if given is None else given.without_partial()
 
 
 def _batch_only(placed: Placed, value: Value, whole: Sharding, given: Sharding | None) -> Sharding:

@@ -1,9 +1,9 @@
 """Pins of operators: from what a plan says of them to each operator that it is about.
 
     pin op:lm_head/backward: batch/dp, vocab/tp      each operator of lm_head's backward that has batch and vocab
-    pin op:*.norm/forward: -/tp                      nothing is split along tp there, and nothing stays pending over it
+    pin op:*.norm/forward: -/tp                      nothing is split along tp there, and nothing stays partial over it
 
-A pin is about those operators of its pattern that have what it names: all its factors, and, if it leaves a sum pending, nothing that is
+A pin is about those operators of its pattern that have what it names: all its factors, and, if it leaves a sum partial, nothing that is
 done to it but adding up and scaling. Axes that it does not name go by the plan's entries.
 """
 
@@ -24,7 +24,7 @@ from meshc.passes.place.deferral import may_defer
 from meshc.passes.place.operators import named_operators
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.store_lines import too_many
-from meshc.plan.entries import NOTHING, PENDING, OperatorPin
+from meshc.plan.entries import NOTHING, PARTIAL, OperatorPin
 
 
 def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Directed], list[str]]:
@@ -65,9 +65,9 @@ def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, nam
         tokens[token] = split.axes
         if token in instance.tied:
             tokens[instance.tied[token]] = split.axes
-    if pin.pending and not may_defer(instance):
-        return f"{name} does more than add up or scale, so no sum can stay pending past it (over {', '.join(pin.pending)})"
-    return Directed(pin.axes, tokens, pin.pending)
+    if pin.partial and not may_defer(instance):
+        return f"{name} does more than add up or scale, so no sum can stay partial past it (over {', '.join(pin.partial)})"
+    return Directed(pin.axes, tokens, pin.partial)
 
 
 def token_called(factor: str, number: int, instance: Instance, names: Names) -> Token | None:
@@ -106,11 +106,11 @@ def _clashes(name: str, one: Directed, other: Directed, placed: Placed, named: M
 def _does(axis: str, told: Directed) -> Token | str:
     """What an axis does: the token that it splits, or the word for what else."""
     token = next((token for token, axes in told.tokens.items() if axis in axes), None)
-    return token or (PENDING if axis in told.deferred else NOTHING)
+    return token or (PARTIAL if axis in told.deferred else NOTHING)
 
 
 def _said(what: Token | str, instance: Instance, names: Names) -> str:
-    words = {NOTHING: "nothing", PENDING: "nothing, sums being pending,"}
+    words = {NOTHING: "nothing", PARTIAL: "nothing, sums being partial,"}
     return words[what] if isinstance(what, str) else names.of[instance.factor[what]]
 
 

@@ -4,10 +4,10 @@
                                    it wants its operands split so and gives its result split so
   gives
     mm(x, w1)   wants x [.., hidden], w1 [hidden, ffn/tp]          gives [.., ffn/tp]
-    mm(h, w2)   wants h [.., ffn/tp], w2 [ffn/tp, hidden]          gives [.., hidden] pending(sum: tp)
+    mm(h, w2)   wants h [.., ffn/tp], w2 [ffn/tp, hidden]          gives [.., hidden] partial(sum: tp)
 
 Layout operators have no opinion: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed
-in whatever sharding is asked. The reduction of a pending sum is deferred where that saves a collective. No fixpoint is needed: one walk in
+in whatever sharding is asked. The reduction of a partial sum is deferred where that saves a collective. No fixpoint is needed: one walk in
 graph order.
 """
 
@@ -158,8 +158,8 @@ class Propagator:
         wanted = []
         for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             want = spread(self.result.whole(value), dims, {**chosen, **ring} if position in passing else chosen)
-            pending = deferred.get(value, ())
-            wanted.append(replace(want, pending=pending))
+            partial = deferred.get(value, ())
+            wanted.append(replace(want, partial=partial))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
         returning = instance.rule.coming_home if ring else ()
@@ -172,7 +172,7 @@ class Propagator:
             if instance.rule.accumulates:
                 owed[(MICROBATCH, "sum")] = None
             order = list(self.sizes)
-            self.result.given[(node, index)] = replace(given, pending=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
+            self.result.given[(node, index)] = replace(given, partial=tuple(sorted(owed, key=lambda p: order.index(p[0]))))
         said = [f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes]
         self.result.reasons[node] = ", ".join(dict.fromkeys(said))
 
@@ -201,7 +201,7 @@ class Propagator:
             chosen.setdefault(held, []).extend(axis for axis in axes if axis not in told.axes)
         taken = {axis for axes in chosen.values() for axis in axes}.union(told.axes)
         for axis in self.axes:
-            if axis in taken or (instance.node not in self.updates and self.deferral.all_pending(instance, axis)):
+            if axis in taken or (instance.node not in self.updates and self.deferral.all_partial(instance, axis)):
                 continue
             token = self._carried(instance, axis, lying) if instance.kind == "carry" else None
             if token is None or not self._fits(instance, token, chosen):
@@ -322,7 +322,7 @@ class Propagator:
             node, index = value
         port = self.ports.get(node)
         if port is not None and port.kind == "parameter":
-            self.first_use.setdefault(port.name, replace(want, pending=()))
+            self.first_use.setdefault(port.name, replace(want, partial=()))
         elif port is not None and self._is_cache(port):
             self.first_use.setdefault(port.key, _without(want, SEQUENTIAL))
 

@@ -29,17 +29,17 @@ def forward_map(instance: Instance, index: int, source: Sharding, whole: Shardin
         for part, token in zip(parts, tokens, strict=True):
             if token not in instance.whole:
                 axes[token] = axes[instance.tied.get(token, token)] = part.axes
-    return replace(spread(whole, instance.results[index], axes), pending=() if instance.rule.settles else source.pending)
+    return replace(spread(whole, instance.results[index], axes), partial=() if instance.rule.settles else source.partial)
 
 
 def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
     """How the operand must lie for result `index` to lie as `want`; and whether the operator itself can give all of `want`."""
     axes = {}
-    complete = not (instance.rule.settles and want.pending)
+    complete = not (instance.rule.settles and want.partial)
     for parts, tokens in zip(want.dims, instance.results[index], strict=True):
         for part, token in zip(parts, tokens, strict=True):
             if token in instance.whole:
                 complete = complete and not part.axes
             else:
                 axes[token] = axes[instance.tied.get(token, token)] = part.axes
-    return replace(spread(whole, instance.operands[0], axes), pending=want.pending), complete
+    return replace(spread(whole, instance.operands[0], axes), partial=want.partial), complete

@@ -6,7 +6,7 @@
     dp: batch; store params, grads, state
     dp_shard: batch; store params, grads, state      [ffn 64, hidden 32]       lies as    [ffn 64/dp/dp_shard, hidden 32]
 
-Several axes split one dim, so that what they hold is gathered by one collective over all of them, and its gradient, which is pending over
+Several axes split one dim, so that what they hold is gathered by one collective over all of them, and its gradient, which is partial over
 all of them, is reduce-scattered by one: over two dims each would be two, the first of them of the whole tensor.
 """
 

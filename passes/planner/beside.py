@@ -37,6 +37,6 @@ def option_of(order: Sequence[str], decision: Decision, plan: Assignment) -> Opt
     if key.op != "call_function":
         return decision.options[0]  # an input lies as it is given
     chosen = plan.chosen[key]
-    pending = {axis for want in plan.wanted[key] for axis, _ in want.pending}
+    partial = {axis for want in plan.wanted[key] for axis, _ in want.partial}
     axes = tuple(searched(chosen.get(label, ())) for label in decision.labels)  # type: ignore[arg-type]
-    return Option(axes, tuple(axis for axis in order if axis in pending))
+    return Option(axes, tuple(axis for axis in order if axis in partial))

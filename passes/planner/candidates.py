@@ -1,4 +1,4 @@
-"""The options of a decision: for each axis a legal label, none, or (past operators that are linear) a sum that stays pending.
+"""The options of a decision: for each axis a legal label, none, or (past operators that are linear) a sum that stays partial.
 
     mm "m k, k n", m = batch * seq, on dp=2, tp=2        dp: batch, seq, k, n or none; tp likewise; a label that is large enough takes both
 
@@ -22,7 +22,7 @@ WASTE: Final = 2.0
 """Tiles may hold so many positions for each real one."""
 
 DEFERRED: Final = -1
-"""In the place of a label: the axis takes none, and what the operator reads and makes stays pending over it."""
+"""In the place of a label: the axis takes none, and what the operator reads and makes stays partial over it."""
 
 
 TOGETHER: Final = 1
@@ -36,9 +36,9 @@ class Possible:
 
     sizes     of the labels
     legal     the axes that are open, each with the labels that it may take; with None among them, it may take none
-    held      (label, axes that it has in any case); `deferred` likewise what is pending in any case
+    held      (label, axes that it has in any case); `deferred` likewise what is partial in any case
     mesh      (axis, ranks), in the order of the mesh
-    defers    whether sums may stay pending;  ordered  whether axes of one label stand in the order of the mesh
+    defers    whether sums may stay partial;  ordered  whether axes of one label stand in the order of the mesh
     tied      (label, label) that are split together
     pinned    (label, its axes), if there is an option with them
     """
@@ -72,13 +72,13 @@ class Possible:
 
     def _moving(self, moving: Mapping[str, tuple[int | None, ...]], base: Option) -> Possible:
         """The other axes stay where the base has them, if they may be there, and take the first that they may otherwise."""
-        labels, pending = {label: list(axes) for label, axes in self.held}, list(self.deferred)
+        labels, partial = {label: list(axes) for label, axes in self.held}, list(self.deferred)
         for axis, may in self.legal:
             if axis in moving:
                 continue
             at = next((label for label, axes in enumerate(base.axes) if axis in axes), None)
             if self.defers and axis in base.deferred:
-                pending.append(axis)
+                partial.append(axis)
                 continue
             place = at if at in may else None if None in may else may[0]
             if place is not None:
@@ -86,7 +86,7 @@ class Possible:
         for label, row in labels.items():
             row.sort(key=lambda axis: base.axes[label].index(axis) if axis in base.axes[label] else -1)  # noqa: B023
         held = tuple((label, tuple(row)) for label, row in labels.items())
-        return replace(self, legal=tuple(moving.items()), held=held, deferred=tuple(pending))
+        return replace(self, legal=tuple(moving.items()), held=held, deferred=tuple(partial))
 
 
 def options(
@@ -115,9 +115,9 @@ def options(
             if label in axes:
                 axes[other] = axes[label]
         if all(fits(sizes[label], [mesh[axis] for axis in row]) for label, row in axes.items()):
-            pending = tuple(sorted(left, key=order.index))
+            partial = tuple(sorted(left, key=order.index))
             for row in orders(axes, held, order, ordered):
-                found[Option(tuple(row.get(label, ()) for label in range(len(sizes))), pending)] = None
+                found[Option(tuple(row.get(label, ()) for label in range(len(sizes))), partial)] = None
     return tuple(found)
 
 

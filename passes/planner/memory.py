@@ -14,7 +14,7 @@ Where values may be made again (`again`), those of a layer that nothing else rea
 between; so are cheap ones beside layers, each for itself. Of a head that may run in chunks there are the logits of one. That is the least
 that a program can come to; what making them again takes is no part of the model, and said by the clock.
 
-A pending value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
+A partial value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
 integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The
 program's own walk (`cost/memory.py`) judges in the end.
 """
@@ -47,7 +47,7 @@ class Memory:
         self._parts = parts(placed) if again else {}
         self._own_spans: dict[Value, tuple[Span, ...]] = {}
         self._form_spans: dict[tuple[Value, tuple[int, ...], bool], tuple[Span, ...]] = {}
-        """By the first value of a group; of forms also by their readings, and whether what is given is pending."""
+        """By the first value of a group; of forms also by their readings, and whether what is given is partial."""
         self.length = len(placed.graph.nodes) + 1
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
@@ -78,11 +78,11 @@ class Memory:
         at[0] = self.fixed + sum(row[option] for row, option in zip(self.stored, pick, strict=True))
         for group in self.model.groups:
             lies = int(group.given[pick[group.maker]])
-            pending = bool(group.lies[lies][1])
-            if not pending:
+            partial = bool(group.lies[lies][1])
+            if not partial:
                 _add(at, self._own(group), group.held[lies])
             for (wants, _), legs in self._brought(group, lies, pick).items():
-                _add(at, self._form(group, legs, pending), group.brought[wants])
+                _add(at, self._form(group, legs, partial), group.brought[wants])
         return np.cumsum(at)[:-1]
 
     def _brought(self, group: Group, lies: int, pick: Sequence[int]) -> dict[tuple[int, str], list[Leg]]:
@@ -99,9 +99,9 @@ class Memory:
         """How many of a group's values are alive as they were made (casts and copies of them counted by their size)."""
         return sum(share for start, end, share in self._own(group) if start <= moment <= end)
 
-    def brought_at(self, moment: int, group: Group, legs: Sequence[Leg], pending: bool) -> float:
-        """Likewise of a form that these legs want; `pending`: of one that is given so."""
-        return sum(share for start, end, share in self._form(group, legs, pending) if start <= moment <= end)
+    def brought_at(self, moment: int, group: Group, legs: Sequence[Leg], partial: bool) -> float:
+        """Likewise of a form that these legs want; `partial`: of one that is given so."""
+        return sum(share for start, end, share in self._form(group, legs, partial) if start <= moment <= end)
 
     def _own(self, group: Group) -> tuple[Span, ...]:
         key = group.values[0].root
@@ -114,16 +114,16 @@ class Memory:
         spans = own_span(group, value, self.length) if gap is None else apart(_own_span(value, self.length, False), gap)
         return self._part(value, spans)
 
-    def _form(self, group: Group, legs: Sequence[Leg], pending: bool) -> tuple[Span, ...]:
+    def _form(self, group: Group, legs: Sequence[Leg], partial: bool) -> tuple[Span, ...]:
         readings = tuple(at for leg in legs for at in leg.readings)
-        key = group.values[0].root, readings, pending
+        key = group.values[0].root, readings, partial
         if key not in self._form_spans:
-            self._form_spans[key] = tuple(span for value in group.values for span in self._form_of(value, readings, pending))
+            self._form_spans[key] = tuple(span for value in group.values for span in self._form_of(value, readings, partial))
         return self._form_spans[key]
 
-    def _form_of(self, value: Made, readings: Sequence[int], pending: bool) -> Iterator[Span]:
+    def _form_of(self, value: Made, readings: Sequence[int], partial: bool) -> Iterator[Span]:
         gap = self._gaps.get(value.root)
-        spans = brought_span(value, readings, pending, self.length, seams=gap is None)
+        spans = brought_span(value, readings, partial, self.length, seams=gap is None)
         return self._part(value, spans if gap is None else apart(spans, gap))
 
     def _part(self, value: Made, spans: Iterator[Span]) -> Iterator[Span]:
@@ -164,12 +164,12 @@ def _own_span(value: Made, length: int, left_out: bool) -> Iterator[tuple[int, i
         yield from _span(start, until, size / whole if whole else 0.0)
 
 
-def brought_span(value: Made, read: Sequence[int], pending: bool, length: int, seams: bool = True) -> Iterator[Span]:
-    """From where to where a form is alive for these readings, made where a `pending` value is. `seams`: also of layers that were not
+def brought_span(value: Made, read: Sequence[int], partial: bool, length: int, seams: bool = True) -> Iterator[Span]:
+    """From where to where a form is alive for these readings, made where a `partial` value is. `seams`: also of layers that were not
     captured."""
     readings = [value.readings[at] for at in read]
     for left_out in (False, True) if value.count > 1 and seams else (False,):
-        first = _begin(value, left_out) if pending else min(_begin(reading, left_out) for reading in readings)
+        first = _begin(value, left_out) if partial else min(_begin(reading, left_out) for reading in readings)
         last = max(_end(reading, length, left_out) for reading in readings)
         yield from _span(first, last, value.count - 1.0 if left_out else 1.0)
 

@@ -162,7 +162,7 @@ def _reader(model: Model, maker: int, reading: Reading) -> tuple[int, Sequence[O
 
 
 def _gathers(sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.bool_]:
-    """Which changes make a value larger that is pending over nothing."""
+    """Which changes make a value larger that is partial over nothing."""
     before, after = (np.array([sum(map(len, form[0])) for form in forms], dtype=int) for forms in (sources, targets))
     settled = np.array([not form[1] for form in sources], dtype=bool)
     return (after[None, :] < before[:, None]) & settled[:, None]

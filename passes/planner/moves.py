@@ -31,7 +31,7 @@ from meshc.passes.planner.space import Axes, Floats, Form, Numbers
 Message: TypeAlias = tuple[str, Axes, float]
 """Kind, axes, and the part of the whole value's elements that the collective takes (of a gather: gives)."""
 Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-"""Of each slot that changes, its axes before and after; what is pending before, and after."""
+"""Of each slot that changes, its axes before and after; what is partial before, and after."""
 
 Level: TypeAlias = tuple[int, ...]
 Number: TypeAlias = tuple[Level, int]
@@ -40,7 +40,7 @@ Number: TypeAlias = tuple[Level, int]
 WAYS: Final = 3
 """A collective is done in as many ways at most."""
 KINDS: Final = 1 << 12
-"""Changes of one slot, and of what is pending, have numbers below."""
+"""Changes of one slot, and of what is partial, have numbers below."""
 ROOM: Final = 1 << 62
 """Of numbers that stand for pairs of forms."""
 UNKNOWN: Final = -1
@@ -63,7 +63,7 @@ class Moves:
     """By level the numbers of pairs of forms, in order, and of each its list of steps."""
     _codes: dict[Axes, int] = field(default_factory=dict)
     _owed: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], int] = field(default_factory=dict)
-    """What is pending before and after, by number."""
+    """What is partial before and after, by number."""
     _begun: dict[Number, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Moves:
         for slot in range(slots):
             one, other = before[:, slot, None], after[None, :, slot]
             pairs.slot(self._change(one * len(ranks) + other), np.where(one == other, ranks[one], 1), slots - slot)
-        pairs.note(self._pending(sources, targets))
+        pairs.note(self._partial(sources, targets))
         _, first, place = np.unique(pairs.tail, return_index=True, return_inverse=True)
         rows, columns = np.unravel_index(first, pairs.stay.shape)
         lists = self._listed(pairs.level, pairs.tail.ravel()[first], sources, targets, rows, columns)
@@ -109,7 +109,7 @@ class Moves:
         latency, per_byte = self._latency.of(lists)[each], self._per_byte.of(lists)[each]
         return place.reshape(pairs.stay.shape), latency, per_byte / stay[:, None, None]
 
-    def _pending(self, sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.int64]:
+    def _partial(self, sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.int64]:
         before, after = ({form[1]: at for at, form in enumerate(reversed(forms))} for forms in (sources, targets))
         found = np.array([[self._owed.setdefault((a, b), len(self._owed)) for b in after] for a in before], dtype=np.int64)
         rows, columns = ([list(owed).index(form[1]) for form in forms] for owed, forms in ((before, sources), (after, targets)))

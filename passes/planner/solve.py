@@ -161,7 +161,7 @@ class Columns:
         self.held = [dict[int, float]() for _ in self.moments]
         self.first: list[int] = []
         self._kept: dict[tuple[tuple[int, ...], ...], list[Alive]] = {}
-        """Of the group at hand by its legs' readings; the last says whether what is given is pending."""
+        """Of the group at hand by its legs' readings; the last says whether what is given is partial."""
         self.legs: dict[tuple[int, int], tuple[int, Numbers, Numbers]] = {}
         """Of each leg with pairs, the first of its rows, and the forms that these are about."""
         for number, own in enumerate(self.model.own):
@@ -289,20 +289,20 @@ class Columns:
             self._row(-both, np.inf, [(found, 1.0), *((column, -both) for column in columns)])
         return found
 
-    def _alive(self, group: Group, used: Sequence[Used], pending: bool) -> list[Alive]:
+    def _alive(self, group: Group, used: Sequence[Used], partial: bool) -> list[Alive]:
         """At each moment."""
-        key = *(one.leg.readings for one in used), (int(pending),)
+        key = *(one.leg.readings for one in used), (int(partial),)
         if key not in self._kept:
-            self._kept[key] = [self._alive_at(moment, group, [one.leg for one in used], pending) for moment in self.moments]
+            self._kept[key] = [self._alive_at(moment, group, [one.leg for one in used], partial) for moment in self.moments]
         return self._kept[key]
 
-    def _alive_at(self, moment: int, group: Group, legs: Sequence[Leg], pending: bool) -> Alive:
-        everyone = self.memory.brought_at(moment, group, legs, pending)
+    def _alive_at(self, moment: int, group: Group, legs: Sequence[Leg], partial: bool) -> Alive:
+        everyone = self.memory.brought_at(moment, group, legs, partial)
         if not everyone or len(legs) == 1:
             return Alive(everyone)
-        alone = tuple(self.memory.brought_at(moment, group, [leg], pending) / everyone for leg in legs)
+        alone = tuple(self.memory.brought_at(moment, group, [leg], partial) / everyone for leg in legs)
         two = [
-            (one, other, self.memory.brought_at(moment, group, [legs[one], legs[other]], pending) / everyone)
+            (one, other, self.memory.brought_at(moment, group, [legs[one], legs[other]], partial) / everyone)
             for one, other in combinations(range(len(legs)), 2)
         ]  # fmt: skip
         return Alive(everyone, alone, tuple(each for each in two if each[2] > max(alone[each[0]], alone[each[1]])))

@@ -29,12 +29,12 @@ Key: TypeAlias = "Node | tuple[str, str]"
 Landing: TypeAlias = tuple["int | None", ...]
 """For each slot of a value, the label whose axes it has; None: it is whole."""
 Form: TypeAlias = tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]
-"""How a value lies: the axes of each slot, and (axis, reduction) of what it is pending over."""
+"""How a value lies: the axes of each slot, and (axis, reduction) of what it is partial over."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to decide: the axes of each label, major to minor; and those over which operands come in, and results go out, pending."""
+    """One way to decide: the axes of each label, major to minor; and those over which operands come in, and results go out, partial."""
 
     axes: tuple[Axes, ...]
     deferred: Axes = ()
@@ -96,7 +96,7 @@ class Made:
     """One value that a decision makes.
 
     root     its node and index;  decision  whose axes it lies by
-    landing  for each slot, the label of that decision; `sums` the labels that leave it pending, with the reduction
+    landing  for each slot, the label of that decision; `sums` the labels that leave it partial, with the reduction
     sizes    of its slots;  `itemsize` bytes an element
     seam     the position before which those of layers stand that were not captured; None: there are none
     count    of how many of the whole model this is one

@@ -276,8 +276,8 @@ class _Survey:
             return {}, ()
         chosen = self.baseline.chosen[instance.node]
         held = {labels.index(token): mine for token, axes in chosen.items() if (mine := self._held(axes))}
-        pending = {axis for want in self.baseline.wanted[instance.node] for axis, _ in want.pending}
-        return held, self._held(tuple(axis for axis in self.axes if axis in pending))
+        partial = {axis for want in self.baseline.wanted[instance.node] for axis, _ in want.partial}
+        return held, self._held(tuple(axis for axis in self.axes if axis in partial))
 
     # ---------------------------------------------------------------------------------------------------------------------- values
 

@@ -65,9 +65,9 @@ class Weighed:
 
     def _brought(self, group: Group, leg: Leg) -> Floats | None:
         seconds = [0.0, 0.0]
-        pending = {bool(form[1]) for form in group.lies}
+        partial = {bool(form[1]) for form in group.lies}
         for moment, weight in self.weights.items():
-            for given in pending:
+            for given in partial:
                 seconds[given] += weight * self.memory.brought_at(moment, group, [leg], given)
         if not any(seconds):
             return None

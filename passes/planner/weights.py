@@ -74,7 +74,7 @@ def neighbours(
         for one, block, like, inside in pairs:
             for mine, theirs in _pairs(_by(one, block, standing), _by(like, inside, standing), standing):
                 found.setdefault(mine.reader, twins.get(theirs.reader, theirs.reader))
-    found.update(stored)  # the norm of all gradients adds up what they leave pending, layer by layer
+    found.update(stored)  # the norm of all gradients adds up what they leave partial, layer by layer
     return {key: twin for key, twin in found.items() if key not in twins and key != twin}
 
 

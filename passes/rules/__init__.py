@@ -47,7 +47,7 @@ from meshc.passes.rules import (
 from meshc.passes.rules.bounds import only_moves, ranges
 from meshc.passes.rules.linear import linear_in
 from meshc.passes.rules.orders import in_any_order
-from meshc.passes.rules.pending import deferrals
+from meshc.passes.rules.partial import deferrals
 from meshc.passes.rules.registered import registered
 from meshc.passes.rules.rule import Rule
 

@@ -31,7 +31,7 @@ ROLES = {aten.mm.default: WEIGHT, aten.bmm.default: {"b": "multiplies", **WEIGHT
 
 
 def _addmm(node: Node, tensors: list[Node]) -> Rule:
-    """bias + x @ w. With k split the product is pending, and so must the bias be: it counts once."""
+    """bias + x @ w. With k split the product is partial, and so must the bias be: it counts once."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
     return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm, first=0, roles=WEIGHT)
 

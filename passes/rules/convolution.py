@@ -90,9 +90,9 @@ def _lower_convolution(local: Local) -> Node:
     settings = list(local.node.args[3:])
     transposed = bool(settings[3])
     letters = list(local.rule.windows)
-    pending = local.axes("i")
-    if pending and bias is not None:
-        bias = local.keep_first(bias, pending)
+    partial = local.axes("i")
+    if partial and bias is not None:
+        bias = local.keep_first(bias, partial)
     settings = _settings(local, settings, letters)
     if not transposed:
         for i, letter in enumerate(letters):

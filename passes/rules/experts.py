@@ -2,12 +2,12 @@
 
     group_mm    rows [q/ep, r, k], matrices [experts 8/ep, k, n], choice [q/ep, r]  ->  [q/ep, r, n]
     to_groups   x [t, h], own [q/ep, t, m]  ->  [q/ep, t, m, h]                         each rank has its own group's rows
-    from_groups rows [q/ep, t, m, h], own   ->  [t, h] pending(sum: ep)
+    from_groups rows [q/ep, t, m, h], own   ->  [t, h] partial(sum: ep)
 
 A group goes with a window of the experts, as many as it has, so that 8 experts lie 3, 3, 2 on three ranks. Of rows that have copies on
 other ranks (`meshc/ops/expert_copies.py`) each rank gives its own, which are added up to where they are wanted; so do gradients:
 
-    copies_of     x [experts 8/ep, ..], copies [q, n]              ->  [q, n, ..] pending(sum: ep)
+    copies_of     x [experts 8/ep, ..], copies [q, n]              ->  [q, n, ..] partial(sum: ep)
     added_copies  grad [q, n, ..], copies [q, n]                   ->  [experts 8/ep, ..]
 """
 

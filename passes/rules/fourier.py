@@ -1,4 +1,4 @@
-"""Fourier transforms and windows along one dim: what is transformed must be whole, and since they are linear a pending sum goes through."""
+"""Fourier transforms and windows along one dim: what is transformed must be whole, and since they are linear a partial sum goes through."""
 
 from __future__ import annotations
 

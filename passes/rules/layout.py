@@ -218,7 +218,7 @@ def _lower_select_backward(local: Local) -> Node:
 
 
 def is_grown(node: Node) -> bool:
-    """Whether a layout operator makes its value larger (a pending sum had better be reduced before)."""
+    """Whether a layout operator makes its value larger (a partial sum had better be reduced before)."""
     producer, _ = value_of(node)
     if is_getitem(node):
         return False

@@ -6,7 +6,7 @@
     where     ((1, 2),)             what it chooses from, not the condition
 
 It is what `Rule.linear` says of an operator whose family does not say it of the call itself (a reduction, a concatenation). Sums that are
-still pending may come in there. Where `propagate` makes use of that is another matter: it defers a reduction past what `defers` names,
+still partial may come in there. Where `propagate` makes use of that is another matter: it defers a reduction past what `defers` names,
 where that saves a collective, and finishes sums before anything else.
 """
 

@@ -1,7 +1,7 @@
 """Losses that compare entry by entry, as torch's operators: capture takes them apart, so that these are for programs that name them; and
 what a row's frames say, which splits by rows.
 
-    mse_loss(x, y, reduction)      none: pointwise      sum: pending over what is split      mean: the same, divided by the global size
+    mse_loss(x, y, reduction)      none: pointwise      sum: partial over what is split      mean: the same, divided by the global size
     ctc_loss(log_probs, targets, frames, lengths, ...)                  rows
 """
 

@@ -1,4 +1,4 @@
-"""Reductions that are pending until their parts are put together: the letters of the dims that go are summed (or maximised, ...).
+"""Reductions that are partial until their parts are put together: the letters of the dims that go are summed (or maximised, ...).
 
 A mean divides by the global size. Truths are numbers here: `any` is a maximum, `all` a minimum.
 """
@@ -120,7 +120,7 @@ def _histc(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
-    """A microbatch's share of a sum over microbatches: it lies as it is made, and what is pending waits for all of them."""
+    """A microbatch's share of a sum over microbatches: it lies as it is made, and what is partial waits for all of them."""
     return pointwise(node, tensors, kind="carry", linear=ALONE, defers=True, accumulates=True, lower=lambda local: local.operands[0])
 
 

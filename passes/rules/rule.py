@@ -1,6 +1,6 @@
 """What a rule is: letters for the dims of each operand and result of one operator, written like an einsum.
 
-    "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result pending (sum)
+    "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result partial (sum)
     "... c! -> ... c!"           c must be whole (a softmax); `...` is whatever leads
     "b i, o i -> b o +i | o"     several results, parted by |; a letter that is missing and not behind + is no part of that result's sum
     "_"                          a dim of size 1, or one that broadcasts: no letter
@@ -109,7 +109,7 @@ class Rule:
     """Letters of one operator instance.
 
     kind     compute: chooses its letters by the plan; layout: moves nothing and has no opinion; carry: keeps a split that operands share
-    sums     per result, letters whose sharding leaves that result pending, with the reduction
+    sums     per result, letters whose sharding leaves that result partial, with the reduction
     whole    letters that may not be sharded
     linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. Left out,
              it is what `linear.py` says of the operator
@@ -123,7 +123,7 @@ class Rule:
     self_masked  `lower` masks by itself
     major    letters whose first factor only may be sharded (their positions must be a range)
     settles  a layout operator past which no reduction may be deferred
-    accumulates  its result is pending over the microbatches
+    accumulates  its result is partial over the microbatches
     zigzag   letters whose tiles lie in zigzag order, as its kernel takes them
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
     rings    letter -> what can pass round where one axis splits that letter

@@ -1,6 +1,6 @@
 """Reductions that are not the sum of their parts: products, variances, norms, logarithms of sums of exponentials.
 
-Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is not pending; but
+Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is not partial; but
 for norms that are sums or extremes.
 """
 

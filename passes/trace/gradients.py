@@ -2,7 +2,7 @@
 
     g = hook(grad_w) + sum_w     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
 
-All of it is on the global view, so a norm is global whatever the mesh: its sum is pending over the axes that split gradients. Clipping
+All of it is on the global view, so a norm is global whatever the mesh: its sum is partial over the axes that split gradients. Clipping
 follows `torch.nn.utils.clip_grad_norm_`.
 """
 

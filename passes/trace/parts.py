@@ -3,7 +3,7 @@
     loss, grad_w                                                        the model on the whole batch
   becomes
     l = mul(loss, 1/M);  loss = sum_of_parts(l)                         the model on one microbatch; the tangent is 1/M too
-    grad = sum_of_parts(grad_w)                                         pending (sum: mb), so that accumulation is its reduction
+    grad = sum_of_parts(grad_w)                                         partial (sum: mb), so that accumulation is its reduction
     dropout(h, seed_step, 0, 0.1, [8, 32], [2, 32], [0, 0])             a microbatch's draws are a tile of the whole batch's
 
 Which inputs carry the batch is read off the forward graph of the whole batch: its factors say where the batch lies. Assumes that the batch

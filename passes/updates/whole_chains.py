@@ -217,7 +217,7 @@ def _way(value: Node) -> tuple[Node, ...]:
         found.append(at)
         at = at.all_input_nodes[0]
         tile = record(at).sharding
-        if found[-1].target is spmd.all_gather and tile is not None and not tile.pending:
+        if found[-1].target is spmd.all_gather and tile is not None and not tile.partial:
             gathered = len(found)
     return tuple(found[:gathered]) if is_whole(value) else ()
 

@@ -99,7 +99,7 @@ def _along(does: OperatorPin, axes: Collection[str]) -> OperatorPin:
     splits = (replace(split, axes=tuple(axis for axis in split.axes if axis in axes)) for split in does.splits)
     return OperatorPin(
         does.pattern, tuple(split for split in splits if split.axes),
-        tuple(axis for axis in does.whole if axis in axes), tuple(axis for axis in does.pending if axis in axes),
+        tuple(axis for axis in does.whole if axis in axes), tuple(axis for axis in does.partial if axis in axes),
     )  # fmt: skip
 
 

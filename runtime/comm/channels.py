@@ -37,8 +37,8 @@ class Channels:
         self.here = coordinates[pipeline.axis]
         self._groups: dict[tuple[int, int], ProcessGroup] = groups.pairs(pipeline.axis, pipeline.pairs())
         self._like = _likes(program)
-        self._coming: dict[str, tuple[collectives.Pending, int, int]] = {}  # with the rank that sends, and which of its messages it is
-        self._leaving: dict[int, list[list[collectives.Pending]]] = {}  # messages of this call to a rank, those that are over empty
+        self._coming: dict[str, tuple[collectives.Work, int, int]] = {}  # with the rank that sends, and which of its messages it is
+        self._leaving: dict[int, list[list[collectives.Work]]] = {}  # messages of this call to a rank, those that are over empty
         self._posted: dict[int, int] = {}
         peers = {source for source, target in pipeline.pairs() if target == self.here}
         self._receipts = {
@@ -61,15 +61,15 @@ class Channels:
         slots = [slot(key, step.microbatch) for key in step.keys]
         number = self._posted.get(step.peer, 0)
         self._posted[step.peer] = number + 1
-        pending = collectives.receive_all(into, group, _other(group))
-        self._coming |= {name: (one, step.peer, number) for name, one in zip(slots, pending, strict=True)}
+        works = collectives.receive_all(into, group, _other(group))
+        self._coming |= {name: (one, step.peer, number) for name, one in zip(slots, works, strict=True)}
 
     def arrived(self, slots: Sequence[str], env: dict[str, torch.Tensor]) -> list[str]:
         """Waits for those of these values that are on their way; they are returned."""
         late = [name for name in slots if name in self._coming]
         for name in late:
-            pending, peer, number = self._coming.pop(name)
-            env[name] = pending.wait()
+            work, peer, number = self._coming.pop(name)
+            env[name] = work.wait()
             for sent in self._leaving.get(peer, [])[: self._receipts[peer][number]]:
                 _wait(sent)
         return late
@@ -90,10 +90,10 @@ class Channels:
         self._leaving, self._posted = {}, {}
 
 
-def _wait(sent: list[collectives.Pending]) -> None:
+def _wait(sent: list[collectives.Work]) -> None:
     """Waits for the sends of a message, and lets go of what they sent."""
-    for pending in sent:
-        pending.wait()
+    for work in sent:
+        work.wait()
     sent.clear()
 
 

@@ -1,8 +1,8 @@
-"""The one file that issues collectives: each starts at once, returns a `Pending`, and is finished by `Pending.wait`.
+"""The one file that issues collectives: each starts at once, returns a `Work`, and is finished by `Work.wait`.
 
-    pending = gather_dim(x, dim=1, group=group)    # communication runs ...
+    work = gather_dim(x, dim=1, group=group)    # communication runs ...
     y = matmul(a, b)                               # ... beside this ...
-    x_whole = pending.wait()                       # ... until the value is needed
+    x_whole = work.wait()                       # ... until the value is needed
 
 A `group` is what `Groups.group` returns; None stands for a group of one rank, which communicates nothing. All ranks of a group make the
 same calls in the same order, under `no_grad`, and their tensors have the same shape and dtype. Nobody writes a tensor that was passed in,
@@ -65,7 +65,7 @@ class Waited(Protocol):
     def wait(self) -> object: ...
 
 
-class Pending:
+class Work:
     """A tensor on its way.
 
     `wait()` returns it, any number of times. On CUDA it makes the current stream wait, not the host. It raises the backend's RuntimeError
@@ -92,39 +92,39 @@ class Pending:
         self._held = None
         return self._tensor
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+    def then(self, change: Callable[[Tensor], Tensor]) -> Work:
         """The same communication, with `change` applied to its result when it is waited for."""
-        return Pending(self._tensor, (self,), lambda: change(self._tensor))
+        return Work(self._tensor, (self,), lambda: change(self._tensor))
 
 
-def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> Pending:
+def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> Work:
     """The elementwise `op` (sum, max, min) of every rank's `x`, on every rank, bit for bit the same.
 
     `out` is a contiguous tensor like `x`, or `x` itself for in place; without it `x` is kept and the result is new (`x` itself in a group
     of one). bool takes max (any) and min (all).
     """
     if group is None:
-        return Pending(x if out is None or out is x else out.copy_(x))
+        return Work(x if out is None or out is x else out.copy_(x))
     _check_reduction(x, op)
     if _direct(x) and group.size() == 2 and x.nbytes <= _EXCHANGE_BYTES:
         mine = x.contiguous()
         theirs = torch.empty_like(mine)
         terms = (theirs, mine) if group.rank() else (mine, theirs)
-        return Pending(mine, _exchange(mine, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out))
+        return Work(mine, _exchange(mine, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out))
     if _direct(x) and group.size() > 2 and x.numel() > 1 and x.nbytes <= _SMALL_SUM:
         result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         return _to_all(x, group).then(lambda stacked: _reduce(stacked.unbind(), op, result))
     result = x.clone(memory_format=torch.contiguous_format) if out is None else out if out is x else out.copy_(x)
-    return Pending(result, (dist.all_reduce(_plain(result), _REDUCTIONS[op], group, async_op=True),))
+    return Work(result, (dist.all_reduce(_plain(result), _REDUCTIONS[op], group, async_op=True),))
 
 
-def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> Pending:
+def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> Work:
     """Every rank's `x`, one after another along dim 0 in the group's order. x: [a, ...] -> [n·a, ...].
 
     `out` is contiguous; if `x` is this rank's part of it, that part is not copied.
     """
     if group is None:
-        return Pending(x if out is None else out.copy_(x))
+        return Work(x if out is None else out.copy_(x))
     size, rank = group.size(), group.rank()
     x = x.contiguous()
     if out is None:
@@ -132,18 +132,18 @@ def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
     if _direct(x) and size > 2 and x.nbytes <= _SMALL_PART:
         return _to_all(x, group, out).then(lambda _: out)
     if not _direct(x) or size != 2:
-        return Pending(out, (_all_gather(_plain(out), _plain(x), group, async_op=True),), held=x)
+        return Work(out, (_all_gather(_plain(out), _plain(x), group, async_op=True),), held=x)
     parts = out.view(size, *x.shape)
     works = _exchange(x, parts[1 - rank], group)
     if parts[rank].data_ptr() != x.data_ptr():
         parts[rank].copy_(x)
-    return Pending(out, works, held=x)
+    return Work(out, works, held=x)
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> Pending:
+def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> Work:
     """This rank's part, along dim 0, of the elementwise `op` of every rank's `x`. x: [n·a, ...] -> [a, ...]; `out` is contiguous."""
     if group is None:
-        return Pending(x if out is None else out.copy_(x))
+        return Work(x if out is None else out.copy_(x))
     _check_reduction(x, op)
     size = group.size()
     _check_divides(x, 0, size)
@@ -152,13 +152,13 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, ou
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return Pending(out, (_reduce_scatter(_plain(out), _plain(x), _REDUCTIONS[op], group, async_op=True),), held=x)
+    return Work(out, (_reduce_scatter(_plain(out), _plain(x), _REDUCTIONS[op], group, async_op=True),), held=x)
 
 
-def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> Pending:
+def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> Work:
     """Part i of `x` along dim 0 goes to rank i; the result has rank i's part at place i. [n·a, ...] -> [n·a, ...]; `out` is contiguous."""
     if group is None:
-        return Pending(x if out is None else out.copy_(x))
+        return Work(x if out is None else out.copy_(x))
     size = group.size()
     _check_divides(x, 0, size)
     if out is None:
@@ -166,28 +166,28 @@ def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
     return _swap(x.unflatten(0, (size, -1)), out.unflatten(0, (size, -1)), group).then(lambda _: out)
 
 
-def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Pending:
+def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Work:
     """`x` goes to the rank `steps` places on, round the ring; waiting gives what the rank as many places before has sent, of x's shape."""
     if group is None:
-        return Pending(x)
+        return Work(x)
     size, rank = group.size(), group.rank()
     return _one_message(x, (rank + steps) % size, (rank - steps) % size, group)
 
 
-def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Pending:
+def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
     """A tile becomes what this rank has in zigzag order (`meshc/ir/sharding.py`): its second half goes to the rank that is as far from the
     end of the group as this one is from its beginning, whose own comes."""
     return _reordered(x, dim, group, home=False)
 
 
-def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Pending:
+def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
     """The tile again."""
     return _reordered(x, dim, group, home=True)
 
 
-def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> Pending:
+def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> Work:
     if group is None:
-        return Pending(x)
+        return Work(x)
     size, there = x.shape[dim], group.size() - 1 - group.rank()
     behind = there < group.rank()  # in zigzag order, what the tile begins with is behind what comes
     moves = size // 2
@@ -197,27 +197,27 @@ def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> P
     return _one_message(sent, there, there, group).then(lambda came: torch.cat([came, kept] if behind and not home else [kept, came], dim))
 
 
-def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Pending:
+def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Work:
     """`x` goes to one rank of the group, and one of its shape comes from another; every rank has one to send to and one to receive from.
     Gloo's all-to-all waits for all ranks, those that have nothing to say too."""
     x = x.contiguous()
     found = torch.empty_like(x)
     if _direct(x) and group.size() > 2:
         if to == group.rank():
-            return Pending(found.copy_(x))
+            return Work(found.copy_(x))
         arrives, goes = receive_all([found], group, source), send_all([x], group, to)
-        return Pending(found, (*arrives, *goes), held=x)
+        return Work(found, (*arrives, *goes), held=x)
     mine, theirs = _flat(x), _flat(found)
     sends, receives = [0] * group.size(), [0] * group.size()
     sends[to] = receives[source] = mine.numel()
-    return Pending(found, (dist.all_to_all_single(theirs, mine, receives, sends, group, async_op=True),), held=x)
+    return Work(found, (dist.all_to_all_single(theirs, mine, receives, sends, group, async_op=True),), held=x)
 
 
-def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> Pending:
+def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> Work:
     """`x` becomes what it is on the rank at place `source` of the group; in place, so `x` is contiguous."""
     if group is None:
-        return Pending(x)
-    return Pending(x, (dist.broadcast(_plain(x), group=group, group_src=source, async_op=True),))
+        return Work(x)
+    return Work(x, (dist.broadcast(_plain(x), group=group, group_src=source, async_op=True),))
 
 
 def _posted(work: Waited | None) -> tuple[Waited]:
@@ -225,49 +225,49 @@ def _posted(work: Waited | None) -> tuple[Waited]:
     return (work,)
 
 
-def send(x: Tensor, group: ProcessGroup, to: int) -> Pending:
+def send(x: Tensor, group: ProcessGroup, to: int) -> Work:
     """Sends `x` to the rank at place `to`; messages between two ranks arrive in the order sent. Waiting returns what was sent."""
     x = x.contiguous()
-    return Pending(x, _posted(dist.isend(_plain(x), group=group, group_dst=to, tag=_TAG)))
+    return Work(x, _posted(dist.isend(_plain(x), group=group, group_dst=to, tag=_TAG)))
 
 
-def recv(out: Tensor, group: ProcessGroup, source: int) -> Pending:
+def recv(out: Tensor, group: ProcessGroup, source: int) -> Work:
     """Receives into `out`, which is contiguous, from the rank at place `source`."""
-    return Pending(out, _posted(dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG)))
+    return Work(out, _posted(dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG)))
 
 
-def send_all(values: Sequence[Tensor], group: ProcessGroup, to: int) -> list[Pending]:
+def send_all(values: Sequence[Tensor], group: ProcessGroup, to: int) -> list[Work]:
     """Sends several tensors to the rank at place `to`, at once where the backend can. The other side calls `receive_all` in turn."""
     return _post(dist.isend, [value.contiguous() for value in values], group, to)
 
 
-def receive_all(into: Sequence[Tensor], group: ProcessGroup, source: int) -> list[Pending]:
+def receive_all(into: Sequence[Tensor], group: ProcessGroup, source: int) -> list[Work]:
     """Receives what `send_all` sent, into contiguous tensors of the same shapes and dtypes."""
     return _post(dist.irecv, into, group, source)
 
 
-def _post(how: Function, tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[Pending]:
+def _post(how: Function, tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[Work]:
     full = [x for x in tensors if x.numel()]
     if not full or _direct(full[0]):
         place = "group_dst" if how is dist.isend else "group_src"
-        return [Pending(x, (how(_plain(x), group=group, tag=_TAG, **{place: peer}),) if x.numel() else ()) for x in tensors]
+        return [Work(x, (how(_plain(x), group=group, tag=_TAG, **{place: peer}),) if x.numel() else ()) for x in tensors]
     works = dist.batch_isend_irecv([dist.P2POp(how, _plain(x), group=group, group_peer=peer) for x in full])
-    return [Pending(x, tuple(works) if x.numel() else ()) for x in tensors]
+    return [Work(x, tuple(works) if x.numel() else ()) for x in tensors]
 
 
-def gather_dim(x: Tensor, dim: int, group: ProcessGroup | None) -> Pending:
+def gather_dim(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
     """`all_gather` along any dim: [..., a, ...] -> [..., n·a, ...]. One local copy, none when no dim before `dim` is larger than 1."""
     if group is None:
-        return Pending(x)
+        return Work(x)
     dim %= x.ndim
-    pending = all_gather(x.contiguous().unsqueeze(0), group)
-    return pending.then(lambda stacked: _merge(stacked, dim))
+    work = all_gather(x.contiguous().unsqueeze(0), group)
+    return work.then(lambda stacked: _merge(stacked, dim))
 
 
-def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum") -> Pending:
+def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum") -> Work:
     """`reduce_scatter` along any dim: [..., n·a, ...] -> [..., a, ...]. The parts sent are copied once, none as `gather_dim` says."""
     if group is None:
-        return Pending(x)
+        return Work(x)
     parts = _split(x, dim, group.size())
     if _direct(x):
         _check_reduction(x, op)
@@ -275,29 +275,29 @@ def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum"
     return reduce_scatter(parts, group, op).then(lambda part: part.squeeze(0))
 
 
-def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Pending:
+def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Work:
     """What was split by `concat_dim` becomes split by `split_dim`. [.., n·a, .., b, ..] -> [.., a, .., n·b, ..]; two copies at most."""
     if group is None:
-        return Pending(x)
+        return Work(x)
     concat_dim %= x.ndim
     parts = _split(x, split_dim, group.size())
     stacked = torch.empty_like(parts, memory_format=torch.contiguous_format)
     return _swap(parts, stacked, group).then(lambda stacked: _merge(stacked, concat_dim))
 
 
-def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Pending:
+def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Work:
     """pieces[i] goes to rank i, whatever its shape; waiting gives what came, flat, shapes[i] of it from rank i."""
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     return all_to_all_rows(sent, [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes], group)
 
 
-def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Pending:
+def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Work:
     """The next sends[i] along dim 0 of `x` go to rank i; waiting gives receives[i] from rank i, one after another. [a, ..] -> [b, ..]"""
     found = x.new_empty((sum(receives), *x.shape[1:]))
     unit = math.prod(x.shape[1:]) * (1 if x.dtype in _PLAIN else x.element_size())  # as bytes
     goes, comes = [count * unit for count in sends], [count * unit for count in receives]
     x = x.contiguous()
-    return Pending(found, (dist.all_to_all_single(_flat(found), _flat(x), comes, goes, group, async_op=True),), held=x)
+    return Work(found, (dist.all_to_all_single(_flat(found), _flat(x), comes, goes, group, async_op=True),), held=x)
 
 
 def waits_on_device(group: ProcessGroup | None) -> bool:
@@ -337,26 +337,26 @@ def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[Wai
     return (dist.all_to_all_single(theirs, mine, amounts, amounts, group, async_op=True),)
 
 
-def _swap(parts: Tensor, stacked: Tensor, group: ProcessGroup) -> Pending:
+def _swap(parts: Tensor, stacked: Tensor, group: ProcessGroup) -> Work:
     """parts[i] goes to rank i; rank i's comes to stacked[i]."""
     if _direct(parts) and group.size() == 2:
         rank = group.rank()
         mine = parts[1 - rank].contiguous()
         works = _exchange(mine, stacked[1 - rank], group)
         stacked[rank].copy_(parts[rank])
-        return Pending(stacked, works, held=mine)
+        return Work(stacked, works, held=mine)
     mine = parts.contiguous()
-    return Pending(stacked, (dist.all_to_all_single(_flat(stacked), _flat(mine), group=group, async_op=True),), held=mine)
+    return Work(stacked, (dist.all_to_all_single(_flat(stacked), _flat(mine), group=group, async_op=True),), held=mine)
 
 
-def _to_all(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Pending:
+def _to_all(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Work:
     """`x` goes to every rank; what came is [n, ..], and lies in `out`."""
     sent = x.unsqueeze(0).expand(group.size(), *x.shape).contiguous()
     stacked = torch.empty_like(sent) if out is None else out.view(sent.shape)
-    return Pending(stacked, (dist.all_to_all_single(_flat(stacked), _flat(sent), group=group, async_op=True),), held=sent)
+    return Work(stacked, (dist.all_to_all_single(_flat(stacked), _flat(sent), group=group, async_op=True),), held=sent)
 
 
-def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | None) -> Pending:
+def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | None) -> Work:
     """The reduction of what all ranks have as parts[this rank]; terms are added in the group's order, whichever rank adds."""
     if group.size() == 2:
         rank = group.rank()
@@ -364,10 +364,10 @@ def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | Non
         sent, mine = parts[1 - rank], parts[rank]
         theirs = torch.empty_like(sent)
         terms = (theirs, mine) if rank else (mine, theirs)
-        return Pending(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)
+        return Work(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)
     stacked = torch.empty_like(parts, memory_format=torch.contiguous_format)
     result = torch.empty_like(stacked[0]) if out is None else out
-    return Pending(stacked, (_swap(parts, stacked, group),), lambda: _reduce(stacked.unbind(), op, result))
+    return Work(stacked, (_swap(parts, stacked, group),), lambda: _reduce(stacked.unbind(), op, result))
 
 
 def _reduce(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshc.ir.window import overlaps, tile_bounds, tile_length, window_starts
-from meshc.runtime.comm.collectives import Pending, all_to_all_pieces
+from meshc.runtime.comm.collectives import Work, all_to_all_pieces
 
 Finish = Callable[[Mapping[int, Tensor]], Tensor]
 
@@ -39,7 +39,7 @@ class Exchange:
         self._lent = {part.reader: part for part in found if part.owner == self._rank}
         self._borrowed = {part.owner: part for part in found if part.reader == self._rank}
 
-    def windows(self, x: Tensor, dim: int, fill: float) -> Pending:
+    def windows(self, x: Tensor, dim: int, fill: float) -> Work:
         """x: [.., tile, ..] -> [.., window, ..]."""
         lent = {peer: x.narrow(dim, part.start - self._first, part.length) for peer, part in self._lent.items()}
         lengths = {peer: part.length for peer, part in self._borrowed.items()}
@@ -52,7 +52,7 @@ class Exchange:
 
         return self._exchange(x, dim, lent, lengths, put)
 
-    def tiles(self, x: Tensor, dim: int) -> Pending:
+    def tiles(self, x: Tensor, dim: int) -> Work:
         """x: [.., window, ..] -> [.., tile, ..]. Terms are added in the group's order."""
         sent = {peer: x.narrow(dim, part.start - self._start, part.length) for peer, part in self._borrowed.items()}
         lengths = {peer: part.length for peer, part in self._lent.items()}
@@ -65,11 +65,11 @@ class Exchange:
 
         return self._exchange(x, dim, sent, lengths, add)
 
-    def _exchange(self, x: Tensor, dim: int, sent: Mapping[int, Tensor], lengths: Mapping[int, int], finish: Finish) -> Pending:
+    def _exchange(self, x: Tensor, dim: int, sent: Mapping[int, Tensor], lengths: Mapping[int, int], finish: Finish) -> Work:
         """sent[i] goes to rank i; `finish` gets what came, by rank, this rank's own among it."""
         mine = {self._rank: sent[self._rank]} if self._rank in sent else {}
         if self._group is None or self._silent:
-            return Pending(finish(mine))
+            return Work(finish(mine))
         shapes = [_sized(x, dim, 0 if peer == self._rank else lengths.get(peer, 0)) for peer in range(self._count)]
         nothing = x.new_empty(0)
         pieces = [nothing if peer == self._rank else sent.get(peer, nothing) for peer in range(self._count)]

@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from meshc.ir import spmd
 from meshc.pipelining.events import There
-from meshc.runtime.comm.collectives import Pending
+from meshc.runtime.comm.collectives import Work
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
@@ -113,27 +113,27 @@ WATCH: Final = Watch()
 """Of this process."""
 
 
-def to_host(x: Tensor, place: Tensor | None = None, name: str = "") -> Pending:
+def to_host(x: Tensor, place: Tensor | None = None, name: str = "") -> Work:
     """`place`: memory of the host to copy to, which is given back. `name`: what a trace calls it."""
     there = empty(x.shape, x.dtype, x.device) if place is None else place
     return _beside(x, there, x.device, There("OUT", name))
 
 
-def from_host(x: Tensor, device: torch.device, place: Tensor | None = None, name: str = "") -> Pending:
+def from_host(x: Tensor, device: torch.device, place: Tensor | None = None, name: str = "") -> Work:
     """`place`: memory of the device to copy to, which is given back. `name`: what a trace calls it."""
     here = torch.empty(x.shape, dtype=x.dtype, device=device) if place is None else place
     return _beside(x, here, device, There("IN", name))
 
 
-def _beside(source: Tensor, target: Tensor, device: torch.device, what: There) -> Pending:
+def _beside(source: Tensor, target: Tensor, device: torch.device, what: There) -> Work:
     if device.type == "cpu":
         with WATCH.watching(what):
-            return Pending(target.copy_(source), held=source)
+            return Work(target.copy_(source), held=source)
     stream = _stream(what.op, device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), WATCH.watching(what, stream):
         target.copy_(source, non_blocking=True)
-    return Pending(target, (_Copied(stream),), held=source)  # until the current stream has waited no other value gets its memory
+    return Work(target, (_Copied(stream),), held=source)  # until the current stream has waited no other value gets its memory
 
 
 def settle(device: torch.device) -> None:
@@ -143,7 +143,7 @@ def settle(device: torch.device) -> None:
             _stream(direction, device).synchronize()
 
 
-def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Pending]:
+def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Work]:
     """What starts a node's copy."""
     name = f"{stage}.{node.name}"
     if node.target is spmd.to_host:

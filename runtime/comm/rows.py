@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshc.runtime.comm.collectives import Pending, all_to_all_rows
+from meshc.runtime.comm.collectives import Work, all_to_all_rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Chosen:
         return [0 if place == self.rank else count for place, count in enumerate(counts)]
 
 
-def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Pending:
+def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Work:
     """x: [s.., t, h], choice: [s.., n * t, k] -> [1, s.., n * t, h]."""
     rank, count = _place(group)
     tile, width = x.shape[-2:]
@@ -60,7 +60,7 @@ def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) 
     own = rows.index_select(0, chosen.mine(chosen.rows, chosen.by))
     flat.index_copy_(0, chosen.mine(chosen.places, chosen.of), own)
     if group is None:
-        return Pending(whole)
+        return Work(whole)
     sent = rows.index_select(0, chosen.others(chosen.rows, chosen.by))
 
     def put(came: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) 
     return all_to_all_rows(sent, chosen.sizes(chosen.by), chosen.sizes(chosen.of), group).then(put)
 
 
-def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Pending:
+def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Work:
     """x: [1, s.., n * t, h], choice: [s.., n * t, k] -> [s.., t, h]. Terms are added in the group's order."""
     rank, count = _place(group)
     tile, width = x.shape[-2] // count, x.shape[-1]
@@ -80,7 +80,7 @@ def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None)
     mine = rows.index_select(0, chosen.mine(chosen.places, chosen.of))
     if group is None:
         flat.index_add_(0, chosen.rows, mine)
-        return Pending(result)
+        return Work(result)
     sent = rows.index_select(0, chosen.others(chosen.places, chosen.of))
     sizes = chosen.sizes(chosen.by)
 

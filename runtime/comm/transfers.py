@@ -135,9 +135,9 @@ class Transfers:
         made, me = torch.zeros_like(here, memory_format=torch.contiguous_format), group.rank()
         sent = [here[moves[me, other].taken] if other != me else here[:0] for other in range(group.size())]
         coming = [moves[other, me].put if other != me else [] for other in range(group.size())]
-        pending = collectives.all_to_all_pieces(sent, [(len(put), *here.shape[1:]) for put in coming], group)
+        work = collectives.all_to_all_pieces(sent, [(len(put), *here.shape[1:]) for put in coming], group)
         made[moves[me, me].put] = here[moves[me, me].taken]
-        made[[row for put in coming for row in put]] = pending.wait().view(-1, *here.shape[1:])
+        made[[row for put in coming for row in put]] = work.wait().view(-1, *here.shape[1:])
         return made
 
     def chunk_of(self, value: Tensor, placements: Sequence[Placement]) -> Tensor:

@@ -271,7 +271,7 @@ class _Guard:
             if exception is not None:
                 board.interrupts.drop()
         if not board._inside:
-            board.interrupts.raise_pending()
+            board.interrupts.raise_interrupt()
 
 
 _BOARDS: Final[dict[ProcessGroup, FailureBoard]] = {}

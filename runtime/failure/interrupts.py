@@ -59,7 +59,7 @@ class Interrupts:
         there = self._pipe is not None and select.select([self._pipe[0]], [], [], 0)[0]
         return self._pipe is not None and bool(there) and signal.SIGINT in os.read(self._pipe[0], 4096)
 
-    def raise_pending(self) -> None:
+    def raise_interrupt(self) -> None:
         """The main thread has left a call. Raises KeyboardInterrupt if there was a Ctrl-C in it."""
         if self._since is not None and threading.current_thread() is threading.main_thread():
             self._since = None

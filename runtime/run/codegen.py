@@ -61,7 +61,7 @@ def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
     return found
 
 
-def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., collectives.Pending]:
+def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., collectives.Work]:
     """A function that starts this node's collective on its operands, of which an all-reduce `overwrites` its one or does not."""
     group = groups.group(node.args[1])  # type: ignore[arg-type]
     name = node.target.__name__  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., colle
     return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
 
 
-def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable[[torch.Tensor], collectives.Pending]:
+def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable[[torch.Tensor], collectives.Work]:
     dim, size, window, *fill = node.args[2:]
     exchange = halo.Exchange(size, window, counts, group)  # type: ignore[arg-type]
     if node.target is spmd.halo:

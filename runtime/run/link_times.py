@@ -100,7 +100,7 @@ def _measured(group: ProcessGroup, device: torch.device) -> list[Sample]:
     return samples
 
 
-def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[], collectives.Pending]]:
+def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[], collectives.Work]]:
     """Those in which as many bytes count as x has; x is whole parts for each rank, or nearly."""
     ranks, found = group.size(), {"all_reduce": lambda: collectives.all_reduce(x, group, "max", out=x)}
     if x.shape[0] >= ranks:
@@ -114,10 +114,10 @@ def _contention(group: ProcessGroup, device: torch.device) -> float:
     """The mean over collectives of BESIDE bytes."""
     compute = _products(device)
 
-    def beside(start: Callable[[], collectives.Pending], products: int) -> None:
-        pending = start()
+    def beside(start: Callable[[], collectives.Work], products: int) -> None:
+        work = start()
         compute(products)
-        pending.wait()
+        work.wait()
 
     one_s = _timed(lambda: compute(1), 20, group, device)
     lost = []

@@ -475,7 +475,7 @@ def first_wrong(
 
     def observe(node: Node, ranks: list[object]) -> None:
         found = node.meta.get("meshc")
-        if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.pending or not found.of:
+        if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.partial or not found.of:
             return
         if found.used is not None:  # it is compared where it is put back
             return

@@ -76,7 +76,7 @@ class Changes:
         self._parts_then: list[int] = []
         self._anew = True
         self._read: set[str] = set()
-        self._pending: dict[str, tuple[int, ...]] = {}
+        self._uncompared: dict[str, tuple[int, ...]] = {}
         """By name the ranks that have changed it, if all is well."""
         self._told: dict[str, tuple[int, ...]] = {}
         """Likewise, since the last run."""
@@ -123,8 +123,8 @@ class Changes:
 
     def _find(self, held: Held, whole: bool) -> None:
         ranks = self.ranks_of(held, whole)
-        if len(ranks) > len(self._pending.get(held.name, ())):
-            self._pending[held.name] = ranks
+        if len(ranks) > len(self._uncompared.get(held.name, ())):
+            self._uncompared[held.name] = ranks
         self._unseen[held.key] = held
 
     def _list(self) -> None:
@@ -156,7 +156,7 @@ class Changes:
             before = self._states.get((live, slot), version)
             if before != version:
                 held = self._by_live[live]
-                self._pending[f"{held.name}/{slot}"] = self.ranks_of(held, whole=before[:2] != version[:2])
+                self._uncompared[f"{held.name}/{slot}"] = self.ranks_of(held, whole=before[:2] != version[:2])
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """What it has written is its own."""
@@ -213,9 +213,9 @@ class Changes:
     def tell(self, sends: bool) -> None:
         """What was changed since this was called last. sends: ranks exchange parts because of it, to which those do not come that have not
         changed it; so all meet before, and one that waits is told of the difference."""
-        self._note(self._pending, "changed", sends)
-        self._told |= self._pending
-        self._pending = {}
+        self._note(self._uncompared, "changed", sends)
+        self._told |= self._uncompared
+        self._uncompared = {}
 
     def tell_stale(self) -> None:
         """That this rank is about to bring what its user sees up to date, which ranks do together. They meet."""
@@ -268,7 +268,7 @@ class Changes:
         run = self._last_run(board)
         self._given = self._given + 1 if run == self._given_at else 1
         self._given_at = run
-        self._compare(board, f"state {self._given} behind run {run}", self._held, self._told | self._pending, wait_s)
+        self._compare(board, f"state {self._given} behind run {run}", self._held, self._told | self._uncompared, wait_s)
 
     def compare_if_asked(self) -> None:
         """Where one rank may give its state away, and others need not: compares with those that do, between the same runs and after the
@@ -278,7 +278,7 @@ class Changes:
             return
         run = self._last_run(board)
         if self._asked.due(run):
-            changed = "; ".join(sorted(self._told | self._pending))
+            changed = "; ".join(sorted(self._told | self._uncompared))
             when = f"asked behind run {run}, {hashlib.blake2b(changed.encode(), digest_size=8).hexdigest()}"
             self._compare(board, when, [held for held in self._held if not held.on_disk], {}, 0.0)
 

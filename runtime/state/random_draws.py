@@ -78,7 +78,7 @@ def note_drawn(value: DTensor) -> None:
     _DRAWS.written.add(value._local_tensor.data_ptr())
 
 
-def pending() -> bool:
+def has_draws() -> bool:
     """Whether there is something for `even_out`."""
     return bool(_DRAWS.written)
 

@@ -206,7 +206,7 @@ class Store:
                 if replaced or (not held.shared and held.version() != held.seen):
                     found.append((held, current, replaced))
             self.changes.look([held for held, _, replaced in found if replaced])
-            drawn = random_draws.pending()
+            drawn = random_draws.has_draws()
             self.changes.tell(sends=drawn or bool(found))
             random_draws.even_out(self.held.values())
             for held, current, _ in found:
@@ -384,7 +384,7 @@ class Store:
         """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `parked`: its memory, and
         that of its copy in torch's layout, is the host's, or in files `on_disk`."""
         strangers = sharding.split_axes() - set(self.mesh.names)
-        if strangers or sharding.pending or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
+        if strangers or sharding.partial or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
             raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
         home = self.home(key)

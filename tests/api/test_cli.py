@@ -218,7 +218,7 @@ def test_an_edited_program_is_refused_unless_it_is_meant_and_then_verified_as_it
 def scaled(stage: Path, by: float) -> str:
     """Multiplies the first gradient of a matrix that is still to be summed, in a text; the line that is written in."""
     lines = stage.read_text().split("\n")
-    found = (re.match(r' *(mm\w*): "(.* pending\(sum: dp\))"', line) for line in lines)
+    found = (re.match(r' *(mm\w*): "(.* partial\(sum: dp\))"', line) for line in lines)
     at, name, kind = next((at, m[1], m[2]) for at, m in enumerate(found) if m)
     lines[at + 1 :] = [re.sub(rf"\b{name}\b", "scaled", line) for line in lines[at + 1 :]]
     lines.insert(at + 1, f'    scaled: "{kind}" = aten.mul.Tensor({name}, {by})')

@@ -38,7 +38,7 @@ def each(
     rows: "f32[batch 2/a, hidden 3]" = "input:rows",
     start: "f32[5, 3]" = "value:start",
 ):
-    added: "f32[vocab 5, hidden 3] pending(sum: a)" = aten.index_put(start, [index], rows, True)
+    added: "f32[vocab 5, hidden 3] partial(sum: a)" = aten.index_put(start, [index], rows, True)
     whole: "f32[vocab 5, hidden 3]" = all_reduce(added, ["a"], "sum")
     return {
         "part:whole": whole,
@@ -93,8 +93,8 @@ def test_one_row_a_rank_is_added_to_what_another_stage_makes() -> None:
 
 
 @pytest.mark.parametrize("old, new, why", [
-    (" pending(sum: a)", "", "line 7: added = aten.index_put(...): its operator makes it pending(sum: a), declared is pending over nothing"),
-    ('["a"], "sum")', '["a"], "max")', "line 8: whole = all_reduce(...): its operand is not pending over a for a max"),
+    (" partial(sum: a)", "", "line 7: added = aten.index_put(...): its operator makes it partial(sum: a), declared is partial over nothing"),
+    ('["a"], "sum")', '["a"], "max")', "line 8: whole = all_reduce(...): its operand is not partial over a for a max"),
     (", True)", ")", "line 7: added = aten.index_put(...): dim 0 of index is [batch 2/a]: aten.index_put takes it whole"),
     ("rows: \"f32[batch 2/a, hidden 3]", "rows: \"f32[1, hidden 3]", "line 7: added = aten.index_put(...): dim 0 of index is [batch 2/a]: aten.index_put takes it whole"),
 ])  # fmt: skip
@@ -111,8 +111,8 @@ def test_what_every_rank_adds_to_its_part_is_a_part() -> None:
 
 def test_nothing_is_known_of_what_two_stages_make_unlike() -> None:
     """Which of them made it is said by the schedule, where either may come last."""
-    wrong = EACH.replace(" pending(sum: a)", "")
-    assert "its operator makes it pending(sum: a)" in told(program(each=wrong, more=BEFORE.replace("def before", "def other")))
+    wrong = EACH.replace(" partial(sum: a)", "")
+    assert "its operator makes it partial(sum: a)" in told(program(each=wrong, more=BEFORE.replace("def before", "def other")))
     assert "takes it whole" in told(program(more=OTHER))
 
 

@@ -57,17 +57,17 @@ LIES: Final = {
     "another dim split": ("mm_default_6:", "ffn 64/tp, hidden 16", "ffn 64, hidden 16/tp", "its operator gives f32[32, 16], declared is"),
     "an axis dropped": ("gelu_default:", "ffn 64/tp", "ffn 64", "its operator gives f32[2, 8, 32], declared is"),
     "an axis exchanged": ("gelu_default:", "ffn 64/tp", "ffn 64/dp", "uses the axis dp twice"),
-    "a sum forgotten": ("mm_default_4:", " pending(sum: dp)", "", "makes it pending(sum: dp), declared is pending over nothing"),
-    "a maximum for a sum": ("mm_default_4:", "sum: dp", "max: dp", "its operator makes it pending(sum: dp), declared is pending(max: dp)"),
+    "a sum forgotten": ("mm_default_4:", " partial(sum: dp)", "", "makes it partial(sum: dp), declared is partial over nothing"),
+    "a maximum for a sum": ("mm_default_4:", "sum: dp", "max: dp", "its operator makes it partial(sum: dp), declared is partial(max: dp)"),
     "another axis owed": ("addmm_default_1:", "sum: tp", "sum: dp", "uses the axis dp twice"),
-    "another reduction": ("all_reduce_1:", '"sum")', '"max")', "its operand is not pending over tp for a max: it is pending(sum: tp)"),
-    "another axis reduced": ("all_reduce_1:", '["tp"]', '["dp"]', "its operand is not pending over dp for a sum"),
+    "another reduction": ("all_reduce_1:", '"sum")', '"max")', "its operand is not partial over tp for a max: it is partial(sum: tp)"),
+    "another axis reduced": ("all_reduce_1:", '["tp"]', '["dp"]', "its operand is not partial over dp for a sum"),
     "a slice across tiles": ("slice_tensor_1:", "2, 8, 16", "2, 4, 12", "it cuts positions 4 to 12 out of"),
     "a slice of another length": ("slice_tensor_1:", "2, 8, 16", "2, 8, 15", "its operator gives f32[2, 8, 7]"),
     "a slice by a word": ("slice_tensor_1:", "2, 8, 16", '2, 8, "c"', "its operator does not take these operands"),
     "a tile of another axis": ("shard_1:", "coordinate)", "coordinate_1)", "dim 0 is [batch 4 * seq 8], which split over tp is not"),
     "a bias added twice": ("addmm_default_1:", "keep_first,", "h_0_attn_c_proj_bias,", "is added on each rank to its part of a sum"),
-    "the loss of one rank": ('"output:output"', "all_reduce_26", "div_tensor", "it gives output:output as f32[] pending(sum: dp, sum: tp)"),
+    "the loss of one rank": ('"output:output"', "all_reduce_26", "div_tensor", "it gives output:output as f32[] partial(sum: dp, sum: tp)"),
     "another's memory": ('"parameter:h.0.ln_1.weight"', ": h_0_ln_1_weight", ": h_0_ln_2_weight", "in the memory of parameter:h.0.ln_2"),
 }  # fmt: skip
 
@@ -148,9 +148,9 @@ def test_what_travels_with_others_is_put_together_as_it_lies(accumulated: PlainP
 @pytest.mark.parametrize(
     ("gone", "operand", "reader", "why"),
     [
-        ("all_reduce_1:", "addmm_default_1", "reshape_default_8:", "makes it pending(sum: tp), declared is pending over nothing"),
-        ("all_reduce_4:", "sum_dim_int_list", "log_default:", "sum_dim_int_list is pending(sum: tp), which aten.log does not let through"),
-        ("all_reduce_3:", "amax_default", "sub_tensor_2:", "makes it pending(min: tp), declared is pending over nothing"),
+        ("all_reduce_1:", "addmm_default_1", "reshape_default_8:", "makes it partial(sum: tp), declared is partial over nothing"),
+        ("all_reduce_4:", "sum_dim_int_list", "log_default:", "sum_dim_int_list is partial(sum: tp), which aten.log does not let through"),
+        ("all_reduce_3:", "amax_default", "sub_tensor_2:", "makes it partial(min: tp), declared is partial over nothing"),
     ],
 )
 def test_a_reduction_that_is_gone_is_told_where_its_sum_is_read(
@@ -245,7 +245,7 @@ def test_a_line_that_is_written_in_takes_the_phase_of_what_it_reads(decoder: Pla
     stage = decoder.stages["main"]
     lines = print_stage(stage, decoder, comments=False).split("\n")
     at = next(number for number, line in enumerate(lines) if line.strip().startswith("mm_default_4:"))
-    lines.insert(at + 1, '    half: "f32[hidden 16, ffn 64/tp] pending(sum: dp)" = aten.mul.Tensor(mm_default_4, 0.5)')
+    lines.insert(at + 1, '    half: "f32[hidden 16, ffn 64/tp] partial(sum: dp)" = aten.mul.Tensor(mm_default_4, 0.5)')
     lines[at + 2 :] = [line.replace("(mm_default_4", "(half") for line in lines[at + 2 :]]
     check_program(replace(decoder, stages={"main": parse_stage("\n".join(lines), side_table(stage))}), "program.json", rules)
 

@@ -17,8 +17,8 @@ def main(
     x: "f32[batch 8/dp/tp, width 8]" = "input:x",
     w: "f32[batch 8, width 8]" = "input:w",
     o: "f32[batch 7/dp/tp, width 8]" = "input:o",
-    s: "f32[batch 8, width 8] pending(sum: dp)" = "input:s",
-    t: "f32[batch 8, width 8] pending(sum: dp, sum: tp)" = "input:t",
+    s: "f32[batch 8, width 8] partial(sum: dp)" = "input:s",
+    t: "f32[batch 8, width 8] partial(sum: dp, sum: tp)" = "input:t",
     q: "f32[two 2 * width 4/tp, batch 8/dp]" = "input:q",
     i: "i64[batch 8/dp]" = "input:i",
     seed: "i64[2]" = "random:seed_step",
@@ -56,7 +56,7 @@ SOUND = [
     ('y: "f32[batch 8/dp, width 8]" = shard(w, 0, 2, c)', 'z: "f32[batch 8/dp/tp, width 8]" = shard(y, 0, 2, d)'),
     ('y: "f32[batch 8/dp/mb, width 8]" = shard(p, 0, 2, m)',),
     ('y: "f32[batch 4/dp, width 8]" = shard(p, 0, 2, m)',),  # rows of a microbatch, whose sizes these are
-    ('y: "f32[batch 8, width 8] pending(sum: dp, sum: tp)" = keep_first(w, n)',),
+    ('y: "f32[batch 8, width 8] partial(sum: dp, sum: tp)" = keep_first(w, n)',),
     ('y: "f32[batch 8, width 8]" = broadcast(w, ["dp"], 1)',),
     ('y: "i64[batch 8/dp]" = aten.add.Tensor(four, first)', 'z: "i64[rows 4]" = aten.add.Tensor(four, 1)'),
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, first)',),
@@ -93,9 +93,9 @@ WRONG = [
     ('y: "f32[batch 8/dp/mb, width 8]" = shard(p, 0, 2, 1)', "it cuts positions 2 to 4 out of [batch 8/dp]"),
     ('y: "f32[batch 8/dp, width 8]" = shard(w, 0, 2, m)', "its operand's dim 0 is [batch 8], of which a microbatch is not [batch 8/dp]"),
     ('y: "f32[batch 8/dp, width 8]" = shard(w, 0, 2, r)', "r is not a rank's number among 2, by which it takes its tile"),
-    ('y: "f32[batch 8/dp, width 8] pending(sum: tp)" = keep_first(p, r)', "it keeps what the first rank has, and r is no rank's number"),
+    ('y: "f32[batch 8/dp, width 8] partial(sum: tp)" = keep_first(p, r)', "it keeps what the first rank has, and r is no rank's number"),
     ('y: "f32[batch 8/dp, width 8]" = keep_first(p, 1)', "it keeps what the first rank has, and 1 is no rank's number"),
-    ('y: "f32[batch 8/dp, width 8] pending(sum: tp)" = keep_first(p, 0)', "its operator makes it pending over nothing, declared is pending(sum: tp)"),
+    ('y: "f32[batch 8/dp, width 8] partial(sum: tp)" = keep_first(p, 0)', "its operator makes it partial over nothing, declared is partial(sum: tp)"),
     # positions, and what is drawn for them: from the start of the tile on
     ('y: "i64[batch 8/dp]" = aten.arange(4)', "its operator makes dim 0 [4], declared is [batch 8/dp]"),
     ('y: "i64[1, batch 8/dp]" = aten.reshape(four, [1, 4])', "it is a view of [4], whose elements do not lie as [1, batch 8/dp] says"),
@@ -114,8 +114,8 @@ WRONG = [
     ('y: "(f32[4, 2, 4, 4], f32[4, 2, 4])" = meshc.attention(qs, ks, ks, None, True, 0.5, 0, 0, small)', "its start is a number of tiles of 4 positions of 1, and qs has 4 on a rank"),
     # what ranks have tiles or parts of
     ('y: "f32[batch 8/dp/tp, width 8]" = broadcast(x, ["dp"], 0)', "it sends one rank's tile to all of dp, and dp splits its operand"),
-    ('y: "f32[batch 8, width 8] pending(sum: dp)" = broadcast(s, ["tp", "dp"], 1)', "it sends one rank's part to all of tp, dp, and its operand is pending(sum: dp)"),
-    ('y: "f32[batch 8, width 8] pending(sum: dp)" = keep_first(s, c)', "it keeps what the first rank of dp has, and its operand is another on each of these: the rest is lost"),
+    ('y: "f32[batch 8, width 8] partial(sum: dp)" = broadcast(s, ["tp", "dp"], 1)', "it sends one rank's part to all of tp, dp, and its operand is partial(sum: dp)"),
+    ('y: "f32[batch 8, width 8] partial(sum: dp)" = keep_first(s, c)', "it keeps what the first rank of dp has, and its operand is another on each of these: the rest is lost"),
     ('y: "f32[batch 8/dp/tp, width 8]" = ring_shift(x, ["dp"], 1)', "it is another rank's tile, which no type says"),
     ('y: "f32[batch 8/dp/tp, width 8]" = all_to_all(x, ["dp"], 0, 0)', "it exchanges tiles along dim 0 alone: what a rank has then no type says"),
     # what is only looked at, copied, or taken out of several
@@ -125,14 +125,14 @@ WRONG = [
     ('y: "f32[batch 8/tp/dp, width 8]" = aten.repeat(x, [1, 1])', "its operator makes dim 0 [batch 8/dp/tp], declared is [batch 8/tp/dp]"),
     ('y: "f32[batch 8/tp/dp, width 8]" = aten.alias(x)', "its operator makes dim 0 [batch 8/dp/tp], declared is [batch 8/tp/dp]"),
     ('y: "f32[batch 8/tp/dp, width 8]" = getitem(two, 0)', "its operator makes dim 0 [batch 8/dp/tp], declared is [batch 8/tp/dp]"),
-    ('y: "i32[batch 8/tp/dp, width 8]" = aten.view.dtype(x, i32)', "x is split or pending over dp, tp, and aten.view.dtype takes whole values: no rule says what it makes of tiles"),
+    ('y: "i32[batch 8/tp/dp, width 8]" = aten.view.dtype(x, i32)', "x is split or partial over dp, tp, and aten.view.dtype takes whole values: no rule says what it makes of tiles"),
     ('y: "f32[batch 8/tp/dp, width 8]" = to_host(x)', "its operator makes dim 0 [batch 8/dp/tp], declared is [batch 8/tp/dp]"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "why"), WRONG)
 def test_the_line_that_lies_is_named(line: str, why: str) -> None:
-    given = 'p: "f32[batch 8/dp, width 8]" = all_gather(x, ["tp"], 0)', 'v: "f32[batch 8/dp * width 2, two 4] pending(sum: tp)" = keep_first(k, d)'
+    given = 'p: "f32[batch 8/dp, width 8]" = all_gather(x, ["tp"], 0)', 'v: "f32[batch 8/dp * width 2, two 4] partial(sum: tp)" = keep_first(k, d)'
     first = 'k: "f32[batch 8/dp * width 2, two 4]" = aten.reshape(p, [8, 4])'
     two = 'two: "(f32[2, 8], f32[2, 1], f32[2, 1])" = aten.native_layer_norm(x, [8], None, None, 1e-05)'
     ((name, said),) = told(given[0], first, given[1], two, line)

@@ -47,12 +47,12 @@ p: "i64[4]" = aten.mul.Tensor(s, m)
 READ: Final = f"""{PLACE}
 r: "f32[4, 6]" = aten.embedding(w, p)
 n: "b8[4, 1]" = aten.unsqueeze(m, -1)
-y: "f32[batch 8/dp, width 6] pending(sum: tp)" = aten.where.ScalarOther(n, r, 0.0)
+y: "f32[batch 8/dp, width 6] partial(sum: tp)" = aten.where.ScalarOther(n, r, 0.0)
 """
 ADDED: Final = f"""{PLACE}
 n: "b8[4, 1]" = aten.unsqueeze(m, -1)
 h: "f32[4, 6]" = aten.where.ScalarOther(n, g, 0.0)
-y: "f32[vocab 10/tp, width 6] pending(sum: dp)" = aten.embedding_dense_backward(h, p, 5, -1, False)
+y: "f32[vocab 10/tp, width 6] partial(sum: dp)" = aten.embedding_dense_backward(h, p, 5, -1, False)
 """
 GATHERED: Final = """
 s: "i64[4, 1]" = aten.sub.Tensor(q, start)
@@ -61,7 +61,7 @@ b: "b8[4, 1]" = aten.lt.Scalar(s, count)
 m: "b8[4, 1]" = aten.logical_and(a, b)
 p: "i64[4, 1]" = aten.mul.Tensor(s, m)
 r: "f32[4, 1]" = aten.gather(x, 1, p)
-y: "f32[batch 8/dp, one 1] pending(sum: tp)" = aten.where.ScalarOther(m, r, 0)
+y: "f32[batch 8/dp, one 1] partial(sum: tp)" = aten.where.ScalarOther(m, r, 0)
 """
 WRITTEN: Final = """
 neg: "b8[8]" = aten.lt.Scalar(j, 0)
@@ -78,7 +78,7 @@ f: "f32[6, 6]" = aten.index_fill.int_Scalar(l, 0, p, 0.0)
 y: "f32[vocab 10/tp, width 6]" = aten.slice.Tensor(f, 0, 0, 5)
 """
 TAKEN: Final = """
-y: "f32[batch 8/dp] pending(sum: tp)" = meshc.take(x, i, -100, start)
+y: "f32[batch 8/dp] partial(sum: tp)" = meshc.take(x, i, -100, start)
 z: "f32[batch 8/dp, vocab 10/tp]" = meshc.take_backward(y, i, -100, 5, start)
 o: "i64[batch 8/dp, vocab 10/tp]" = meshc.one_hot(i, 5, start)
 """
@@ -86,7 +86,7 @@ TAKEN_OF_BOTH: Final = """
 s: "i64[8]" = aten.sub.Tensor(j, both)
 b: "b8[8]" = aten.lt.Scalar(s, both_count)
 k: "i64[8]" = aten.where.ScalarOther(b, j, -100)
-y: "f32[batch 8] pending(sum: dp, sum: tp)" = meshc.take(u, k, -100, both)
+y: "f32[batch 8] partial(sum: dp, sum: tp)" = meshc.take(u, k, -100, both)
 """
 
 

@@ -51,9 +51,9 @@ def copied(saved: Path, tmp_path: Path) -> Path:
         'y: "f32[' + "(" * 20_000 + '2]" = aten.relu(input)',
         'y: "f32[' + " * ".join(["a 1"] * 20_000) + ']" = aten.relu(input)',
         'y: "f32[2, 4]' + " " * 50_000 + '!" = aten.relu(input)',
-        'y: "f32[2, 4]' + " pending(sum: dp)" * 20_000 + '" = aten.relu(input)',
+        'y: "f32[2, 4]' + " partial(sum: dp)" * 20_000 + '" = aten.relu(input)',
     ],
-    ids=["lists in lists", "parentheses", "parts", "blanks", "pending sums"],
+    ids=["lists in lists", "parentheses", "parts", "blanks", "partial sums"],
 )
 def test_a_line_of_any_length_is_refused_by_its_number(saved: Path, tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied(saved, tmp_path)

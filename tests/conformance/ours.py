@@ -1,4 +1,4 @@
-"""The placements on one axis that a rule of ours knows: one for each letter that it lets an axis split, and for what may come pending."""
+"""The placements on one axis that a rule of ours knows: one for each letter that it lets an axis split, and for what may come partial."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from meshc.passes.rules.linear import overloads
 from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
-from meshc.passes.rules.pending import deferrals
+from meshc.passes.rules.partial import deferrals
 from meshc.testing.brute_force import OneOp, Sample, build
 from tests.conformance.dtensor import Combination
 
@@ -17,7 +17,7 @@ Dims = tuple[tuple[tuple[str, int], ...], ...]
 
 
 def placements(sample: Sample) -> set[Combination]:
-    """Combinations of operands' and results' placements that are letters of the rule, or pending operands that it lets through."""
+    """Combinations of operands' and results' placements that are letters of the rule, or partial operands that it lets through."""
     one = build(sample)
     if not one.instance.known:
         return set()

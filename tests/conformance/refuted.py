@@ -21,7 +21,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "
 
 @dataclass(frozen=True)
 class Counterexample:
-    """Two ranks' parts of the first operand, pending over `given`, and what their results are then said to be pending over."""
+    """Two ranks' parts of the first operand, partial over `given`, and what their results are then said to be partial over."""
 
     operator: Any
     parts: tuple[tuple[float, ...], tuple[float, ...]]

@@ -18,7 +18,7 @@ from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
 
 
-def product_of_a_pending_mean_with_itself(x: Tensor, y: Tensor) -> Tensor:
+def product_of_a_partial_mean_with_itself(x: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(x, y)
     return loss * loss + loss
 
@@ -36,7 +36,7 @@ def bernoulli_in_float64(x: Tensor, y: Tensor) -> Tensor:
 
 
 FOUND: list[tuple[Callable[[Tensor, Tensor], Tensor], str, str]] = [
-    (product_of_a_pending_mean_with_itself, "a=2", "a: batch"),
+    (product_of_a_partial_mean_with_itself, "a=2", "a: batch"),
     (triangle_of_one_row, "a=2", "a: weight.0"),
     (group_norm_of_one_element, "a=2", "a: batch"),
     (bernoulli_in_float64, "a=3", "a: batch"),

@@ -109,11 +109,11 @@ def test_with_axes(sharding: Sharding, data: st.DataObject) -> None:
 
 def test_words() -> None:
     sharding = Sharding(((Part("heads", 4, ("tp",)), Part("head", 32)), ()), (("dp", "sum"),))
-    assert str(sharding) == "[heads 4/tp * head 32, 1] pending(sum: dp)"
+    assert str(sharding) == "[heads 4/tp * head 32, 1] partial(sum: dp)"
     assert (sharding.axes(), sharding.split_axes()) == ({"tp", "dp"}, {"tp"})
-    assert (sharding.pending_over("dp"), sharding.pending_over("tp")) == ("sum", None)
+    assert (sharding.partial_over("dp"), sharding.partial_over("tp")) == ("sum", None)
     assert sharding.whole() == Sharding(((Part("heads", 4), Part("head", 32)), ()))
-    assert sharding.without_pending() == Sharding(sharding.dims)
+    assert sharding.without_partial() == Sharding(sharding.dims)
 
 
 def test_what_is_known_of_padding_is_no_part_of_the_layout() -> None:

@@ -27,7 +27,7 @@ pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
 store lm_head.weight state : vocab/dp / tp,_
 store *.c_attn.weight grads,params: _, hidden!
 store norm.* state, params, grads: hidden/dp
-pin op:lm_head/backward/mm.2 : pending / cp, vocab/tp, - /dp,hidden [2]/x/y
+pin op:lm_head/backward/mm.2 : partial / cp, vocab/tp, - /dp,hidden [2]/x/y
 pin input:ids:batch/dp,seq
 """
 
@@ -39,7 +39,7 @@ pp: -
 pin lm_head.weight: vocab/tp, _  only
 pin *.c_attn.weight: _, qkv! * heads/tp/cp * head
 pin input:ids: batch/dp, seq
-pin op:lm_head/backward/mm.2: vocab/tp, hidden[2]/x/y, -/dp, pending/cp
+pin op:lm_head/backward/mm.2: vocab/tp, hidden[2]/x/y, -/dp, partial/cp
 store lm_head.weight state: vocab/dp/tp, _
 store *.c_attn.weight params, grads: _, hidden!
 store norm.*: hidden/dp"""
@@ -100,15 +100,15 @@ STORE_LINES = st.builds(
 def operator_pins(draw: st.DrawFn) -> OperatorPin:
     """Each axis once, each factor once."""
     axes = draw(st.lists(NAMES, unique=True, min_size=1, max_size=4))
-    named = st.tuples(FACTORS.filter(lambda factor: factor not in ("pending", "_")), st.integers(1, 3))
-    places = draw(st.lists(st.sampled_from(["-", "pending"]) | named, min_size=len(axes), max_size=len(axes)))
+    named = st.tuples(FACTORS.filter(lambda factor: factor not in ("partial", "_")), st.integers(1, 3))
+    places = draw(st.lists(st.sampled_from(["-", "partial"]) | named, min_size=len(axes), max_size=len(axes)))
     splits: dict[tuple[str, int], tuple[str, ...]] = {}
     for axis, place in zip(axes, places, strict=True):
         if isinstance(place, tuple):
             splits[place] = (*splits.get(place, ()), axis)
-    left = {word: tuple(axis for axis, place in zip(axes, places, strict=True) if place == word) for word in ("-", "pending")}
+    left = {word: tuple(axis for axis, place in zip(axes, places, strict=True) if place == word) for word in ("-", "partial")}
     found = tuple(Split(factor, row, number) for (factor, number), row in splits.items())
-    return OperatorPin(draw(OPERATORS), found, left["-"], left["pending"])
+    return OperatorPin(draw(OPERATORS), found, left["-"], left["partial"])
 
 
 PLANS = st.builds(
@@ -474,11 +474,11 @@ def test_explain() -> None:
 
 
 def test_pins_of_operators() -> None:
-    plan = Plan("pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp\npin op: ffn/tp, _\npin op:/update: pending/dp/tp")
+    plan = Plan("pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp\npin op: ffn/tp, _\npin op:/update: partial/dp/tp")
     first, second = plan.operators
     assert first == OperatorPin("*.mlp/backward/mm*", (Split("ffn", ("dp", "tp")), Split("batch", ("cp",), 2)), ("sp",))
     assert first.axes == ("dp", "tp", "cp", "sp") and first.where == "line 1, `pin op:*.mlp/backward/mm*: ffn/dp/tp, batch[2]/cp, -/sp`"
-    assert second == OperatorPin("/update", pending=("dp", "tp")), "of the model itself"
+    assert second == OperatorPin("/update", partial=("dp", "tp")), "of the model itself"
     assert [pin.pattern for pin in plan.pins] == ["op"], "a parameter may be called so"
     names = ["h.0.mlp/backward/mm.2", "h.0.mlp/forward/mm", "h.0.mlp/backward/add", "mlp/backward/mm"]
     assert [first.matches(name) for name in names] == [True, False, False, False]

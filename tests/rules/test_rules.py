@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.mesh import Mesh
-from meshc.passes.rules import FAMILIES, convolution, elementwise, pending, pooling, reduction, slices
+from meshc.passes.rules import FAMILIES, convolution, elementwise, partial, pooling, reduction, slices
 from meshc.passes.rules.rule import ALONE, Rule, einsum, pointwise
 from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.broad import broad
@@ -276,7 +276,7 @@ def maximum_with_zero_padding(node: Node, tensors: list[Node]) -> Rule:
     return Rule(found.operands, found.results, found.sums, neutral=0.0)
 
 
-def exponential_of_a_pending_sum(node: Node, tensors: list[Node]) -> Rule:
+def exponential_of_a_partial_sum(node: Node, tensors: list[Node]) -> Rule:
     return pointwise(node, tensors, linear=ALONE)
 
 
@@ -355,7 +355,7 @@ PLANTED: list[tuple[Callable[[Node, list[Node]], Rule], Any, int]] = [
     (causal_attention_over_split_queries, ours.attention.default, 1),
     (sum_that_leaves_padding, aten.sum.dim_IntList, 0),
     (maximum_with_zero_padding, aten.amax.default, 0),
-    (exponential_of_a_pending_sum, aten.exp.default, 0),
+    (exponential_of_a_partial_sum, aten.exp.default, 0),
     (arange_that_starts_at_zero, aten.arange.default, 0),
     (cat_of_tiles, aten.cat.default, 0),
     (embedding_that_reads_row_zero, aten.embedding.default, 0),
@@ -393,6 +393,6 @@ def test_a_planted_wrong_deferral_is_caught(monkeypatch: pytest.MonkeyPatch, op:
     """Averages do not pass through what is not affine."""
     call = pointwise_sample(op)
     assert call is not None
-    monkeypatch.setitem(pending.AFFINE, op, ((0,),))
+    monkeypatch.setitem(partial.AFFINE, op, ((0,),))
     with pytest.raises(AssertionError, match="avg"):
         prove(call)

@@ -222,15 +222,15 @@ def every_collective() -> None:
 
     # Many at once, waited for in another order.
     xs = all_samples((64, 64), torch.float32)
-    pendings = [collectives.gather_dim(xs[rank] + i, i % 2, world) for i in range(6)]
-    pendings += [collectives.scatter_dim(xs[rank] + i, i % 2, world) for i in range(6)]
-    pendings += [collectives.all_reduce(xs[rank] + i, world) for i in range(6)]
+    works = [collectives.gather_dim(xs[rank] + i, i % 2, world) for i in range(6)]
+    works += [collectives.scatter_dim(xs[rank] + i, i % 2, world) for i in range(6)]
+    works += [collectives.all_reduce(xs[rank] + i, world) for i in range(6)]
     for i in reversed(range(6)):
         summed = reduce([other + i for other in xs], "sum")
-        same(pendings[12 + i].wait(), summed, "all_reduce among others")
-        same(pendings[6 + i].wait(), summed.chunk(size, i % 2)[rank], "scatter_dim among others")
-        same(pendings[i].wait(), torch.cat([other + i for other in xs], i % 2), "gather_dim among others")
-        same(pendings[i].wait(), torch.cat([other + i for other in xs], i % 2), "gather_dim, waited for again")
+        same(works[12 + i].wait(), summed, "all_reduce among others")
+        same(works[6 + i].wait(), summed.chunk(size, i % 2)[rank], "scatter_dim among others")
+        same(works[i].wait(), torch.cat([other + i for other in xs], i % 2), "gather_dim among others")
+        same(works[i].wait(), torch.cat([other + i for other in xs], i % 2), "gather_dim, waited for again")
 
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: collectives.scatter_dim(torch.ones(3, size + 1), 1, world), f"dim 1 of shape (3, {size + 1}) does not split into {size}"),
@@ -301,8 +301,8 @@ def messages_on_three_ranks() -> None:
         on_their_way = [collectives.ring_shift(x + 10 * number, 1, world) for number in range(3)]
         tile = torch.arange(rank * 3.0, rank * 3.0 + 3).repeat(2, 1)
         order, nothing = collectives.to_zigzag(tile, 1, world), collectives.ring_shift(x[:0], 1, world)
-        for number, pending in enumerate(on_their_way):
-            same(pending.wait(), torch.full((4,), (rank - 1) % size + 10.0 * number), f"message {number}")
+        for number, work in enumerate(on_their_way):
+            same(work.wait(), torch.full((4,), (rank - 1) % size + 10.0 * number), f"message {number}")
         same(order.wait(), torch.tensor([[0.0, 1.0, 8.0], [3.0, 4.0, 5.0], [2.0, 6.0, 7.0]][rank]).repeat(2, 1), "zigzag order")
         same(collectives.from_zigzag(order.wait(), 1, world).wait(), tile, "natural order")
         same(nothing.wait(), x[:0], "nothing")

@@ -29,10 +29,10 @@ F32 = torch.float32
 SIZES = {"dp": 2, "tp": 4, "cp": 3}
 
 
-def place(*dims: str, pending: tuple[tuple[str, str], ...] = (), zero: frozenset[tuple[int, int]] = frozenset()) -> Sharding:
+def place(*dims: str, partial: tuple[tuple[str, str], ...] = (), zero: frozenset[tuple[int, int]] = frozenset()) -> Sharding:
     found = parse_type(f"f32[{', '.join(dims)}] whole" if set(dims) <= {"1"} else f"f32[{', '.join(dims)}]")
     assert isinstance(found, Record) and found.sharding is not None
-    return Sharding(found.sharding.dims, pending, zero)
+    return Sharding(found.sharding.dims, partial, zero)
 
 
 def add(graph: Graph, name: str, record: Any, target: Any = None, *args: Any, **kwargs: Any) -> Node:
@@ -51,12 +51,12 @@ def mlp(local: bool = False) -> PlainProgram:
         return Record(local_shape(sharding, SIZES) if local else sharding.shape, F32, sharding, **more)
 
     x_at, w_at = place("batch 8", "hidden 6/dp"), place("hidden 6/dp", "ffn 10/tp")
-    h_at = place("batch 8", "ffn 10/tp", pending=(("dp", "sum"),))
+    h_at = place("batch 8", "ffn 10/tp", partial=(("dp", "sum"),))
     line = Source("/home/someone/model.py", 12, "h = self.up_proj(x)", "mlp.up_proj")
     x = add(graph, "x", value(x_at))
     w = add(graph, "w", value(w_at, reason="pin mlp.*"))
     h = add(graph, "h", value(h_at, source=line, reason="tp takes ffn"), aten.mm.default, x, w)
-    y_at = h_at.without_pending()
+    y_at = h_at.without_partial()
     y = add(graph, "y", value(y_at, source=line, reason="output is whole", phase="backward"), spmd.all_reduce, h, ["dp"], "sum")
     graph.output((y,))
     ports = (
@@ -76,7 +76,7 @@ def main(
     w: "f32[hidden 6/dp, ffn 10/tp]" = "parameter:mlp.up_proj.weight",  # pin mlp.*
 ):
     # h = self.up_proj(x)
-    h: "f32[batch 8, ffn 10/tp] pending(sum: dp)" = aten.mm(x, w)  # model.py:12 mlp.up_proj; tp takes ffn
+    h: "f32[batch 8, ffn 10/tp] partial(sum: dp)" = aten.mm(x, w)  # model.py:12 mlp.up_proj; tp takes ffn
     # -------- backward --------
     # h = self.up_proj(x)
     y: "f32[batch 8, ffn 10/tp]" = all_reduce(h, ["dp"], "sum")  # model.py:12 mlp.up_proj; output is whole
@@ -146,9 +146,9 @@ def test_a_whole_program_prints() -> None:
         ("b8[8, 128]", Record((8, 128), torch.bool)),
         ("i64[1, 0]", Record((1, 0), torch.int64)),
         ("int", Record()),
-        ("f32[] pending(sum: tp, max: dp)", Record((), F32, Sharding((), (("tp", "sum"), ("dp", "max"))))),
+        ("f32[] partial(sum: tp, max: dp)", Record((), F32, Sharding((), (("tp", "sum"), ("dp", "max"))))),
         (
-            "f16[batch 8/dp/cp, heads 4/tp * head 32, 1] pending(min: ep)",
+            "f16[batch 8/dp/cp, heads 4/tp * head 32, 1] partial(min: ep)",
             Record(
                 (8, 128, 1),
                 torch.float16,
@@ -177,8 +177,8 @@ def test_a_type_says_which_padding_is_zero() -> None:
         ("f33[8]", "f33 is no dtype; these are: b8, i8"),
         ("f32[batch 8, 7]", "dims have factors in all places (1 aside) or in none"),
         ("f32[batch/dp]", "'batch/dp' is not FACTOR SIZE/AXIS/..."),
-        ("f32[8] pending(sum: tp)", "a value without factors has no pending"),
-        ("f32[a 8] pending(mean: tp)", "'mean: tp' is not REDUCTION: AXIS, with a reduction of sum, max, min"),
+        ("f32[8] partial(sum: tp)", "a value without factors has no partial"),
+        ("f32[a 8] partial(mean: tp)", "'mean: tp' is not REDUCTION: AXIS, with a reduction of sum, max, min"),
         ("f32[a 8] pad(zero: 0.1)", "pad() names a part that is not there"),
         ("f32[a 8] pad(one)", "pad(zero: 0.1, 2.0) lists parts as DIM.POSITION"),
         ("f32[a 8] stride(1)", "stride(1) is unknown or there twice"),
@@ -203,10 +203,10 @@ def records(draw: st.DrawFn, local: bool) -> Record:
     if draw(st.booleans()):
         return Record(tuple(draw(st.lists(st.integers(0, 9), max_size=3))), draw(dtypes))
     dims = tuple(tuple(draw(st.lists(parts, max_size=2))) for _ in range(draw(st.integers(0, 3))))
-    pending = draw(st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.sampled_from(["sum", "max", "min"])), max_size=2))
+    partial = draw(st.lists(st.tuples(st.sampled_from(sorted(SIZES)), st.sampled_from(["sum", "max", "min"])), max_size=2))
     places = [(dim, position) for dim, position, _ in Sharding(dims).parts()]
     zero = frozenset(draw(st.lists(st.sampled_from(places), max_size=2))) if places else frozenset()
-    sharding = Sharding(dims, tuple(pending), zero)
+    sharding = Sharding(dims, tuple(partial), zero)
     shape = local_shape(sharding, SIZES) if local else sharding.shape
     text = st.text(max_size=9)
     source = Source(draw(text), draw(st.integers(0, 99)), draw(text), draw(text))

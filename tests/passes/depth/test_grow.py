@@ -78,13 +78,13 @@ RUNNING = """
     dp: batch
     tp: ffn
     pin op:layers.*.norm.weight/update/add: -/dp, -/tp
-    pin op:layers.*.down.*/update/add: -/dp, pending/tp
+    pin op:layers.*.down.*/update/add: -/dp, partial/tp
 """
 
 
 @pytest.mark.broad
 def test_the_running_sum_of_the_norm_may_be_reduced_between_layers() -> None:
-    """Each layer leaves it pending, and the next adds to it as a whole."""
+    """Each layer leaves it partial, and the next adds to it as a whole."""
     asked: dict[str, Any] = {"mesh": "dp=2,tp=2", "clip_grad_norm": 1.0, "plan": RUNNING}
     whole, grown = (compiled(Stack([16] * 6), depth=depth, **asked) for depth in ("whole", "auto"))
     assert grown.lowered.depth is not None

@@ -47,7 +47,7 @@ def backward(
     shard_1: "f32[batch 4/dp, weight.1 2] pad(zero: 0.0)" = shard(tangent_output, 0, 2, coordinate)
     tanh_backward_default: "f32[batch 4/dp, weight.1 2]" = aten.tanh_backward(shard_1, tanh_default)
     t_default: "f32[weight.0 3, batch 4/dp] pad(zero: 1.0)" = aten.t(shard)
-    mm_default_1: "f32[weight.0 3, weight.1 2] pending(sum: dp)" = aten.mm(t_default, tanh_backward_default)
+    mm_default_1: "f32[weight.0 3, weight.1 2] partial(sum: dp)" = aten.mm(t_default, tanh_backward_default)
     all_reduce: "f32[weight.0 3, weight.1 2]" = all_reduce(mm_default_1, ["dp"], "sum")
     return {
         "gradient:weight": all_reduce,

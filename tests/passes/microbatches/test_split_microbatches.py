@@ -54,10 +54,10 @@ def each(
     mv_default: "f32[batch 8/dp/mb]" = aten.mv(shard_1, weight)
     exp_default: "f32[batch 8/dp/mb]" = aten.exp(mv_default)
     sum_default: "f32[]" = aten.sum(exp_default)
-    mul_tensor: "f32[] pending(sum: dp, sum: mb)" = aten.mul.Tensor(sum_default, 0.125)
+    mul_tensor: "f32[] partial(sum: dp, sum: mb)" = aten.mul.Tensor(sum_default, 0.125)
     mul_tensor_1: "f32[batch 8/dp/mb]" = aten.mul.Tensor(div_scalar, exp_default)
     t_default: "f32[weight.0 3, batch 8/dp/mb] pad(zero: 1.0)" = aten.t(shard_1)
-    mv_default_1: "f32[weight.0 3] pending(sum: dp, sum: mb)" = aten.mv(t_default, mul_tensor_1)
+    mv_default_1: "f32[weight.0 3] partial(sum: dp, sum: mb)" = aten.mv(t_default, mul_tensor_1)
     return {
         "part:mv_default_1": mv_default_1,
         "part:mul_tensor": mul_tensor,
@@ -66,8 +66,8 @@ def after(
     weight: "f32[weight.0 3]" = "parameter:weight",
     number_0_lr: "f64[] whole" = "number:0.lr",
     number_0_weight_decay: "f64[] whole" = "number:0.weight_decay",
-    all_reduce: "f32[weight.0 3] pending(sum: dp)" = "sum:mv_default_1",
-    all_reduce_2: "f32[] pending(sum: dp)" = "sum:mul_tensor",
+    all_reduce: "f32[weight.0 3] partial(sum: dp)" = "sum:mv_default_1",
+    all_reduce_2: "f32[] partial(sum: dp)" = "sum:mul_tensor",
 ):
     all_reduce_1: "f32[weight.0 3]" = all_reduce(all_reduce, ["dp"], "sum")
     square_sum_default: "f32[] whole" = meshc.square_sum(all_reduce_1)

@@ -39,9 +39,9 @@ class Gated(nn.Module):
 def test_a_value_leaves_behind_its_last_reader_and_views_are_taken_of_what_comes_back() -> None:
     assert_expected_inline(changed(*around("park", Gated(), "dp=2", "dp: batch\noffload *", x=torch.zeros(4, 3))), """\
 + to_host: "f32[batch 4/dp, ffn 4] host" = to_host(exp_default)
-- mm_default_2: "f32[down.weight.0 3, ffn 4] pending(sum: dp)" = aten.mm(t_default_2, exp_default)
+- mm_default_2: "f32[down.weight.0 3, ffn 4] partial(sum: dp)" = aten.mm(t_default_2, exp_default)
 + from_host: "f32[batch 4/dp, ffn 4]" = from_host(to_host)
-+ mm_default_2: "f32[down.weight.0 3, ffn 4] pending(sum: dp)" = aten.mm(t_default_2, from_host)
++ mm_default_2: "f32[down.weight.0 3, ffn 4] partial(sum: dp)" = aten.mm(t_default_2, from_host)
 - mul_tensor: "f32[batch 4/dp, ffn 4]" = aten.mul.Tensor(mm_default_3, exp_default)
 + mul_tensor: "f32[batch 4/dp, ffn 4]" = aten.mul.Tensor(mm_default_3, from_host)
 """)

@@ -42,9 +42,9 @@ def shardings(draw: st.DrawFn, whole: Sharding, mesh: Mesh, reduction: str) -> S
     places = [(dim, position) for dim, position, _ in whole.parts()]
     found = whole
     for axis in draw(st.permutations(mesh.names)):
-        place = draw(st.sampled_from(["nowhere", "pending", *places]))
-        if place == "pending":
-            found = replace(found, pending=(*found.pending, (axis, reduction)))
+        place = draw(st.sampled_from(["nowhere", "partial", *places]))
+        if place == "partial":
+            found = replace(found, partial=(*found.partial, (axis, reduction)))
         elif place != "nowhere":
             found = found.with_axes(*place, (*found.dims[place[0]][place[1]].axes, axis))
     padded = [(dim, position) for dim, position, part in found.parts() if is_padded(part, axis_sizes(mesh))]
@@ -57,9 +57,9 @@ def changes(draw: st.DrawFn) -> tuple[Mesh, Sharding, Sharding]:
     mesh, whole = draw(st.sampled_from(MESHES)), draw(values())
     reduction = draw(st.sampled_from(["sum", "sum", "max", "min"]))
     source = draw(shardings(whole, mesh, reduction))
-    target = draw(shardings(whole, mesh, "sum" if not source.pending else reduction))
-    if reduction != "sum":  # a value can be made a pending sum; it stays a pending maximum, but is not made one
-        target = replace(target, pending=tuple(entry for entry in target.pending if entry in source.pending))
+    target = draw(shardings(whole, mesh, "sum" if not source.partial else reduction))
+    if reduction != "sum":  # a value can be made a partial sum; it stays a partial maximum, but is not made one
+        target = replace(target, partial=tuple(entry for entry in target.partial if entry in source.partial))
     return mesh, source, replace(target, zero=frozenset())
 
 
@@ -95,7 +95,7 @@ def test_no_detours(change: tuple[Mesh, Sharding, Sharding]) -> None:
     now = source
     for step in found:
         now = apply(now, step)
-    assert replace(now, pending=tuple(sorted(now.pending))) == replace(target, pending=tuple(sorted(target.pending)))
+    assert replace(now, partial=tuple(sorted(now.partial))) == replace(target, partial=tuple(sorted(target.partial)))
     kinds = {step.kind for step in found}
     pairs = [(a.axes, b.axes) for (*_, a), (*_, b) in zip(source.parts(), target.parts(), strict=True)]
     if all(b[: len(a)] == a for a, b in pairs):
@@ -113,7 +113,7 @@ def test_no_detours(change: tuple[Mesh, Sharding, Sharding]) -> None:
 
 
 def value(text: str) -> Sharding:
-    """`[a 6/x * b 4, c 8] pending(sum: y)`, as it prints; names of axes are a, b and c, of the sizes in SIZES."""
+    """`[a 6/x * b 4, c 8] partial(sum: y)`, as it prints; names of axes are a, b and c, of the sizes in SIZES."""
     shape, _, rest = text.partition("]")
     rows = []
     for dim in shape.removeprefix("[").split(", "):
@@ -123,7 +123,7 @@ def value(text: str) -> Sharding:
             size, *axes = spec.split("/")
             parts.append(Part(name, int(size), tuple(axes)))
         rows.append(tuple(parts))
-    waits = [tuple(entry.split(": ")[::-1]) for entry in rest.strip().removeprefix("pending(").removesuffix(")").split(", ") if entry]
+    waits = [tuple(entry.split(": ")[::-1]) for entry in rest.strip().removeprefix("partial(").removesuffix(")").split(", ") if entry]
     found = Sharding(tuple(rows), tuple(waits))  # type: ignore[arg-type]
     assert str(found) == text
     return found
@@ -131,13 +131,13 @@ def value(text: str) -> Sharding:
 
 CASES = [
     ("[m 24, n 24]", "[m 24/a, n 24]", "slice a"),
-    ("[m 24, n 24]", "[m 24, n 24] pending(sum: a)", "first a"),
+    ("[m 24, n 24]", "[m 24, n 24] partial(sum: a)", "first a"),
     ("[m 24/a, n 24]", "[m 24, n 24]", "all_gather a"),
     ("[m 24/a, n 24]", "[m 24, n 24/a]", "all_to_all a"),
-    ("[m 24, n 24] pending(sum: a)", "[m 24, n 24]", "all_reduce a"),
-    ("[m 24, n 24] pending(sum: a)", "[m 24, n 24/a]", "reduce_scatter a"),
-    ("[m 24, n 24] pending(max: a)", "[m 24, n 24/a]", "reduce_scatter a max"),
-    ("[m 24, n 24] pending(sum: a)", "[m 24, n 24] pending(sum: a)", ""),
+    ("[m 24, n 24] partial(sum: a)", "[m 24, n 24]", "all_reduce a"),
+    ("[m 24, n 24] partial(sum: a)", "[m 24, n 24/a]", "reduce_scatter a"),
+    ("[m 24, n 24] partial(max: a)", "[m 24, n 24/a]", "reduce_scatter a max"),
+    ("[m 24, n 24] partial(sum: a)", "[m 24, n 24] partial(sum: a)", ""),
     # one factor of a dim, minor or major, is as good as a dim
     ("[h 4/a * d 6, n 24]", "[h 4 * d 6/a, n 24]", "all_to_all a"),
     ("[h 4 * d 6, n 24]", "[h 4 * d 6/a, n 24]", "slice a"),
@@ -147,20 +147,20 @@ CASES = [
     ("[m 24/a/b, n 24]", "[m 24/a, n 24/b]", "all_to_all b"),
     ("[m 24/a, n 24/b]", "[m 24, n 24]", "all_gather a; all_gather b"),
     ("[m 24/a, n 24/b]", "[m 24/b, n 24/a]", "all_gather a; all_to_all b; slice a"),
-    ("[m 24, n 24] pending(sum: a, sum: b)", "[m 24, n 24]", "all_reduce ab"),
-    ("[m 24, n 24] pending(sum: a, max: b)", "[m 24, n 24]", "all_reduce a; all_reduce b max"),
-    ("[m 24, n 24] pending(sum: a, sum: b)", "[m 24/a/b, n 24]", "reduce_scatter ab"),
-    ("[m 24, n 24] pending(sum: a, max: b)", "[m 24/a/b, n 24]", "reduce_scatter a; reduce_scatter b max"),
-    ("[m 24, n 24] pending(sum: a, sum: b)", "[m 24/a, n 24/b]", "reduce_scatter a; reduce_scatter b"),
-    ("[m 24, n 24] pending(sum: a, sum: b)", "[m 24/b, n 24]", "reduce_scatter b; all_reduce a"),
+    ("[m 24, n 24] partial(sum: a, sum: b)", "[m 24, n 24]", "all_reduce ab"),
+    ("[m 24, n 24] partial(sum: a, max: b)", "[m 24, n 24]", "all_reduce a; all_reduce b max"),
+    ("[m 24, n 24] partial(sum: a, sum: b)", "[m 24/a/b, n 24]", "reduce_scatter ab"),
+    ("[m 24, n 24] partial(sum: a, max: b)", "[m 24/a/b, n 24]", "reduce_scatter a; reduce_scatter b max"),
+    ("[m 24, n 24] partial(sum: a, sum: b)", "[m 24/a, n 24/b]", "reduce_scatter a; reduce_scatter b"),
+    ("[m 24, n 24] partial(sum: a, sum: b)", "[m 24/b, n 24]", "reduce_scatter b; all_reduce a"),
     # what makes the rest smaller goes first
     ("[m 24/a, n 24]", "[m 24, n 24/b]", "slice b; all_gather a"),
-    ("[m 24, n 24] pending(sum: a)", "[m 24, n 24/b]", "slice b; all_reduce a"),
-    ("[m 24/b, n 24] pending(sum: a)", "[m 24/b/a, n 24]", "reduce_scatter a"),
-    ("[m 24/b, n 24] pending(sum: a)", "[m 24, n 24/a]", "reduce_scatter a; all_gather b"),
+    ("[m 24, n 24] partial(sum: a)", "[m 24, n 24/b]", "slice b; all_reduce a"),
+    ("[m 24/b, n 24] partial(sum: a)", "[m 24/b/a, n 24]", "reduce_scatter a"),
+    ("[m 24/b, n 24] partial(sum: a)", "[m 24, n 24/a]", "reduce_scatter a; all_gather b"),
     # padding between the tiles of two axes is cut out and put in on each rank
     ("[m 13/a/b, n 24]", "[m 13, n 24]", "all_gather ab"),
-    ("[m 13, n 24] pending(sum: a, sum: b)", "[m 13/a/b, n 24]", "reduce_scatter ab"),
+    ("[m 13, n 24] partial(sum: a, sum: b)", "[m 13/a/b, n 24]", "reduce_scatter ab"),
 ]
 
 
@@ -172,13 +172,13 @@ def test_steps(source: str, target: str, expected: str) -> None:
 
 
 def test_another_reduction_is_finished_first() -> None:
-    found = steps(value("[m 24] pending(max: a)"), value("[m 24] pending(sum: a)"))
+    found = steps(value("[m 24] partial(max: a)"), value("[m 24] partial(sum: a)"))
     assert [(step.kind, step.reduction) for step in found] == [("all_reduce", "max"), ("first", "sum")]
 
 
 def test_microbatches_are_reduced_on_their_own() -> None:
     """The axis `mb` is no group of ranks: its reductions become a loop's accumulation."""
-    found = steps(value("[m 24] pending(sum: mb, sum: a)"), value("[m 24]"), frozenset({"mb"}))
+    found = steps(value("[m 24] partial(sum: mb, sum: a)"), value("[m 24]"), frozenset({"mb"}))
     assert [(step.kind, step.axes) for step in found] == [("all_reduce", ("mb",)), ("all_reduce", ("a",))]
 
 
@@ -208,7 +208,7 @@ def test_text_of_a_gather_over_two_axes_cuts_the_padding_within_tiles_too() -> N
 
 
 def test_text_of_a_reduce_scatter_over_two_axes_pads_tiles_within_tiles() -> None:
-    assert text("a=2,b=2", "[m 9] pending(sum: a, sum: b)", "[m 9/a/b]") == (
+    assert text("a=2,b=2", "[m 9] partial(sum: a, sum: b)", "[m 9/a/b]") == (
         "constant_pad_nd_default = constant_pad_nd.default(x, [0, 1], 0)\n"
         "reshape_default = reshape.default(constant_pad_nd_default, [2, 5])\n"
         "constant_pad_nd_default_1 = constant_pad_nd.default(reshape_default, [0, 1], 0)\n"
@@ -218,7 +218,7 @@ def test_text_of_a_reduce_scatter_over_two_axes_pads_tiles_within_tiles() -> Non
 
 
 def test_text_of_an_uneven_reduce_scatter_pads_with_zeros() -> None:
-    assert text("a=2", "[m 5] pending(sum: a)", "[m 5/a]") == (
+    assert text("a=2", "[m 5] partial(sum: a)", "[m 5/a]") == (
         "constant_pad_nd_default = constant_pad_nd.default(x, [0, 1], 0)\n"
         "reduce_scatter = reduce_scatter(constant_pad_nd_default, ['a'], 0, sum)"
     )

@@ -28,8 +28,8 @@ def done(program: meshc.Program) -> dict[str, str]:
     for name, instance in named_operators(placed).items():
         chosen = decided.chosen[instance.node]
         said = [f"{placed.names.of[instance.factor[token]]}/{'/'.join(axes)}" for token, axes in chosen.items() if axes]
-        waits = {axis for want in decided.wanted[instance.node] for axis, _ in want.pending}
-        found[name] = ", ".join([*said, *(f"pending/{axis}" for axis in sorted(waits))])
+        waits = {axis for want in decided.wanted[instance.node] for axis, _ in want.partial}
+        found[name] = ", ".join([*said, *(f"partial/{axis}" for axis in sorted(waits))])
     return found
 
 
@@ -37,7 +37,7 @@ def test_an_operator_does_what_it_is_told_and_the_others_what_entries_say() -> N
     plain = done(step(ENTRIES))
     assert {name: plain[name] for name in ("down/forward/mm", "down/backward/mm.2", "/forward/sub", "down.weight/update/add")} == {
         "down/forward/mm": "batch/dp, ffn/tp", "down/backward/mm.2": "batch/dp, ffn/tp", "/forward/sub": "batch/dp",
-        "down.weight/update/add": "pending/tp",
+        "down.weight/update/add": "partial/tp",
     }  # fmt: skip
     told = done(step(ENTRIES + "pin op:down: -/tp\npin op:up/backward/mm: batch/tp\npin op:down.weight/update/add: -/dp/tp"))
     assert {name: what for name, what in told.items() if what != plain[name]} == {
@@ -77,9 +77,9 @@ def test_an_axis_that_is_searched_does_what_pins_say() -> None:
             "line 3, `pin op:down: batch[2]/dp`: down/forward/mm has batch, ffn, down.weight.0: not so often the factor 'batch'",
         ),
         (
-            "pin op:down/forward: pending/dp",
-            "line 3, `pin op:down/forward: pending/dp`: down/forward/mm does more than add up or scale, "
-            "so no sum can stay pending past it (over dp)",
+            "pin op:down/forward: partial/dp",
+            "line 3, `pin op:down/forward: partial/dp`: down/forward/mm does more than add up or scale, "
+            "so no sum can stay partial past it (over dp)",
         ),
         (
             "pin op:down: batch/dp\npin op:down/forward: -/dp",

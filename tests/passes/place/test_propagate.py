@@ -109,7 +109,7 @@ def test_column_then_row_is_one_all_reduce() -> None:
     assert found.collectives == ["all_reduce tp"]
     assert found.wanted(aten.mm.default, 0) == ["[batch 4, hidden 6]", "[hidden 6, ffn 10/tp]"]
     assert found.given(aten.mm.default, 0) == "[batch 4, ffn 10/tp]"
-    assert found.given(aten.mm.default, 1) == "[batch 4, w2.1 6] pending(sum: tp)"
+    assert found.given(aten.mm.default, 1) == "[batch 4, w2.1 6] partial(sum: tp)"
     assert str(found.propagator.storage("w2", "parameter")) == "[ffn 10/tp, w2.1 6]"
 
 
@@ -135,7 +135,7 @@ def test_stored_parameters_are_gathered_for_use() -> None:
 
 def test_two_axes() -> None:
     found = split(mlp, "dp: batch\ntp: ffn", "dp=2,tp=3", ROWS, "given", **MLP)
-    assert found.given(aten.mm.default, 1) == "[batch 4/dp, w2.1 6] pending(sum: tp)"
+    assert found.given(aten.mm.default, 1) == "[batch 4/dp, w2.1 6] partial(sum: tp)"
     assert found.collectives == []
 
 
@@ -157,36 +157,36 @@ def test_an_axis_used_for_nothing() -> None:
     assert all(not axes for axes in found.assignment.chosen.values())
 
 
-# ---------------------------------------------------------------------------------------------------------------- pending sums
+# ---------------------------------------------------------------------------------------------------------------- partial sums
 
 
-def test_the_sum_of_two_pending_sums_rides() -> None:
+def test_the_sum_of_two_partial_sums_rides() -> None:
     """relu(x w1) w2 + relu(x w3) w4: one all-reduce, after the addition."""
 
     def two(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor) -> Tensor:
         return torch.relu(x @ w1) @ w2 + torch.relu(x @ w3) @ w4
 
     found = split(two, "tp: ffn", "tp=2", ROWS, **MLP, w3=f(6, 12), w4=f(12, 6))
-    assert found.given(aten.add.Tensor).endswith("pending(sum: tp)")
+    assert found.given(aten.add.Tensor).endswith("partial(sum: tp)")
     assert found.collectives == ["all_reduce tp"]
 
 
-def test_a_pending_sum_rides_through_layouts_and_scaling() -> None:
+def test_a_partial_sum_rides_through_layouts_and_scaling() -> None:
     def scaled(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return (mlp(x, w1, w2).t() * 0.5).neg()
 
     found = split(scaled, "tp: ffn", "tp=2", ROWS, "given", **MLP)
-    assert found.given(aten.neg.default).endswith("pending(sum: tp)")
+    assert found.given(aten.neg.default).endswith("partial(sum: tp)")
     assert found.collectives == []
 
 
-def test_a_pending_sum_stops_before_what_is_not_linear() -> None:
+def test_a_partial_sum_stops_before_what_is_not_linear() -> None:
     found = split(lambda x, w1, w2: torch.tanh(mlp(x, w1, w2)), "tp: ffn", "tp=2", ROWS, "given", **MLP)
     assert found.wanted(aten.tanh.default) == ["[batch 4, w2.1 6]"]
     assert found.collectives == ["all_reduce tp"]
 
 
-def test_a_pending_sum_stops_before_a_cast_that_rounds() -> None:
+def test_a_partial_sum_stops_before_a_cast_that_rounds() -> None:
     def rounded(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         return mlp(x, w1, w2).to(torch.float32).to(torch.float64)
 
@@ -194,7 +194,7 @@ def test_a_pending_sum_stops_before_a_cast_that_rounds() -> None:
     assert found.collectives == ["all_reduce tp"]
 
 
-def test_a_pending_sum_used_twice_is_reduced_once() -> None:
+def test_a_partial_sum_used_twice_is_reduced_once() -> None:
     def twice(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         h = mlp(x, w1, w2)
         return torch.tanh(h) * torch.sigmoid(h)
@@ -210,7 +210,7 @@ def test_a_mixed_addition_reduces_first() -> None:
 
 
 def test_a_mixed_addition_before_another_defers() -> None:
-    """(r + pending) + pending: the residual is kept on one coordinate, and one all-reduce serves both sums."""
+    """(r + partial) + partial: the residual is kept on one coordinate, and one all-reduce serves both sums."""
 
     def chain(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor) -> Tensor:
         return (torch.relu(x) + mlp(x, w1, w2)) + torch.relu(x @ w3) @ w4
@@ -248,9 +248,9 @@ def _bias_gradient(x: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
     return h.sum(0), h @ w2
 
 
-def test_a_sum_over_a_split_dim_is_pending() -> None:
+def test_a_sum_over_a_split_dim_is_partial() -> None:
     found = split(lambda x: torch.relu(x).sum(), "dp: batch", "dp=2", ROWS, x=f(5, 6))
-    assert found.given(aten.sum.default) == "[] pending(sum: dp)"
+    assert found.given(aten.sum.default) == "[] partial(sum: dp)"
     assert found.collectives == ["all_reduce dp"]
 
 

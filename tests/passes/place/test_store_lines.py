@@ -81,8 +81,8 @@ def test_an_axis_that_splits_the_product_comes_first() -> None:
     assert before - own == {("update", "all_reduce", "dp"): 5 * 8 * 4}
 
 
-def test_axes_over_which_a_gradient_is_pending_are_one_reduce_scatter() -> None:
-    """Rows over dp and tp, with tp splitting rows of the batch too: the gradient is pending over both."""
+def test_axes_over_which_a_gradient_is_partial_are_one_reduce_scatter() -> None:
+    """Rows over dp and tp, with tp splitting rows of the batch too: the gradient is partial over both."""
     rows = "dp: batch\ntp: batch"
     one = moved(step("dp=2,tp=2", f"{rows}\nstore down.weight: down.weight.0/dp/tp, _").compiled)
     two = moved(step("dp=2,tp=2", f"{rows}\nstore down.weight: down.weight.0/dp, ffn/tp").compiled)

@@ -21,7 +21,7 @@ MILLI, GIGA = 1e-3, 1e9
 
 
 def drawn(seed: int, classes: int = 5) -> tuple[Model, Memory]:
-    """Classes that read each other, some changes shared, some forms pending, and bytes for everything."""
+    """Classes that read each other, some changes shared, some forms partial, and bytes for everything."""
     random = np.random.default_rng(seed)
     own = [random.integers(0, 20, random.integers(2, 5)) * MILLI for _ in range(classes)]
     graph = Graph()

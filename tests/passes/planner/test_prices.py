@@ -40,7 +40,7 @@ def kinds(source: object, target: object) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def test_what_two_axes_store_in_one_dim_takes_one_collective() -> None:
-    """`vocab/tp/dp` where the product is split by tp, `vocab/dp/tp` where the gradient is pending over both."""
+    """`vocab/tp/dp` where the product is split by tp, `vocab/dp/tp` where the gradient is partial over both."""
     split, both = ((("tp",), ()), (("dp", "sum"),)), (((), ()), SUMS)
     assert kinds(split, ((("tp", "dp"), ()), ())) == [("reduce_scatter", ("dp",))]
     assert kinds(both, ((("dp", "tp"), ()), ())) == [("reduce_scatter", ("dp", "tp"))]

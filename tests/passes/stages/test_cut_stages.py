@@ -58,7 +58,7 @@ def forward_1(
 ):
     t_default_1: "f32[ffn 3, second.weight.0 3]" = aten.t(second_weight)
     mm_default_1: "f32[batch 4/mb, second.weight.0 3]" = aten.mm(mm_default, t_default_1)
-    sum_default: "f32[] pending(sum: mb)" = aten.sum(mm_default_1)
+    sum_default: "f32[] partial(sum: mb)" = aten.sum(mm_default_1)
     return {
         "part:sum_default": sum_default,
     }
@@ -70,7 +70,7 @@ def backward_0(
     coordinate: "int" = coordinate("mb")
     shard: "f32[batch 4/mb, first.weight.1 3] pad(zero: 0.0)" = shard(x, 0, 2, coordinate)
     t_default_4: "f32[ffn 3, batch 4/mb]" = aten.t(mm_default_3)
-    mm_default_4: "f32[ffn 3, first.weight.1 3] pending(sum: mb)" = aten.mm(t_default_4, shard)
+    mm_default_4: "f32[ffn 3, first.weight.1 3] partial(sum: mb)" = aten.mm(t_default_4, shard)
     return {
         "part:mm_default_4": mm_default_4,
     }
@@ -82,7 +82,7 @@ def backward_1(
     mm_default: "f32[batch 4/mb, ffn 3]" = "flow:mm_default",
 ):
     t_default_1: "f32[ffn 3, second.weight.0 3]" = aten.t(second_weight)
-    mm_default_2: "f32[second.weight.0 3, ffn 3] pending(sum: mb)" = aten.mm(t_default_2, mm_default)
+    mm_default_2: "f32[second.weight.0 3, ffn 3] partial(sum: mb)" = aten.mm(t_default_2, mm_default)
     t_default_3: "f32[second.weight.0 3, ffn 3]" = aten.t(t_default_1)
     mm_default_3: "f32[batch 4/mb, ffn 3]" = aten.mm(expand_default, t_default_3)
     return {

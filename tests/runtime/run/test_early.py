@@ -11,7 +11,7 @@ from meshc.errors import StateError
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port
-from meshc.runtime.comm.collectives import Pending
+from meshc.runtime.comm.collectives import Work
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import executor
 from meshc.runtime.run.early import Start, watching
@@ -84,7 +84,7 @@ def test_each_begins_when_the_last_of_its_sums_is_whole_and_nothing_is_kept_for_
         def and_told(key: str) -> None:
             grown(key)
             there = sorted(name for name in env if name.startswith(("sum:", "early:")))
-            assert all(isinstance(env[name], Pending) for name in there if name.startswith("early:"))
+            assert all(isinstance(env[name], Work) for name in there if name.startswith("early:"))
             told.append((key, there))
 
         return and_told

@@ -42,11 +42,11 @@ def reductions(equal: bool) -> Stage:
 @pytest.mark.parametrize("equal", [False, True])
 def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group of one an all-reduce does nothing, so a stand-in that adds one in place shows what it writes to."""
-    from meshc.runtime.comm.collectives import Pending
+    from meshc.runtime.comm.collectives import Work
     from meshc.runtime.run import codegen
 
     def starter(node: Node, groups: Groups, overwrites: bool):  # type: ignore[no-untyped-def]
-        return lambda x: Pending(x.add_(1) if overwrites else x + 1)
+        return lambda x: Work(x.add_(1) if overwrites else x + 1)
 
     monkeypatch.setattr(codegen, "starter", starter)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))

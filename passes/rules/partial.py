@@ -1,9 +1,9 @@
-"""What may come into an operator still pending: which operands, over which reduction, and over which its result is then pending.
+"""What may come into an operator still partial: which operands, over which reduction, and over which its result is then partial.
 
     relu(max over ranks of x)       =  max over ranks of relu(x)              it grows with x
     -(max over ranks of x)          =  min over ranks of -x                   it falls
     (sum over ranks of x) @ w       =  sum over ranks of x @ w                linear in each factor alone
-    x[i], for x pending any way     =  pending the same way                   it picks entries
+    x[i], for x partial any way     =  partial the same way                   it picks entries
     (mean over ranks of x) + y      =  mean over ranks of x + y               affine in x
 
 This is what is true: a reduction may be deferred past the operator. `propagate` defers those of sums where that saves a collective
@@ -32,7 +32,7 @@ EXTREMES = tuple(name for name, other in FLIPPED.items() if name != other)
 
 @dataclass(frozen=True)
 class Deferral:
-    """Operands at these positions, all pending over `reduction` alike, leave the result pending over `left` (over nothing if it is "").
+    """Operands at these positions, all partial over `reduction` alike, leave the result partial over `left` (over nothing if it is "").
 
     Reductions are sum, max, min and avg. The other operands are whole on every rank.
     """
@@ -61,7 +61,7 @@ MINIMA: dict[object, dict[int, str]] = {
 }
 """They grow, or fall, where they are defined, which is above some number: if a minimum lies there, so does every rank's part of it.
 
-Operand that may be pending over a minimum -> what the result is then pending over.
+Operand that may be partial over a minimum -> what the result is then partial over.
 """
 FALLS = overloads("neg erfc rsub.Scalar special_erfcx")
 RISES_IN_EACH = overloads(
@@ -108,11 +108,11 @@ LIKES = overloads(
 ZEROS = overloads("zeros_like zero new_zeros")
 
 FEW = 4
-"""Of so many operands any part may be an average that is pending."""
+"""Of so many operands any part may be an average that is partial."""
 
 
 def deferrals(node: Node, rule: Rule) -> list[Deferral]:
-    """Everything that may come into this call pending. Complex numbers and truths have sums at most."""
+    """Everything that may come into this call partial. Complex numbers and truths have sums at most."""
     count = len(rule.operands)
     if not count:
         return []
@@ -140,7 +140,7 @@ def _sums(node: Node, rule: Rule) -> list[Deferral]:
 def _averages(node: Node, sums: list[Deferral], count: int) -> list[Deferral]:
     """What lets sums through in operands J together lets averages through in any of J, the rest of J being whole on every rank.
 
-    For f additive jointly in J, f(t / n) = f(t) / n, and operands (x_i, y) of the ranks i, x_i in the part that is pending and y in the
+    For f additive jointly in J, f(t / n) = f(t) / n, and operands (x_i, y) of the ranks i, x_i in the part that is partial and y in the
     rest, have the mean (mean of x_i, y). So the mean of f(x_i, y) is f(mean of x_i, y). A constant beside f, as in AFFINE, is its own mean;
     a sum it would enter once a rank.
     """
