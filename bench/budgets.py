@@ -72,7 +72,7 @@ class Row:
     way       the recipe, and what else the plan and the step are asked for: what the refusal named first
     held_gb   of a rank by the walk;  host_gb  on its host;  takes_ms  a step
     least_gb  where none fits: what the least that was found holds
-    said      what backward makes again, and chunks; of what is refused the first change that would do
+    said      what backward recomputes, and chunks; of what is refused the first change that would do
     compile_s CPU seconds of all that was tried
     """
 
@@ -125,7 +125,7 @@ def _said(notes: list[str]) -> str:
     for note in notes:
         again = note.partition("backward makes ")[2].partition(" values again")[0]
         there = note.partition(" and finds ")[2].partition(",")[0]
-        words += [f"{again} made again"] if note.startswith("memory:") and again else []
+        words += [f"{again} recomputed"] if note.startswith("memory:") and again else []
         words += [there] if note.startswith("memory:") and there else []
         words += [f"`{note.partition('`')[2].partition('`')[0]}`"] if "has on its host" in note else []
         words += ["head in chunks"] if "chunks" in note else []

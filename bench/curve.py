@@ -1,4 +1,4 @@
-"""Time over memory: meshc's step under smaller and smaller budgets, from keeping all to whole layers made again, with its peers' points.
+"""Time over memory: meshc's step under smaller and smaller budgets, from keeping all to whole layers recomputed, with its peers' points.
 
     python bench/curve.py                  what is not in bench/results/curve.json yet, case by case; two CPU ranks
     python bench/curve.py --eager          without torch.compile and Inductor
@@ -6,7 +6,7 @@
     python bench/curve.py --write          and docs/memory.md carries the curves and what they say
 
 A case is a model, a plan and a mode; all its contenders live in the same two processes, and their steps are interleaved (`measure.py`).
-Budgets lie evenly between what is predicted with nothing made again and with whole layers. Peers are DDP and FSDP2 as they are, with
+Budgets lie evenly between what is predicted with nothing recomputed and with whole layers. Peers are DDP and FSDP2 as they are, with
 `torch.utils.checkpoint` around each layer, and with a policy that keeps products (`checkpointed.py`); compiled they are under
 `torch.compile`. Memory is the most bytes of tensors alive at once in a rank's fifth step. Times are medians of the ratios of neighbouring
 steps; of CPU time, which leaves out waiting, likewise.
@@ -137,11 +137,11 @@ def parted(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 MARKS = {None: "D", "layer": "L", "selective": "S"}
-"""Of peers: as they are, and by what they make again."""
+"""Of peers: as they are, and by what they recompute."""
 
 
 def drawing(rows: list[Row], name: str) -> list[str]:
-    """Time, of the step that makes nothing again, over memory. `o`: meshc."""
+    """Time, of the step that recomputes nothing, over memory. `o`: meshc."""
     peers, curve = parted(rows)
     base = next(row for row in curve if row["remat"] == ENDS[0])
     points = [Mark(mib(row), ratio(row, base), "o" if row in curve else MARKS[row["again"]]) for row in (*curve, *peers)]

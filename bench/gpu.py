@@ -1,4 +1,4 @@
-"""A training step of a Llama of 1.2 billion parameters on one GPU: milliseconds and memory, under each policy of what backward makes again.
+"""A training step of a Llama of 1.2 billion parameters on one GPU: milliseconds and memory, under each policy of what backward recomputes.
 
     make bench-gpu                               on a machine with a CUDA device; elsewhere it says that it was not run
     python bench/gpu.py --write                  keeps the table as bench/results/gpu.md

@@ -68,7 +68,7 @@ def main() -> int:
             print(*kept[name], file=sys.stderr, flush=True)
             KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     rows = [kept[name] for name in cases if name in kept]
-    heads = ["model", "plan", "made again", "backend", "predicted MiB", "held MiB", "of it", "grown MiB"]
+    heads = ["model", "plan", "recomputed", "backend", "predicted MiB", "held MiB", "of it", "grown MiB"]
     digits = ("", "", "", "", ".1f", ".1f", ".3f", ".0f")
     print(tabulate(rows, headers=heads, floatfmt=digits))
     if options.write:

@@ -60,7 +60,7 @@ class Contender:
     budget: int | None = None
     """Bytes that a rank may hold: meshc's `memory_budget`."""
     again: str | None = None
-    """Of DDP and FSDP2: how layers are made again (`checkpointed.py`)."""
+    """Of DDP and FSDP2: how layers are recomputed (`checkpointed.py`)."""
 
     def title(self, plan: str) -> str:
         peers = {"ddp": "DDP", "fsdp": "FSDP2", "megatron": "parallelize_module", "megatron_sp": "parallelize_module, sequence"}

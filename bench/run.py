@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--systems", nargs="+", choices=("peer", "meshc"), default=["peer", "meshc"], help="beside the single process")
     parser.add_argument("--pairs", type=int, default=15, help="interleaved timed steps of each contender")
     parser.add_argument("--eager", action="store_true", help="leave out torch.compile and Inductor, which compile for minutes")
-    parser.add_argument("--remat", nargs="+", default=[], help="also meshc under these policies of what backward makes again")
+    parser.add_argument("--remat", nargs="+", default=[], help="also meshc under these policies of what backward recomputes")
     parser.add_argument("--default-adamw", action="store_true", help="also peers with AdamW as it is by default, not fused")
     parser.add_argument("--quick", action="store_true", help="Llama, eager, 5 pairs")
     parser.add_argument("--anew", action="store_true", help="also rows that are there")

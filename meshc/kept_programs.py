@@ -5,8 +5,8 @@
         compiled.json            what else a compilation leaves, as JSON; the hash of program's manifest; a hash of all this
 
 An entry is complete or not there, and never changed: it is written beside its place and renamed. What is read is compared with its hashes;
-one that is damaged, or another's, is told of, and made again. Of a folder that others may write nothing is read or written, so that what is
-there is this user's own. When all entries together grow beyond MOST bytes, those go that were not used for longest.
+one that is damaged, or another's, is told of, and compiled again. Of a folder that others may write nothing is read or written, so that
+what is there is this user's own. When all entries together grow beyond MOST bytes, those go that were not used for longest.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ class Program:
         """What was chosen for a parameter ("layers.3.mlp.up_proj.weight"), for the operators of a module, or for a line of the printed
         program: how it lies, what it splits, which collectives that causes and what they take. Of a plan that was searched for also the two
         best alternatives, with what each costs more and where that falls. Of a value of forward ("value:layers.3.mlp.act", its name,
-        or a line of the model, "model.py:12") whether backward finds it kept, makes it again or has it fetched from the host: who said so,
+        or a line of the model, "model.py:12") whether backward finds it kept, recomputes it or has it fetched from the host: who said so,
         its bytes, what that takes, and which line of a plan would change it. Raises PlanError for a name that nothing has."""
         return explained.text(explaining.explained(self.lowered, self.general, self.asked.plan, name))
 

@@ -44,7 +44,7 @@ class Options:
     memory_budget  bytes that a rank may hold by the predicted peak, or text such as "80GB": what holds more is not chosen, and refused if
                    it is named; default: a GPU's memory, which bounds only what is left open; on CPU ranks no bound
     host_budget    bytes of its host's memory that a rank may use to keep the memory_budget, or text: what backward reads, optimizer state
-                   and parameters lie there in between where that is predicted to take less than making values again, of a program with a
+                   and parameters lie there in between where that is predicted to take less than recomputing values, of a program with a
                    backward; default: nothing but what lines of the plan say
     check_inputs   with inputs="global", at which calls ranks compare a digest of their inputs: None (default) the 1st, 2nd, 4th, 8th, ...
                    1024th and every 1024th after it; N the 1st and every Nth after it (1: every call); 0 none. A comparison copies the
@@ -53,7 +53,7 @@ class Options:
     uneven_rows    with inputs="local", True: parts may have different numbers of rows, or none; the batch is the rows of all ranks in
                    order. Ranks then tell each other how many at each call, and rows move so that tiles are equal
     check_indices  labels and indices that are out of range raise, on CUDA by an assertion on the device; False: they count as rows of zeros
-    remat          what backward makes again in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
+    remat          what backward recomputes in place of keeping it: "none"; "cheap", what takes little beside products; "selective", all
                    but products and attention; "layer", all of a layer but what others read; "sqrt", likewise of several layers; default:
                    what takes least time of all that makes a rank keep the memory_budget; without one what of "cheap" takes little for
                    what it saves
@@ -139,7 +139,7 @@ class Options:
             )
         if self.host_budget is not None and self.remat is not None:
             raise PlanError(
-                f"Options(remat={self.remat!r}, host_budget=...): a policy says what is made again, and nothing is weighed for a budget\n"
+                f"Options(remat={self.remat!r}, host_budget=...): a policy says what is recomputed, and nothing is weighed for a budget\n"
                 "  what to do: leave one of them out; lines of the plan, as `offload state`, go with a policy"
             )
         for name in ("microbatches", "memory_budget", "host_budget", "stages_per_rank", "kept_sizes"):

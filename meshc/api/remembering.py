@@ -1,7 +1,7 @@
-"""`program.explain` of a value of forward: whether backward finds it kept, makes it again, or has it fetched from the host; who said so,
+"""`program.explain` of a value of forward: whether backward finds it kept, recomputes it, or has it fetched from the host; who said so,
 what that takes, and which line of a plan would change it.
 
-Prices are of the graph of all layers before anything is made again: operators and collectives one by one, as `passes/recompute/within.py`
+Prices are of the graph of all layers before anything is recomputed: operators and collectives one by one, as `passes/recompute/within.py`
 has them. A line is named where the minimum cut under it decides otherwise for this value.
 """
 
@@ -25,12 +25,12 @@ from meshc.passes.driver.run import run, run_all
 from meshc.passes.offload.there_and_back import roots_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.least import least_kept
-from meshc.passes.recompute.remakable import of_lowered
+from meshc.passes.recompute.recomputable import of_lowered
 from meshc.plan.remat_lines import RematLine
 from meshc.report.explained import Instead, Remembered
 from meshc.report.tables import bytes_text, placement
 
-KEPT, AGAIN, PARKED, UNREAD, CHUNKED = "kept", "made again", "on the host", "not read by backward", "in chunks"
+KEPT, AGAIN, PARKED, UNREAD, CHUNKED = "kept", "recomputed", "on the host", "not read by backward", "in chunks"
 LINE = r"[\w.-]+\.py:\d+"
 WIDER = ("cheap", "selective", "layer")
 SHOWN = 3
@@ -68,7 +68,7 @@ def _all(lowered: Lowered) -> list[Node]:
 
 
 def before(lowered: Lowered) -> Lowered:
-    """The graph of all layers as it was when it was settled what backward makes again."""
+    """The graph of all layers as it was when it was settled what backward recomputes."""
     placed = run_all(pipeline.PLACE, lowered.placed.again(lowered.request))
     return run_all((pipeline.GROW, pipeline.CHUNKS, pipeline.PARK_STATE), run(pipeline.PARTITION, placed))
 
@@ -135,7 +135,7 @@ class _Remembering:
         return Remembered(
             value=node.name, lies=f"{str(one.dtype).removeprefix('torch.')} {placement(one.sharding, one.shape)}", operator=op_name(node),
             module=one.source.module, source=str(one.source), bytes=local_bytes(one), at_peak_bytes=at_peak, fate=fate, why=why,
-            waits_s=self._waits(node, inside), again_s=sum(map(self._seconds, again)),
+            waits_s=self._waits(node, inside), recompute_s=sum(map(self._seconds, again)),
             again=[f"{count} {operator}" for operator, count in Counter(map(op_name, again)).most_common()],
             instead=list(self._instead(node, fate)),
         )  # fmt: skip
@@ -165,8 +165,8 @@ class _Remembering:
         if request.remat is not None:
             return f"the policy {request.remat!r}"
         if request.memory_budget is not None:
-            return f"Options(memory_budget={request.memory_budget}), for which as little as can be is made again"
-        return "by default, where what is worth its seconds is made again"
+            return f"Options(memory_budget={request.memory_budget}), for which as little as can be is recomputed"
+        return "by default, where what is worth its seconds is recomputed"
 
     def _paths(self, node: Node) -> list[str]:
         found: list[str] = []
@@ -212,7 +212,7 @@ class _Remembering:
                 lines = [*self.lowered.plan.remats, RematLine(module, policy)]
                 can = of_lowered(self.graph, self.lowered.request.remat or "none", lines)
                 if node in can.operands and node not in least_kept(can.forward, can.operands, can.bytes_of, can.wanted):
-                    yield Instead(line=f"remat {module}: {policy}", what="it is made again, of what is then kept")
+                    yield Instead(line=f"remat {module}: {policy}", what="it is recomputed, of what is then kept")
                     break
         if fate in (KEPT, AGAIN) and (paths or module):
             line = f"offload value:{paths[0]}" if paths else f"offload {module}"

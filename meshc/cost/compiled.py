@@ -4,7 +4,7 @@
         w1 = reshape(slice(bundle, 1, 0, 8))      is copied before its first reader, or read where it lies, and not where its line stands:
         w2 = reshape(slice(bundle, 1, 8, 16))     the bundle stays until the last of its pieces has been read
         ...
-        a_1 = silu(h); g1 = mm(t(a_1), gy)        what is made again of h is made with what else is made of h, in one kernel: a_1 and gh are
+        a_1 = silu(h); g1 = mm(t(a_1), gy)        what is recomputed of h is made with what else is made of h, in one kernel: a_1 and gh are
         gh = silu_backward(gy_a, h)               there at once, although a_1 could be gone by then; gh lies where gy_a lay, which nothing
                                                   reads after it
 
@@ -47,7 +47,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def made_with(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Of pointwise values that are made again, and lie in memory, the last line of their region that is made in the same kernel."""
+    """Of pointwise values that are recomputed, and lie in memory, the last line of their region that is made in the same kernel."""
     found: dict[Node, Node] = {}
     regions: dict[int, list[Node]] = defaultdict(list)
     for node in nodes:
@@ -55,7 +55,7 @@ def made_with(nodes: Sequence[Node]) -> dict[Node, Node]:
         if number is not None:
             regions[number].append(node)
     for members in regions.values():
-        if any(_is_made_again(node) for node in members):
+        if any(_is_recomputed(node) for node in members):
             found |= _of_region(members)
     return found
 
@@ -68,7 +68,7 @@ def written_over(again: Node, other: Node) -> Iterator[Node]:
             yield operand
 
 
-def _is_made_again(node: Node) -> bool:
+def _is_recomputed(node: Node) -> bool:
     return is_pointwise(node) and ir.records(node)[0].again and not is_fused(node)
 
 
@@ -80,7 +80,7 @@ def _of_region(members: Sequence[Node]) -> dict[Node, Node]:
             by_operand[operand].append(node)
     place = {node: turn for turn, node in enumerate(members)}
     found = {}
-    for node in filter(_is_made_again, reads):
+    for node in filter(_is_recomputed, reads):
         behind = _behind(node, members)
         alike = {other for operand in reads[node] for other in by_operand[operand] if _is_as_large(other, node)}
         later = [other for other in alike if place[other] > place[node] and other not in behind]

@@ -5,7 +5,7 @@
         tanh: "f32[1024]" = aten.tanh(mul)                mul takes no memory, is not written, and is not read
 
 A region is not one kernel as a whole: products, attention and the like are kernels of libraries, before and behind which values lie in
-memory, and what several lines read Inductor keeps or makes again by rules of its own, which differ by device. Such values count as kept, so
+memory, and what several lines read Inductor keeps or recomputes by rules of its own, which differ by device. Such values count as kept, so
 that the figures are not below what is there (docs/decisions/0030-what-a-region-keeps-in-memory.md has measurements).
 """
 

@@ -51,7 +51,7 @@ class Record:
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
     the global view. `host`: it lies on the host, where nothing but `from_host` reads it; `disk`: it is so in a file there. `chunk` is set
-    for what the head and loss make of one chunk of their tokens: its number. `again`: backward makes it again, which forward has made.
+    for what the head and loss make of one chunk of their tokens: its number. `again`: backward recomputes it, which forward has made.
     `used`: of this dim those positions alone are there that are used (`used_rows.py`); `shape` is their bound.
     """
 

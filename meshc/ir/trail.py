@@ -5,7 +5,7 @@
     if held > budget: ...                       asked: at other sizes the answer must be the same
     trail.at([7168])                            there it is: what each number is then. NotAlike if anything asked has another answer
 
-Integers and floats are made again by the same operators in the same order, so they are those that the passes would have made, to the bit,
+Integers and floats are recomputed by the same operators in the same order, so they are those that the passes would have made, to the bit,
 and so are all decisions. `meshc/ir/sizes.py` is for sizes that nobody knows yet, and decides for all of them.
 
 A followed number counts as an int or a float for `isinstance`, and is none for the interpreter: whatever needs the plain value (an index, a
@@ -241,7 +241,7 @@ def _trail_of(numbers: Iterable[Any]) -> Trail | None:
 
 def computed(function: Callable[..., Any], *numbers: Any) -> Any:
     """What a function without a memory makes of numbers; of followed ones a number that remembers it. The function is told from others by
-    which it is: one that is made for each call is made again each time."""
+    which it is: one that is made for each call is made anew each time."""
     trail = _trail_of(numbers)
     return function(*numbers) if trail is None else trail.step(function, *numbers)
 

@@ -47,7 +47,7 @@ def kinds() -> list[type]:
 
 
 def functions_of(kind: type) -> tuple[Callable[..., Any], ...]:
-    """What takes objects of a class apart, and makes them again; none if it is no tree."""
+    """What takes objects of a class apart, and puts them together; none if it is no tree."""
     if kind in _of_torch.SUPPORTED_NODES:
         node = _of_torch.SUPPORTED_NODES[kind]
         return node.flatten_fn, node.unflatten_fn

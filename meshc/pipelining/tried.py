@@ -12,7 +12,7 @@ class Tried:
     schedule  "" where it was not come to that
     seconds   of a call's microbatches, as predicted; None: refused, or it does not fit
     estimated whether these were estimated, by a microbatch of another number of rows or of uncut stages: it was slower already by that
-    again     how many values of forward backward makes again, to hold less
+    again     how many values of forward backward recomputes, to hold less
     holds     bytes that the rank that needs most holds; None: nothing is asked of memory, or it was not cut
     dropped   why it is not taken; "" of the one that is
     """

@@ -7,7 +7,7 @@
     pin lm_head.weight: vocab/tp, _  only          one entry a dim of the tensors that a glob names
     pin op:lm_head/backward: batch/dp, -/tp        what axes do in the operators that a glob names
     store lm_head.weight state: vocab/dp/tp, _     how what parameters need lies between steps, over and above the store clauses
-    remat model.layers.*: cheap                    what backward makes again of what modules do
+    remat model.layers.*: cheap                    what backward recomputes of what modules do
     keep value:model.layers.*.mlp                  what it does not
     offload state                                  what lies on the host while it is not used
 
@@ -37,7 +37,7 @@ from meshc.plan.remat_lines import KeepLine, RematLine
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Axis entries, pins of tensors and of operators, store lines, what backward makes again, what lies on
+    """Axis entries, pins of tensors and of operators, store lines, what backward recomputes, what lies on
     the host, and what runs in chunks.
 
     ``Plan(lines)`` takes text, a list of lines, or a mapping of axes to entries in which ``pin``, ``store``, ``remat``,

@@ -1,4 +1,4 @@
-"""What a plan says of backward, a line each: which policy modules follow, and which values are never made again.
+"""What a plan says of backward, a line each: which policy modules follow, and which values are never recomputed.
 
     remat model.layers.*: selective
     keep value:model.layers.*.mlp
@@ -14,13 +14,13 @@ from meshc.plan.entries import cite, is_in
 from meshc.plan.faults import suggest
 
 POLICIES: Final = ("none", "cheap", "selective", "layer", "sqrt")
-"""What backward may make again in place of reading what forward has kept, least first; docs/memory.md says what each means."""
+"""What backward may recompute in place of reading what forward has kept, least first; docs/memory.md says what each means."""
 _VALUE: Final = "value:"
 
 
 @dataclass(frozen=True, slots=True)
 class RematLine:
-    """What the modules that ``pattern`` names, and those in them, may make again; of several lines the last one counts."""
+    """What the modules that ``pattern`` names, and those in them, may recompute; of several lines the last one counts."""
 
     pattern: str
     policy: str
@@ -42,7 +42,7 @@ class RematLine:
 
 @dataclass(frozen=True, slots=True)
 class KeepLine:
-    """What the modules that ``pattern`` names return is never made again. ``pattern`` is of module paths."""
+    """What the modules that ``pattern`` names return is never recomputed. ``pattern`` is of module paths."""
 
     pattern: str
     line: int = field(default=0, compare=False)

@@ -93,7 +93,7 @@ class Instead(TypedDict):
 class Remembered(TypedDict):
     """A value of forward, and how backward comes by it.
 
-    fate     "kept", "made again", "on the host", "in chunks", "not read by backward";  why  who said so
+    fate     "kept", "recomputed", "on the host", "in chunks", "not read by backward";  why  who said so
     waits_s  what is computed from its last reader in forward to its first in backward
     at_peak_bytes  of it and of its copies, where most is there
     again    operators and collectives that making it takes, and `again_s` their seconds
@@ -110,7 +110,7 @@ class Remembered(TypedDict):
     why: str
     waits_s: float
     again: list[str]
-    again_s: float
+    recompute_s: float
     instead: list[Instead]
 
 
@@ -159,7 +159,7 @@ def _of_value(one: Remembered) -> Iterator[str]:
     yield f"    {'backward':<10} {one['fate']}: {one['why']}"
     there = f"{bytes_text(one['at_peak_bytes'])} of it" if one["at_peak_bytes"] else "nothing of it"
     yield f"    {'waits':<10} while {_ms(one['waits_s'])} are computed; at the peak {there} is there"
-    yield f"    {'again':<10} {', '.join(one['again'])}: {_ms(one['again_s'])}"
+    yield f"    {'again':<10} {', '.join(one['again'])}: {_ms(one['recompute_s'])}"
     head = "else"
     for other in one["instead"]:
         yield f"    {head:<10} {other['line']}: {other['what']}"

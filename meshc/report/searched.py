@@ -30,7 +30,7 @@ from meshc.report.tables import bytes_text, seconds_text
 SHOWN: Final = 20
 """Rows at most."""
 
-HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "made again", "predicted", "a rank holds", "")
+HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "recomputed", "predicted", "a rank holds", "")
 
 
 def searched(tried: Sequence[Tried]) -> str:

@@ -41,7 +41,7 @@ Lines that one compiled function runs stand under its number, in a program for a
     with region(0):
         h: "f32[batch 8/dp, ffn 688/tp]" = aten.mm(x, w)
 
-Comments (source, reason, the user's line, the phase, what backward makes again) come from `side_table` and are not part of a program.
+Comments (source, reason, the user's line, the phase, what backward recomputes) come from `side_table` and are not part of a program.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ def _comment(node: Node) -> str:
     if not ir.has_record(node) or not ir.records(node):
         return ""
     record = ir.records(node)[0]
-    said = "; ".join(part for part in (str(record.source), record.reason, "made again" if record.again else "") if part)
+    said = "; ".join(part for part in (str(record.source), record.reason, "recomputed" if record.again else "") if part)
     return f"  # {_one_line(said)}" if said else ""
 
 

@@ -1,4 +1,4 @@
-"""Begun: what the passes before `recompute` have left, for programs that differ in nothing but what backward makes again.
+"""Begun: what the passes before `recompute` have left, for programs that differ in nothing but what backward recomputes.
 
     spare 0            annotate .. park_state   recompute   park .. memory
     spare 1.2 GB              as before         recompute   park .. memory

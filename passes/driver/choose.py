@@ -11,7 +11,7 @@ for a part. The recipes that an expert would try are candidates too, with a pric
 be slower than what has been through all passes is left out: estimates are a clock by the model's numbers (`planner/played.py`). The plan of
 what was found is its text (`found_text.py`).
 
-Where what is best holds more than the user's budget, backward may make values again (`recompute/within.py`), as in programs of plans that
+Where what is best holds more than the user's budget, backward may recompute values (`recompute/within.py`), as in programs of plans that
 leave nothing open: the search is asked once more with memory as it is then (`planner/again.py`), and the clock says what that takes.
 
 Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh (`beaten.py`).
@@ -35,7 +35,7 @@ from meshc.passes.driver.found_text import as_asked, with_text
 from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
 from meshc.passes.driver.priced_recipes import PricedRecipe, assigned, priced, recipes_for, under
 from meshc.passes.driver.run import run
-from meshc.passes.driver.search import SLOWER, may_remake
+from meshc.passes.driver.search import SLOWER, may_recompute
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.placed import Placed
 from meshc.passes.phases.single import Hook, say
@@ -62,7 +62,7 @@ PARTS: Final = (ALL, 0.5, HIDDEN)
 """What counts of the price of what can be hidden: the searches, each of which answers another question."""
 FOUND: Final = "found"
 HIDES: Final = "found, hiding more"
-AGAIN: Final = "found, making values again"
+AGAIN: Final = "found, recomputing values"
 AGAIN_ROUNDS: Final = 2
 """Of searches for these: each of their programs is lowered several times."""
 ENOUGH: Final = "as many choices as may be have been through all passes"
@@ -89,8 +89,8 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowe
         _refuse_beaten(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
         finding = _Finding(placed, axes, judge, search, solved_s=time.process_time() - start)
-        ways = finding.find, finding.find_making_again, finding.try_recipes
-        for way in ways if allowed is None else (finding.try_recipes, finding.find, finding.find_making_again):
+        ways = finding.find, finding.find_with_recompute, finding.try_recipes
+        for way in ways if allowed is None else (finding.try_recipes, finding.find, finding.find_with_recompute):
             if allowed is None or judge.best is None:  # that one fits is enough to say that a change would do; recipes soon say so
                 way()
         finding.try_smallest()
@@ -142,7 +142,7 @@ class _Finding:
         decided = assigned(self.placed, self.axes, recipes)
         self.search = self.search.with_plans(tuple(decided.values()))
         self._near: Search | None = None
-        self._again = self.search.making_again() if may_remake(self.placed.request) and not self.judge.apart else None
+        self._again = self.search.recomputing() if may_recompute(self.placed.request) and not self.judge.apart else None
         self.recipes = priced(self._again or self.search, recipes, decided)
         self.solved_s += time.process_time() - start
 
@@ -190,7 +190,7 @@ class _Finding:
         for _ in range(ROUNDS + judge.apart):
             tried: list[tuple[float, float]] = []
             if not some and self._again is not None:
-                return  # what holds too much is for `find_making_again`
+                return  # what holds too much is for `find_with_recompute`
             if not some and within is not None and self.least() is not None:
                 within = None  # the model may read more bytes than the program has: what is best without a budget says how many
                 some = self._solved(counts, near, within)
@@ -231,8 +231,8 @@ class _Finding:
             self.certificate = some[0].certificate
         return sorted(some, key=_played)
 
-    def find_making_again(self) -> None:
-        """Where what is best without a budget does not keep it: what is best if backward makes values again, and holds less then."""
+    def find_with_recompute(self) -> None:
+        """Where what is best without a budget does not keep it: what is best if backward recomputes values, and holds less then."""
         search, budget = self._again, self.judge.budget
         if search is None or budget is None or any(one.certificate.held <= budget for one in self.search.found()):
             return
@@ -241,13 +241,13 @@ class _Finding:
             start = time.process_time()
             some = sorted(search.found(within), key=_played)
             self.solved_s += time.process_time() - start
-            holds = [self._making_again(found) for found in some[:BEST]]
+            holds = [self._recomputing(found) for found in some[:BEST]]
             most = min((one for one in holds if one is not None), default=None)
             if most is None or most <= budget:
                 return
             within *= budget / most
 
-    def _making_again(self, found: Found) -> int | None:
+    def _recomputing(self, found: Found) -> int | None:
         weighed = _weighed(AGAIN, self.placed, found)
         known = (False, found.options) in self.picks or (True, found.options) in self.picks
         if known or self.judge.too_slow(weighed, self.judge.last_ratio(), 0.0):
@@ -271,7 +271,7 @@ class _Finding:
     def try_recipes(self) -> None:
         """Those that may be faster than what was found, and than what is known."""
         judge, ratio = self.judge, self.judge.last_ratio()
-        if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it makes again
+        if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it recomputes
             ratio = min(ratio, 1.0)
         judged = self._judged
         for recipe in self.recipes:
@@ -321,7 +321,7 @@ class _Finding:
         said = f"{', '.join(self.axes)}: searched; {self.certificate or 'nothing was found within the budget'}"
         if not self.judge.fits((FOUND, HIDES, AGAIN)):  # none fits, or none could grow
             return f"{said}; {taken.name} is taken"
-        name = {HIDES: "what hides more of its communication", AGAIN: "what makes values again"}.get(taken.name, taken.name)
+        name = {HIDES: "what hides more of its communication", AGAIN: "what recomputes values"}.get(taken.name, taken.name)
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"
 
 

@@ -1,11 +1,11 @@
 """In chunks: in how many chunks of their tokens a step's head and loss are worth trying, where a budget says how much a rank may hold.
 
-    whole         backward makes again what takes 7 % of a call; logits of 4.2 GB, of 24    try 8
+    whole         backward recomputes what takes 7 % of a call; logits of 4.2 GB, of 24    try 8
     in 8 chunks   it takes 4 %; logits of 0.5 GB; chunks take 0.3 %                         that is all
                   the same with room for 2.1 GB, or chunks take 4 %                         try 2, which take less
                   the budget is not kept                                                    try 32
 
-Fewer logits leave room for what would be made again, and chunks take seconds of their own. What comes of a try is for the clock to say
+Fewer logits leave room for what would be recomputed, and chunks take seconds of their own. What comes of a try is for the clock to say
 (`within_budget.py`).
 """
 
@@ -37,7 +37,7 @@ MOST_TIMES: Final = 6
 LARGE: Final = 0.05
 """The share of a budget that a rank's logits must take for more chunks to be tried where the budget is kept."""
 LITTLE: Final = 0.005
-"""The share of a call that making values again may take, and no chunks are tried for it."""
+"""The share of a call that recomputing values may take, and no chunks are tried for it."""
 
 
 def logits(placed: Placed) -> int:
@@ -61,14 +61,14 @@ class Tried:
     """
     count    of chunks
     spare    bytes that are left of the budget; below 0 it is not kept
-    seconds  of a call;  again_s  of making values again in it
+    seconds  of a call;  again_s  of recomputing values in it
     pressed  whether something that would be faster does not fit
     """
 
     count: int
     spare: int
     seconds: float
-    again_s: float
+    recompute_s: float
     pressed: bool = False
 
 
@@ -85,7 +85,7 @@ def for_time(whole: Tried | None, last: Tried, size: int, budget: int) -> int | 
     """The number of chunks to try after the `last`, where it keeps the budget: what may take less. `size`: bytes of a rank's logits."""
     if last.count == SOME and (_has_room(last, size) or (whole is not None and whole.spare >= 0 and _take_much(whole, last))):
         return FEW
-    pays = last.pressed or last.again_s >= LITTLE * last.seconds
+    pays = last.pressed or last.recompute_s >= LITTLE * last.seconds
     return more(last.count) if pays and size >= last.count * LARGE * budget else None
 
 
@@ -95,17 +95,17 @@ def _has_room(last: Tried, size: int) -> bool:
 
 
 def _take_much(whole: Tried, last: Tried) -> bool:
-    """Whether fewer chunks would save more than making values again for their logits takes: about half its share of the bytes, as what is
-    cheapest is made again first."""
-    chunks_s = last.seconds - last.again_s - (whole.seconds - whole.again_s)
+    """Whether fewer chunks would save more than recomputing values for their logits takes: about half its share of the bytes, as what is
+    cheapest is recomputed first."""
+    chunks_s = last.seconds - last.recompute_s - (whole.seconds - whole.recompute_s)
     saved_s = chunks_s * (SOME - FEW) / (SOME - 1)
-    return saved_s > 0.5 * (whole.again_s - last.again_s) * (1 / FEW - 1 / SOME) / (1 - 1 / SOME)
+    return saved_s > 0.5 * (whole.recompute_s - last.recompute_s) * (1 / FEW - 1 / SOME) / (1 - 1 / SOME)
 
 
-def again_s(left: Lowered) -> float:
-    """Seconds of a call for what it makes again, one after another; of a pipeline, of the stage that takes most for it."""
+def recompute_s(left: Lowered) -> float:
+    """Seconds of a call for what it recomputes, one after another; of a pipeline, of the stage that takes most for it."""
     device, runs = for_mesh(left.mesh), memory.runs(left.as_program())
-    return max(runs[name] * sum(_made_again(stage, left, device)) for name, stage in left.stages.items())
+    return max(runs[name] * sum(_recomputed(stage, left, device)) for name, stage in left.stages.items())
 
 
 def is_pressed(left: Lowered) -> bool:
@@ -113,7 +113,7 @@ def is_pressed(left: Lowered) -> bool:
     return any(one.holds is not None and one.seconds is None and one.dropped for one in left.tried)
 
 
-def _made_again(stage: Stage, left: Lowered, device: Device) -> Iterator[float]:
+def _recomputed(stage: Stage, left: Lowered, device: Device) -> Iterator[float]:
     for node in calls(stage.graph):
         if records(node)[0].again:
             yield collective_seconds(node, left.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)

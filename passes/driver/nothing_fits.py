@@ -85,7 +85,7 @@ def nothing_fits(
 def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence[str], trying: Trying) -> NothingFits:
     """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
     policy = placed.request.remat
-    again = "" if policy in (None, "none") else f", although backward makes again what Options(remat={policy!r}) says"
+    again = "" if policy in (None, "none") else f", although backward recomputes what Options(remat={policy!r}) says"
     start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}:"
     return _Told(placed, budget, holds, start, values).before(trying)
 

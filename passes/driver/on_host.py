@@ -1,8 +1,8 @@
 """On the host: what is tried there to keep a budget, where it says how much of its host a rank may use.
 
-    nothing                  905 ms by the clock, of which making again takes 60
+    nothing                  905 ms by the clock, of which recomputing takes 60
     values                   891 ms, 2.2 GB there
-    and state                880 ms, 5.3 GB there                   taken: with room for values, less is made again
+    and state                880 ms, 5.3 GB there                   taken: with room for values, less is recomputed
     and parameters           902 ms, 6.4 GB there
 
 Of values that backward reads `passes/recompute/elsewhere.py` decides one by one; for state and parameters there are lines of a plan that
@@ -21,7 +21,7 @@ from meshc.plan.plan import Plan
 
 def pressed(left: Lowered, seconds: float, held: int, budget: int) -> bool:
     """Whether something might be gained: the budget is not kept, or keeping it takes time."""
-    return held > budget or in_chunks.again_s(left) >= in_chunks.LITTLE * seconds
+    return held > budget or in_chunks.recompute_s(left) >= in_chunks.LITTLE * seconds
 
 
 def plans(left: Lowered) -> Iterator[Plan]:

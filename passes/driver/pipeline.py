@@ -35,7 +35,7 @@ from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.place.find_factors import find_factors
 from meshc.passes.place.lay_ports import lay_ports
-from meshc.passes.recompute.remake import recompute
+from meshc.passes.recompute.recompute import recompute
 from meshc.passes.stages.cut_stages import cut_stages
 from meshc.passes.trace.append_update import append_update
 from meshc.passes.trace.capture import capture
@@ -83,7 +83,7 @@ ROWS: Final[Pass[Lowered, Lowered]] = Pass(
     "send_rows", send_rows, "after grow, on the whole graph; before recompute, since what is sent and kept is less"
 )
 USED_ROWS: Final[Pass[Lowered, Lowered]] = Pass(
-    "used_rows", keep_used_rows, "after send_rows, which looks for what hands rows out; before recompute, which may make rows again"
+    "used_rows", keep_used_rows, "after send_rows, which looks for what hands rows out; before recompute, which may recompute rows"
 )
 CHUNKS: Final[Pass[Lowered, Lowered]] = Pass(
     "chunks", write_chunks, "after grow, whose blocks have no chunks; before recompute, which asks what forward leaves to backward"
@@ -100,9 +100,9 @@ RECOMPUTE: Final[Pass[Lowered, Lowered]] = Pass(
 PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled what backward reads; before microbatch and stages likewise")
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass("microbatch", split_microbatches, "after partition: a microbatch is one more axis there")
 GROWN: Final = (GROW, ROWS, USED_ROWS, CHUNKS, PARK_PARAMS, PARK_STATE)
-REMADE: Final = (*GROWN, RECOMPUTE)
+RECOMPUTED: Final = (*GROWN, RECOMPUTE)
 PARTS: Final = (PARK, MICROBATCH)
-"""Those of them that come before a pipeline is cut: before and up to what backward makes again, and behind that."""
+"""Those of them that come before a pipeline is cut: before and up to what backward recomputes, and behind that."""
 STAGES: Final[Pass[Lowered, Lowered]] = Pass(
     "stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"
 )
@@ -123,6 +123,6 @@ LOWER: Final[tuple[Pass[Lowered, Lowered], ...]] = (
 NAMES: Final[tuple[str, ...]] = (
     CAPTURE.name, *(each.name for each in (*TRACE, UPDATE)),
     FACTORIZE.name, *(each.name for each in PLACE),
-    PARTITION.name, *(each.name for each in (*REMADE, *PARTS, STAGES, CUT, *LOWER)),
+    PARTITION.name, *(each.name for each in (*RECOMPUTED, *PARTS, STAGES, CUT, *LOWER)),
 )  # fmt: skip
 """Of all passes, in order."""

@@ -64,7 +64,7 @@ def nothing_found(judge: Judge, axes: tuple[str, ...], least: float | None, lowe
 
 
 def _within(lower: Lower) -> Lower:
-    """With as much made again as keeps the budget."""
+    """With as much recomputed as keeps the budget."""
     return lambda again, hook: within_budget(again, hook, lower)
 
 

@@ -34,7 +34,7 @@ from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.beaten import BY_STAGES, Beaten
 from meshc.passes.driver.heard import Heard
-from meshc.passes.driver.remade_stages import Remaking
+from meshc.passes.driver.recomputed_stages import Recomputing
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.within_budget import BY_LAST, LAST
 from meshc.passes.phases.lowered import Lowered
@@ -57,8 +57,8 @@ MARGIN: Final = 0.05
 """How much slower a number of microbatches may be estimated to be than what is known to fit, and be lowered all the same: its
 cuts have not been moved yet."""
 
-REMADE: Final = 3
-"""Of a number of microbatches the shapes of which values are made again."""
+RECOMPUTED: Final = 3
+"""Of a number of microbatches the shapes of which values are recomputed."""
 
 TIMES_RANKS: Final = (1, 2, 4, 8)
 """Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. More of them
@@ -93,7 +93,7 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
     with part("searching for the stages"):
         answers = found.among(_counts(placed))
     fitting = [answer for answer in answers.values() if isinstance(answer, Fitting)]
-    if not fitting and found.needs and may_remake(request):
+    if not fitting and found.needs and may_recompute(request):
         return _by_policy(placed, hook, least(found.needs))
     if not fitting:
         found.last.tell(hook)
@@ -111,13 +111,13 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
     return replace(left, seconds={**left.seconds, "search": max(0.0, time.process_time() - start - spent)})
 
 
-def may_remake(request: Request) -> bool:
-    """Whether values are made again to keep the budget: one that the user said, without a policy."""
+def may_recompute(request: Request) -> bool:
+    """Whether values are recomputed to keep the budget: one that the user said, without a policy."""
     return request.remat is None and request.grad and request.memory_budget is not None
 
 
 def _by_policy(placed: Placed, hook: Hook | None, need: Need) -> Lowered:
-    """What is tried last: cuts follow from what a policy makes again, and may be others. Raises DoesNotFit."""
+    """What is tried last: cuts follow from what a policy recomputes, and may be others. Raises DoesNotFit."""
     request = placed.request
     try:
         return search(placed.again(replace(request, remat=LAST)), hook).noting(BY_LAST)
@@ -273,7 +273,7 @@ class Search:
     def _uncut(self, request: Request) -> Uncut:
         placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
         partitioned = run(pipeline.PARTITION, placed, self.last.hook)
-        self._step = run_all(pipeline.REMADE, partitioned, self.last.hook)
+        self._step = run_all(pipeline.RECOMPUTED, partitioned, self.last.hook)
         lowered = run_all(pipeline.PARTS, self._step, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             uncut = Uncut(lowered)
@@ -308,17 +308,17 @@ class Search:
                 large.append((shape, answer))
             elif isinstance(answer, Fitting):
                 best = answer if best is None or answer.seconds < best.seconds else best
-        return self._remade(uncut, large, bound, best) if large and may_remake(uncut.lowered.request) else best
+        return self._recomputed(uncut, large, bound, best) if large and may_recompute(uncut.lowered.request) else best
 
-    def _remade(self, uncut: Uncut, large: list[tuple[Shape, Need]], bound: float, best: Fitting | None) -> Fitting | None:
-        """The fastest of what holds too much, and what holds least of it, with values made again, unless it is slower in any case."""
+    def _recomputed(self, uncut: Uncut, large: list[tuple[Shape, Need]], bound: float, best: Fitting | None) -> Fitting | None:
+        """The fastest of what holds too much, and what holds least of it, with values recomputed, unless it is slower in any case."""
         assert self._step is not None and self.budget is not None
-        remaking = Remaking(self._step, uncut, self.last, self.budget, self._cut)
+        recomputing = Recomputing(self._step, uncut, self.last, self.budget, self._cut)
         timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
         smallest = min(timed, key=lambda one: one[2].most.total)
-        for seconds, shape, need in [one for one in timed if one is not smallest][: REMADE - 1] + [smallest]:
+        for seconds, shape, need in [one for one in timed if one is not smallest][: RECOMPUTED - 1] + [smallest]:
             if seconds < (bound if best is None else best.seconds):
-                fitting = [*remaking.best(shape, need), *([best] if best is not None else [])]
+                fitting = [*recomputing.best(shape, need), *([best] if best is not None else [])]
                 best = min(fitting, key=lambda one: one.seconds, default=None)
         return best
 

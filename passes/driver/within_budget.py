@@ -1,6 +1,6 @@
 """Within budget: a program that a rank can hold, of a request that says how much that is.
 
-What backward makes again is settled early (`passes/recompute/within.py`), on the graph of all layers, or with the stages of a pipeline
+What backward recomputes is settled early (`passes/recompute/within.py`), on the graph of all layers, or with the stages of a pipeline
 (`search.py`); passes after that add copies of their own (bundles, windows of gathers). What the program then holds too much the next round
 leaves to them.
 
@@ -35,9 +35,9 @@ from meshc.passes.stages.fit import DoesNotFit, need_of
 
 ROUNDS: Final = 3
 LAST: Final = "layer"
-"""The policy that is tried after them: of small models it holds less, since nothing of the loss is made again."""
+"""The policy that is tried after them: of small models it holds less, since nothing of the loss is recomputed."""
 
-BY_LAST: Final = f"memory: to hold no more than it may, backward makes again what Options(remat={LAST!r}) says"
+BY_LAST: Final = f"memory: to hold no more than it may, backward recomputes what Options(remat={LAST!r}) says"
 
 IN_CHUNKS: Final = "memory: to hold no more than it may, the head and loss run in {} chunks of their tokens"
 
@@ -65,7 +65,7 @@ class _Kept:
 
     def tried(self, count: int, budget: int) -> in_chunks.Tried:
         """What has come of so many chunks."""
-        return in_chunks.Tried(count, budget - self.held, self.seconds, in_chunks.again_s(self.left), in_chunks.is_pressed(self.left))
+        return in_chunks.Tried(count, budget - self.held, self.seconds, in_chunks.recompute_s(self.left), in_chunks.is_pressed(self.left))
 
     @cached_property
     def seconds(self) -> float:
@@ -210,7 +210,7 @@ def _in_rounds(placed: Placed, request: Request, budget: int, lower: Lower) -> _
 
 
 class _HeardEarly(Heard):
-    """And what a rank held when it was settled what is made again, and of a pipeline its stages: passes after it write into the graph."""
+    """And what a rank held when it was settled what is recomputed, and of a pipeline its stages: passes after it write into the graph."""
 
     held: int = 0
 

@@ -37,7 +37,7 @@ from meshc.plan.recipes import PlanLike, resolve
 
 CHUNKS: Final = 8
 WIDEST: Final = "layer"
-"""Of the policies that users name, what makes most again, a layer at a time."""
+"""Of the policies that users name, what recomputes most, a layer at a time."""
 LEAST: Final = "1f1b"
 """Of the schedules of a pipeline, what has fewest microbatches in flight for stages of one piece."""
 
@@ -91,7 +91,7 @@ class Change:
 
 HEAD: Final = "HEAD"
 NEAR: Final = 1.15
-"""How many times the budget what was tried may hold, as the closest program makes values again, to be tried as the user's own would."""
+"""How many times the budget what was tried may hold, as the closest program recomputes values, to be tried as the user's own would."""
 AGAIN: Final = 1
 """Changes of a searched plan that are searched for once more, at most."""
 
@@ -109,7 +109,7 @@ class Trying:
     """
     asked   under the user's own request;  left  the program that holds least of what came of it
     budget  bytes of a rank
-    lower   all passes from the plan on;  within  likewise, as it would be for the user: with as much made again as keeps the budget
+    lower   all passes from the plan on;  within  likewise, as it would be for the user: with as much recomputed as keeps the budget
     axes    that were searched: of these, and over a pipeline, the cheapest alone of what looks as if it did is tried as the user's own
     """
 
@@ -187,7 +187,7 @@ class Trying:
 
 
 def _as_it_came(left: Lowered) -> Request:
-    """Of a pipeline, with the schedule that was found, and with all of a layer made again where as much may be made again as is wanted."""
+    """Of a pipeline, with the schedule that was found, and with all of a layer recomputed where as much may be recomputed as is wanted."""
     request, pipeline = left.request, left.pipeline
     if pipeline is None:
         return request
@@ -237,7 +237,7 @@ def _staged(asked: Request, budget: int) -> Iterator[Change]:
     if asked.pp_splits:
         yield Change("no Options(pp_splits=)", {"pp_splits": ()})
     if asked.memory_budget is None and asked.grad:
-        yield Change(f"Options(memory_budget={budget}), for which values are made again", {"memory_budget": budget})
+        yield Change(f"Options(memory_budget={budget}), for which values are recomputed", {"memory_budget": budget})
 
 
 def _stored(left: Lowered) -> Iterator[Change]:

@@ -10,7 +10,7 @@ of a bucket travel while the next ones are computed, and are gone once they have
 A copy to the host or from there starts behind all that stands before it, and what stands behind it is of a later level: its place is that
 of memory.
 
-What backward makes again (`passes/recompute/`) could run as soon as what it is made of is there, in forward, and would be kept like any
+What backward recomputes (`passes/recompute/`) could run as soon as what it is made of is there, in forward, and would be kept like any
 other: it is of the latest level, that of what first reads it. So is what backward brings together of forward's values to read it, such as
 the gather of a norm's sequence before a weight's gradient: it starts a level sooner, and travels while that level runs.
 
@@ -62,7 +62,7 @@ def _late(graph: Graph, levels: _Levels) -> None:
 
 
 def _can_wait(graph: Graph) -> set[Node]:
-    """What is made again; and what backward moves, or looks at, of that and of forward's values."""
+    """What is recomputed; and what backward moves, or looks at, of that and of forward's values."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or writes(node) or spmd.is_host_copy(node.target):

@@ -3,7 +3,7 @@
     forward:  inputs, parameters -> outputs, saved values            backward: tangents, saved values, parameters -> gradients
 
 A node belongs to the backward stage if it was traced or made there. Values of the forward stage that it reads are saved, except layouts of
-parameters and integers, which are made again. From here on a node's phase is that of its stage: what brings outputs together was made last.
+parameters and integers, which are recomputed. From here on a node's phase is that of its stage: what brings outputs together was made last.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cut_backward(lowered: Lowered) -> Lowered:
     results = stage.results()
     tangents = [node for node, key in keys.items() if is_a(key, "tangent")]
     late = read_by([*tangents, *(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "backward")])
-    light = _remade(graph, keys, late)
+    light = _recomputed(graph, keys, late)
     outputs = {key: node for key, node in results.items() if not is_a(key, "gradient")}
     gradients = {key: node for key, node in results.items() if key not in outputs}
     again = late | light
@@ -59,7 +59,7 @@ def _of_one_phase(stage: Stage) -> Stage:
     return stage
 
 
-def _remade(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
+def _recomputed(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
     """Forward nodes that the backward stage makes itself: integers, and layouts of parameters."""
     light: set[Node] = set()
     for node in graph.nodes:

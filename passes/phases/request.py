@@ -56,7 +56,7 @@ class Request:
     backend       what will run the program
     searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
-    remat         what backward makes again of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
+    remat         what backward recomputes of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
     attention     "ring", "zigzag" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
     must_pass     with "ring" or "zigzag": attention whose keys cannot pass round is refused; False: they are gathered, and a note says so
     recurrence    "turns" or "join": how ranks take the steps of a split sequence; None: what is predicted to be faster

@@ -1,10 +1,10 @@
-"""Again: when values are there that backward may make again: for the forward of their layer and for its backward, and not between.
+"""Lifetimes of values that backward may recompute: the forward of their layer and its backward, and not the time between.
 
     position     forward of layer 3 .......... other layers .......... backward of layer 3
     kept         |----------------------------------------------------------------------|
-    made again   |------------------|                                  |----------------|
+    recomputed   |------------------|                                  |----------------|
 
-What may be made again is what a budget would choose from (`recompute/policies.py`): of layers what nothing else reads, beside them what is
+What may be recomputed is what a budget would choose from (`recompute/policies.py`): of layers what nothing else reads, beside them what is
 cheap. It is taken to be there from where backward first reads anything of its layer.
 
 A head and loss whose chunks nobody has counted may run in the most that are tried (`chunks/head.py`): of logits there is one chunk then.
@@ -29,7 +29,7 @@ Span: TypeAlias = tuple[int, int, float]
 
 
 def gaps(values: Iterable[Made], placed: Placed) -> dict[Value, tuple[int, int]]:
-    """Of each value that may be made again the positions between which it need not be there."""
+    """Of each value that may be recomputed the positions between which it need not be there."""
     policy = policy_of(BY_BUDGET, [node for node in calls(placed.graph) if records(node)[0].phase == "forward"], pipeline=False)
     last: dict[Value, int] = {}
     first: dict[object, int] = {}

@@ -10,9 +10,9 @@ Of layers that were not captured everything stands at the seams of the one that 
 there from behind that layer's forward until before its backward, their gradients from there on, and what dies within a layer is held by one
 layer at a time. From layer to layer what is held grows or shrinks by the same, so that it is most at one end.
 
-Where values may be made again (`again`), those of a layer that nothing else reads are there for its forward and for its backward, and not
+Where values may be recomputed (`again`), those of a layer that nothing else reads are there for its forward and for its backward, and not
 between; so are cheap ones beside layers, each for itself. Of a head that may run in chunks there are the logits of one. That is the least
-that a program can come to; what making them again takes is no part of the model, and said by the clock.
+that a program can come to; what recomputing them takes is no part of the model, and said by the clock.
 
 A partial value counts as what it becomes. Casts and copies on the way to a reader count as the value does. Values that nothing but
 integers goes into are left out, and what later passes do to memory: buckets, windows of gathers, values made in another's memory. The

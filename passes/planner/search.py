@@ -69,7 +69,7 @@ class Search:
     near: bool = False
     """Whether layers beside those that were not captured are held to decide as these, where they hand each other values."""
     again: bool = False
-    """Whether backward may make values again: what is held is the least that this comes to."""
+    """Whether backward may recompute values: what is held is the least that this comes to."""
     least: float | None = None
     """The fewest bytes that any choice holds by the model, of those that were found. Where nothing keeps a budget, it is looked for."""
     allowed: Allowance = field(default_factory=Allowance)
@@ -182,8 +182,8 @@ class Search:
         other._build(self.space)
         return other
 
-    def making_again(self) -> Search:
-        """The same search, where backward may make values again."""
+    def recomputing(self) -> Search:
+        """The same search, where backward may recompute values."""
         other = copy(self)
         other.again, other.least, other.smallest, other._fewest = True, None, None, []
         other.memory = Memory(other.model, self.placed, True)

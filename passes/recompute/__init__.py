@@ -1,1 +1,1 @@
-"""What backward keeps of forward, and what it makes again."""
+"""What backward keeps of forward, and what it recomputes."""

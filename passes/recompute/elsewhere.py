@@ -4,7 +4,7 @@
            of the last layer's                                                       copies would be waited for: they stay
     cpu    the rank makes copies itself                                              they take what they take
 
-What copies take is in one scale with making again (`trade.py`). While a layer runs so many bytes can leave as its link moves meanwhile:
+What copies take is in one scale with recomputing (`trade.py`). While a layer runs so many bytes can leave as its link moves meanwhile:
 copies of these count for little, and no more of the layer goes, nor more of all than the host has room for.
 """
 
@@ -22,7 +22,7 @@ from meshc.cost.operators import seconds
 from meshc.ir import is_tensor, local_bytes, record
 from meshc.passes.offload.there_and_back import has_place, moments, roots_of
 from meshc.passes.recompute.policies import layer_of
-from meshc.passes.recompute.remakable import Remakable
+from meshc.passes.recompute.recomputable import Recomputable
 from meshc.passes.recompute.trade import Kept, Trade
 
 HIDDEN: Final = 0.02
@@ -34,10 +34,10 @@ TURNS: Final = 12
 
 
 class Elsewhere:
-    """Of the values that `can` has. `room`: bytes of the host; `fixed`: what stays as it is; `takes`: seconds of making values again."""
+    """Of the values that `can` has. `room`: bytes of the host; `fixed`: what stays as it is; `takes`: seconds of recomputing values."""
 
     def __init__(
-        self, graph: Graph, can: Remakable, takes: Mapping[Node, float], device: Device, room: int, fixed: Collection[Node] = ()
+        self, graph: Graph, can: Recomputable, takes: Mapping[Node, float], device: Device, room: int, fixed: Collection[Node] = ()
     ) -> None:
         self.can, self.takes, self.room = can, takes, room
         home = roots_of(can.forward)
@@ -73,7 +73,7 @@ class Elsewhere:
         return Trade(self.can, self.takes).within(most)
 
     def _over(self, kept: Kept) -> set[Node]:
-        """Of what would go, what the host has no room for or a layer does not hide, first what takes least to be made again for
+        """Of what would go, what the host has no room for or a layer does not hide, first what takes least to be recomputed for
         the seconds of its copies."""
         room, left = self.room, dict(self.hides or {})
         over: set[Node] = set()
@@ -89,8 +89,8 @@ class Elsewhere:
         return over
 
 
-def _waits(can: Remakable, at: Mapping[Node, float]) -> dict[Node, float]:
-    """Seconds between the last reader of a value in forward and the first in backward, of which it may be one that makes another again."""
+def _waits(can: Recomputable, at: Mapping[Node, float]) -> dict[Node, float]:
+    """Seconds between the last reader of a value in forward and the first in backward, of which it may be one that recomputes another."""
     first: dict[Node, float] = {}
     last: dict[Node, float] = {}
     late = set(can.backward)

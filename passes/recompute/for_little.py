@@ -1,12 +1,12 @@
-"""For little: what backward makes again where nobody says anything of memory: as much as is worth its seconds.
+"""For little: what backward recomputes where nobody says anything of memory: as much as is worth its seconds.
 
-    llama, fsdp      29.3 % less held for 2.1 % of the step's seconds     made again
+    llama, fsdp      29.3 % less held for 2.1 % of the step's seconds     recomputed
     mlp, fsdp         0.7 % less for 0.3 %                                kept
 
 A hundredth of what a rank holds is worth a thousandth of the seconds of forward and backward (`WORTH`). At that price of a byte what is
-cheapest of what `cheap` may make again is one minimum cut (`trade.py`), and it is taken if a walk says that the rank holds so much less:
-what is not there when most is there is made again for nothing. Over a pipeline no walk is possible before it is cut. An all-to-all may be
-made again too: behind Ulysses' attention its output would be kept by heads, for attention, and by positions, for the projection behind it.
+cheapest of what `cheap` may recompute is one minimum cut (`trade.py`), and it is taken if a walk says that the rank holds so much less:
+what is not there when most is there is recomputed for nothing. Over a pipeline no walk is possible before it is cut. An all-to-all may be
+recomputed too: behind Ulysses' attention its output would be kept by heads, for attention, and by positions, for the projection behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshc.cost.operators import seconds
 from meshc.ir import is_integer
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.policies import LITTLE
-from meshc.passes.recompute.remakable import Remakable, of_lowered
+from meshc.passes.recompute.recomputable import Recomputable, of_lowered
 from meshc.passes.recompute.trade import Trade
 from meshc.passes.recompute.within import held_of, takes_of, with_copies
 from meshc.program.packing import is_view
@@ -35,7 +35,7 @@ LEAST: Final = 0.01
 
 
 def for_little(lowered: Lowered, fixed: Collection[Node]) -> Lowered:
-    """`fixed`: what is not made again."""
+    """`fixed`: what is not recomputed."""
     can = of_lowered(lowered, LITTLE, fixed=fixed)
     if not can.wanted or not can.operands:
         return lowered
@@ -63,7 +63,7 @@ def _hands_on(lowered: Lowered) -> bool:
     return lowered.mesh.pipeline_axis is not None or not lowered.request.train
 
 
-def _not_there(again: Iterable[Node], can: Remakable) -> list[Node]:
+def _not_there(again: Iterable[Node], can: Recomputable) -> list[Node]:
     """Without integers, and without what looks at a value that is there: both are read as they are."""
     found: dict[Node, None] = {}
     for node in again:

@@ -1,10 +1,10 @@
-"""In stages: what the stages of a pipeline make again in backward, so that each rank holds no more than it may.
+"""In stages: what the stages of a pipeline recompute in backward, so that each rank holds no more than it may.
 
     rank 0   4 microbatches in flight   a value kept counts 4 times   9.1 MB held of 8: 1.1 MB less of what it keeps, at the least seconds
     rank 1   1 in flight                once                          5.2 MB held: it keeps all
 
 Stages and schedule are settled. A value is there as often as microbatches wait in its stage, between forward and backward; so many times
-its bytes are traded for the seconds of making it again (`trade.py`), of each rank apart. What a stage was handed it keeps, if it reads it
+its bytes are traded for the seconds of recomputing it (`trade.py`), of each rank apart. What a stage was handed it keeps, if it reads it
 in backward: its maker is on another rank. What comes of it is cut and walked by whoever asks.
 """
 
@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc.cost.devices import for_mesh
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.policies import BY_BUDGET
-from meshc.passes.recompute.remakable import of_lowered
+from meshc.passes.recompute.recomputable import of_lowered
 from meshc.passes.recompute.trade import Kept, Trade
 from meshc.passes.recompute.within import said, takes_of, with_copies
 
@@ -37,7 +37,7 @@ class Places:
 
 
 class InStages:
-    """Of a step as `recompute` left it, before it is in microbatches. `fixed`: what is not made again."""
+    """Of a step as `recompute` left it, before it is in microbatches. `fixed`: what is not recomputed."""
 
     def __init__(self, lowered: Lowered, places: Places, fixed: Collection[Node] = ()) -> None:
         self.lowered, self.places = lowered, places
@@ -72,7 +72,7 @@ class InStages:
 
     @property
     def most(self) -> dict[int, int]:
-        """Bytes that each rank keeps where it makes nothing again."""
+        """Bytes that each rank keeps where it recomputes nothing."""
         return {rank: trade.all.bytes for rank, trade in self._trades.items()}
 
     @property
@@ -81,7 +81,7 @@ class InStages:
         return {rank: trade.least.bytes for rank, trade in self._trades.items()}
 
     def keeping(self, most: Mapping[int, int]) -> tuple[Lowered, int]:
-        """A copy in which backward makes again what is not kept, where each of these ranks keeps at most so many bytes; and how many
+        """A copy in which backward recomputes what is not kept, where each of these ranks keeps at most so many bytes; and how many
         values that are."""
         found = {rank: self._trades[rank].within(bytes_kept) for rank, bytes_kept in most.items()}
         left = with_copies(self.lowered, [(self._readers[rank], kept.again) for rank, (kept, _) in found.items()])

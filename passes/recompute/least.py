@@ -1,10 +1,10 @@
 """Least: which values of forward to keep so that backward has all it needs at the least cost.
 
-    x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be made again of h, so h is kept and a is not
+    x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be recomputed of h, so h is kept and a is not
 
 A minimum cut (Ford and Fulkerson, 1956; as in torch's partitioner, He and Yu, MLSys 2023): what is there flows from all that may not be
-made again to all that backward reads, through each value at the price of keeping it, and into each at the price of making it again. Of cuts
-of equal cost the one closest to backward is taken, so that least is made again.
+recomputed to all that backward reads, through each value at the price of keeping it, and into each at the price of recomputing it. Of cuts
+of equal cost the one closest to backward is taken, so that least is recomputed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def least_kept(
     """The values to keep, of the fewest bytes.
 
     values    of forward, in order
-    operands  of the values that may be made again, those among `values`; what is not there may not be
+    operands  of the values that may be recomputed, those among `values`; what is not there may not be
     bytes_of  None: it takes no memory of its own, and is never kept (a view, an integer, what is made of parameters alone)
     wanted    what backward reads
     """

@@ -1,4 +1,4 @@
-"""Policies: what backward may make again, by name.
+"""Policies: what backward may recompute, by name.
 
     none       nothing
     cheap      what takes little beside products: pointwise operators, casts, norms, views, dropout by its number, masks
@@ -7,7 +7,7 @@
     sqrt       the same with about as many layers at a time as there are such groups (likewise); over a pipeline, whose stages are cut later
                and hold few layers each, that is `layer`
 
-Whoever makes a value again makes it of what is kept. What is made of parameters alone is never kept: a gathered parameter is gathered
+Whoever recomputes a value makes it of what is kept. What is made of parameters alone is never kept: a gathered parameter is gathered
 again, as without any policy.
 """
 
@@ -40,7 +40,7 @@ LITTLE: Final = "little"
 """No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`for_little.py`)."""
 
 BY_BUDGET: Final = "by budget"
-"""No policy that users name: what `layer` would make again, and beside layers `cheap`, as far as a budget asks for it (`within.py`)."""
+"""No policy that users name: what `layer` would recompute, and beside layers `cheap`, as far as a budget asks for it (`within.py`)."""
 
 _MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
@@ -48,8 +48,8 @@ _MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 @dataclass(frozen=True)
 class Policy:
     """
-    may    whether a value may be made again
-    ahead  how many products of backward may lie between where a value is made again and where it is last read; None: any number
+    may    whether a value may be recomputed
+    ahead  how many products of backward may lie between where a value is recomputed and where it is last read; None: any number
     """
 
     may: Callable[[Node], bool]
@@ -102,7 +102,7 @@ def _within(groups: Mapping[str, int]) -> Callable[[Node], bool]:
 
 
 def _layers(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> Policy:
-    """`together`: of so many layers, how many are made again at a time."""
+    """`together`: of so many layers, how many are recomputed at a time."""
     names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
     size = together(len(names))
     return Policy(_within({name: number // size for number, name in enumerate(names)}), _any)
@@ -129,7 +129,7 @@ def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
 
 
 def _checkpointed(node: Node) -> bool:
-    """What a region of the user's own makes again: all but what its policy saves, and what is read outside of it."""
+    """What a region of the user's own recomputes: all but what its policy saves, and what is read outside of it."""
     source = records(node)[0].source
     return not source.saved and all(
         records(user)[0].source.region == source.region

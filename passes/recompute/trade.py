@@ -1,6 +1,6 @@
-"""Trade: seconds of making again, or of copies to the host and back, for bytes that are kept, a value at a time.
+"""Trade: seconds of recomputing, or of copies to the host and back, for bytes that are kept, a value at a time.
 
-    seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or making again, is one minimum
+    seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or recomputing, is one minimum
             |    . .             cut (`least.py`), and lies on the lower hull of all choices. The price between two of the hull leads
             |      .      .      to one between them, until there is none. The line through both is below what any choice takes that keeps
             |__________.____ all  no more.
@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from meshc.ir.graph import made_of
 from meshc.passes.recompute.least import all_kept, cheapest_kept, least_kept
-from meshc.passes.recompute.remakable import Remakable
+from meshc.passes.recompute.recomputable import Recomputable
 
 EARLIER: Final = 0.02
 """How much more a byte of the first value of forward counts than one of the last."""
@@ -43,8 +43,8 @@ class Kept:
     """
     nodes    what is kept;  there  those of them that lie on the host in between
     bytes    of what lies on the device;  weighed  the same, of which early ones count more
-    again    what is made again for it
-    seconds  of making that again, and of copies that nothing hides
+    again    what is recomputed for it
+    seconds  of recomputing that, and of copies that nothing hides
     """
 
     nodes: frozenset[Node]
@@ -56,12 +56,12 @@ class Kept:
 
 
 class Trade:
-    """Of what may be made again. `takes`: seconds of making each value again, of those that take any. `times`: how often a value is kept
+    """Of what may be recomputed. `takes`: seconds of recomputing each value, of those that take any. `times`: how often a value is kept
     at once, where not once. `copies`: of what may lie on the host, the seconds of that."""
 
     def __init__(
         self,
-        can: Remakable,
+        can: Recomputable,
         takes: Mapping[Node, float],
         times: Mapping[Node, int] | None = None,
         copies: Mapping[Node, float] | None = None,
@@ -73,7 +73,7 @@ class Trade:
 
     @cached_property
     def all(self) -> Kept:
-        """Nothing is made again but what is never kept."""
+        """Nothing is recomputed but what is never kept."""
         return self._kept(all_kept(self.can.operands, self._sizes.__getitem__, self.can.wanted))
 
     @cached_property

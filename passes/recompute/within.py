@@ -1,10 +1,10 @@
-"""Within: as little is made again as makes a rank hold no more than it may.
+"""Within: as little is recomputed as makes a rank hold no more than it may.
 
-    18 GB:  everything kept: 21.3 GB held  ->  3.3 GB less kept: still too much  ->  9.4 GB kept: 17.9 GB held, 103 values made again
+    18 GB:  everything kept: 21.3 GB held  ->  3.3 GB less kept: still too much  ->  9.4 GB kept: 17.9 GB held, 103 values recomputed
 
 Where a budget says how much of the host a rank may have, values lie there in between if that takes less (`elsewhere.py`).
 
-What is held is walked (`meshc/cost/memory.py`) over the whole graph, of one microbatch where there are several: what is made again is in
+What is held is walked (`meshc/cost/memory.py`) over the whole graph, of one microbatch where there are several: what is recomputed is in
 memory too. What is over the budget must be kept less, by what keeping less has come to the time before, four times at most; after that
 what keeps least is taken, and whether that does is for others to judge.
 """
@@ -32,9 +32,9 @@ from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute.elsewhere import Elsewhere
 from meshc.passes.recompute.policies import BY_BUDGET
-from meshc.passes.recompute.remakable import Remakable, of_lowered
+from meshc.passes.recompute.recomputable import Recomputable, of_lowered
 from meshc.passes.recompute.trade import Kept, Trade
-from meshc.passes.recompute.write import make_again
+from meshc.passes.recompute.write import write_copies
 from meshc.program.program import Instruction
 
 BY_BUDGET_THERE: Final = "memory budget"
@@ -46,7 +46,7 @@ PARTS: Final = 4
 
 
 def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lowered:
-    """`budget`: bytes of a rank. `fixed`: what is not made again."""
+    """`budget`: bytes of a rank. `fixed`: what is not recomputed."""
     held = held_of(lowered)
     if held <= budget:
         return lowered
@@ -63,7 +63,7 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
             return made.left
         least = least or _Made(lowered, can, *choice.within(fewest))
         if least.held > budget:
-            # what is made again is in memory as well: one of those between may hold less
+            # what is recomputed is in memory as well: one of those between may hold less
             between: list[_Made] = []
             for part in range(PARTS - 1, 0, -1):
                 between.append(_Made(lowered, can, *choice.within(whole * part // PARTS)))
@@ -76,9 +76,9 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
 
 
 class _Choice:
-    """Of what is kept, made again or on the host in between. `most`, `least`: bytes that are kept on the device at the ends of it."""
+    """Of what is kept, recomputed or on the host in between. `most`, `least`: bytes that are kept on the device at the ends of it."""
 
-    def __init__(self, lowered: Lowered, can: Remakable, fixed: Collection[Node]) -> None:
+    def __init__(self, lowered: Lowered, can: Recomputable, fixed: Collection[Node]) -> None:
         device, (stage,) = for_mesh(lowered.mesh), lowered.stages.values()
         self.takes = takes_of(can, lowered, device)
         self.trade, room = Trade(can, self.takes), may_have_there(lowered.request)
@@ -96,13 +96,13 @@ class _Choice:
 class _Made:
     """What comes of a choice, and what a rank holds of it."""
 
-    def __init__(self, lowered: Lowered, can: Remakable, kept: Kept, bound: float) -> None:
+    def __init__(self, lowered: Lowered, can: Recomputable, kept: Kept, bound: float) -> None:
         self.left = with_copies(lowered, [(can.backward, kept.again)], kept.there).noting(said(kept, bound, can))
         self.held = held_of(self.left)
 
 
 def may_hold(request: Request) -> int | None:
-    """Bytes of the user's budget. What is widened to float64, to be compared with the model, may hold twice that, so that it makes again
+    """Bytes of the user's budget. What is widened to float64, to be compared with the model, may hold twice that, so that it recomputes
     about what the program does that will run."""
     return None if request.memory_budget is None else request.memory_budget * (2 if request.double else 1)
 
@@ -128,8 +128,8 @@ def _walked(lowered: Lowered) -> memory.RankBytes:
     return memory.worst(alone.as_program(), words_of)
 
 
-def takes_of(can: Remakable, lowered: Lowered, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:
-    """Seconds of making each value again. What is made of parameters alone is made in backward in any case. `each_s`: of forward's
+def takes_of(can: Recomputable, lowered: Lowered, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:
+    """Seconds of recomputing each value. What is made of parameters alone is made in backward in any case. `each_s`: of forward's
     operators, where that is known."""
     known = each_s or {}
     return {
@@ -148,7 +148,7 @@ def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence
     graph.output(copy_into(graph, stage.graph, copies))
     for readers, values in again:
         left = set(graph.nodes)  # what backward gathers itself may be a copy's twin, and gone
-        make_again(graph, [copies[node] for node in readers if copies[node] in left], [copies[node] for node in values])
+        write_copies(graph, [copies[node] for node in readers if copies[node] in left], [copies[node] for node in values])
     if there:
         late = calls_of(graph, "backward")
         reasons = {copies[node]: BY_BUDGET_THERE for node in stage.graph.nodes if node in there}
@@ -156,7 +156,7 @@ def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence
     return replace(lowered, stages={stage.name: replace(stage, graph=graph)})
 
 
-def said(kept: Kept, bound: float, can: Remakable, often: str = "") -> str:
+def said(kept: Kept, bound: float, can: Recomputable, often: str = "") -> str:
     """`often`: of what the seconds are, where not of a step."""
     least = f", at least {bound * 1e3:.3g} ms for so few bytes" if kept.seconds > bound else ""
     moved = sum(local_bytes(record(node)) for node in kept.there)

@@ -1,4 +1,4 @@
-"""Write: copies in backward of what it makes again, each before its first reader."""
+"""Write: copies in backward of what it recomputes, each before its first reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshc.ir import KEY, exactly, records, set_record, spmd
 from meshc.ir.graph import copied_node, made_of
 
 
-def make_again(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -> None:
+def write_copies(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -> None:
     """`values`: of forward, in its order; where no reader in backward wants one, it is not made."""
     again = {node: turn for turn, node in enumerate(values)}
     copies: dict[Node, Node] = {}

@@ -5,7 +5,7 @@
     stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
 
 A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips.
-Values that need only the call's inputs are made again where they are read, unless `forwarded.py` has found who makes them, since a
+Values that need only the call's inputs are recomputed where they are read, unless `forwarded.py` has found who makes them, since a
 message is cheaper; and unless they are worth their memory: then the stage that made them forward keeps them for backward.
 """
 

@@ -4,7 +4,7 @@
     forward_0: m = mask(x); y = f(x, m)     forward_1: z = f(flow:y, flow:m)                 mask takes more
 
 Every stage could make such a value, since inputs are on every rank; what it is made of may be cheaper to send than it is. Those that save
-most are taken one by one, until none saves anything. A message is counted with its posting at both ends: small values are made again.
+most are taken one by one, until none saves anything. A message is counted with its posting at both ends: small values are recomputed.
 """
 
 from __future__ import annotations

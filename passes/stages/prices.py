@@ -110,7 +110,7 @@ class Prices:
         )
 
     def _is_kept(self, node: Node, readers: Mapping[str, set[int]]) -> bool:
-        """Whether what is made of inputs is made once: it is worth its memory, or a message is cheaper than making it again."""
+        """Whether what is made of inputs is made once: it is worth its memory, or a message is cheaper than recomputing it."""
         if worth_keeping(node):
             return True
         if not is_tensor(node) or len({place for places in readers.values() for place in places}) < 2:

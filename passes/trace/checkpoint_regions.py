@@ -7,7 +7,7 @@
 
 Dynamo makes a call of a body of each. `inline_checkpoints` tags the nodes of the body, by names of meta that tracing carries on to the
 operators; once these are there the region's policy is asked of each, in their order, as torch asks it in forward. Of regions within
-regions the outermost counts: all in it is made again.
+regions the outermost counts: all in it is recomputed.
 """
 
 from __future__ import annotations

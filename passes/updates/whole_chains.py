@@ -184,7 +184,7 @@ def _bytes(nodes: Iterable[Node]) -> int:
 
 
 def _chain(nodes: Sequence[Node]) -> Chain | None:
-    """None where something leaves in a way that cannot be made again."""
+    """None where something leaves in a way that cannot be repeated."""
     own = set(nodes)
     entering = [_entering(one) for one in dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own)]
     leaving: list[Leaving] = []

@@ -36,7 +36,7 @@ KEPT: Final[tuple[Kind, ...]] = ("parameter", "state", "buffer", "constant")
 
 Values = dict[str, torch.Tensor]
 Recorded = tuple[Values, Callable[[], object]]
-"""What a call makes, at places that stay, and what makes it again."""
+"""What a call makes, at places that stay, and what computes it again."""
 
 
 class Step(Protocol):

@@ -96,10 +96,10 @@ def test_why_a_value_is_kept_and_the_line_that_it_names_changes_it() -> None:
     told = remembered("value:1.0", remat="none")
     assert "softplus_default, aten.softplus: float32 [batch 4/dp, ffn 32], 256 B on a rank" in told, told
     assert "backward   kept: the policy 'none'" in told and re.search(r"again      1 aten.softplus: \S+ ms", told)
-    line = re.search(r"else       (remat .*): it is made again", told)
+    line = re.search(r"else       (remat .*): it is recomputed", told)
     assert line is not None and "offload value:1.0: it lies on the host in between" in told
     other = remembered("value:1.0", line[1])
-    assert f"backward   made again: `{line[1]}` in the plan" in other and "else       keep value:1.0: it is kept: 256 B" in other
+    assert f"backward   recomputed: `{line[1]}` in the plan" in other and "else       keep value:1.0: it is kept: 256 B" in other
     assert "kept: `keep value:1.0` in the plan" in remembered("value:1.0", f"{line[1]}\nkeep value:1.0")
     assert "backward   on the host: offload value:1.0" in remembered("value:1.0", "offload value:1.0")
 
@@ -123,15 +123,15 @@ def test_over_a_pipeline_each_stage_says_of_its_own_values_and_the_line_changes_
     told = staged(remat="none").explain("value:3.1")
     assert "softplus_default_3, aten.softplus: float32 [batch 256/mb, ffn 16], 4.1 kB on a rank" in told, told
     assert "backward   kept: the policy 'none'" in told
-    line = re.search(r"else       (remat .*): it is made again", told)
+    line = re.search(r"else       (remat .*): it is recomputed", told)
     assert line is not None
-    assert f"backward   made again: `{line[1]}` in the plan" in staged(line[1]).explain("value:3.1")
+    assert f"backward   recomputed: `{line[1]}` in the plan" in staged(line[1]).explain("value:3.1")
 
 
 @pytest.mark.broad
-def test_over_a_pipeline_a_budget_is_told_of_the_rank_that_makes_values_again_for_it() -> None:
+def test_over_a_pipeline_a_budget_is_told_of_the_rank_that_recomputes_values_for_it() -> None:
     first, second = (one.total for one in memory.by_rank(staged(remat="none").compiled))
     program = staged(memory_budget=(first + second) // 2)
-    why = f"Options(memory_budget={(first + second) // 2}), for which as little as can be is made again"
-    assert f"backward   made again: {why}" in program.explain("value:0.1")
+    why = f"Options(memory_budget={(first + second) // 2}), for which as little as can be is recomputed"
+    assert f"backward   recomputed: {why}" in program.explain("value:0.1")
     assert f"backward   kept: {why}" in program.explain("value:3.1")

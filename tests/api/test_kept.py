@@ -212,7 +212,7 @@ def half(place: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [cut_short, edited, told_otherwise, half])
-def test_what_was_damaged_is_refused_and_made_again(folder: Path, tmp_path: Path, spoil: Any) -> None:
+def test_what_was_damaged_is_refused_and_compiled_again(folder: Path, tmp_path: Path, spoil: Any) -> None:
     file = tmp_path / "net.py"
     first = start(folder, net(MODEL, file))
     spoil(entry(folder))

@@ -76,7 +76,7 @@ def lasts(region: Stage, *names: str) -> list[str]:
     return [walk.nodes[walk.last[by_name(region)[name]]].name for name in names]
 
 
-def test_what_is_made_again_is_there_with_what_else_is_made_of_its_operand() -> None:
+def test_what_is_recomputed_is_there_with_what_else_is_made_of_its_operand() -> None:
     """`z` is made where `a` is, if nothing that it reads waits for `a`; `late` reads a product of `a`."""
     region = stage_of("", PRODUCT, "z_2", compiled=True)
     named, nodes = by_name(region), list(region.graph.nodes)

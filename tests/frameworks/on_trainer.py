@@ -273,7 +273,7 @@ def not_resumed(mesh: Any) -> None:
 
 
 @ROWS.row('gradient_checkpointing, re-entrant and not, with inputs="local"', mesh="dp=2")
-def made_again(mesh: Any) -> None:
+def recomputed(mesh: Any) -> None:
     for reentrant in (True, False):
         model, twin = compiled(mesh, "local", 2)
         given = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})

@@ -1,4 +1,4 @@
-"""Numbers that are followed: whatever is made of them is made again at other values, and whatever was asked of them is asked again."""
+"""Numbers that are followed: whatever is made of them is recomputed at other values, and whatever was asked of them is asked again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def put(trail: Trail, number: Any, *values: float) -> Any:
     return trail.at(values)[number.place]
 
 
-def test_what_is_made_is_made_again() -> None:
+def test_what_is_made_is_recomputed() -> None:
     trail = Trail()
     n = trail.number(768)
     made_of_it = {

@@ -77,8 +77,8 @@ def test_the_program_is_the_one_without_checkpointing(p: float) -> None:
     assert calls[0] == calls[1]
 
 
-def made_again(model: nn.Module, plan: str = "dp: batch", **options: Any) -> list[str]:
-    """Products, activations and draws that backward makes again, in a module in autograd and in a step alike, which mean what they mean."""
+def recomputed(model: nn.Module, plan: str = "dp: batch", **options: Any) -> list[str]:
+    """Products, activations and draws that backward recomputes, in a module in autograd and in a step alike, which mean what they mean."""
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda output: output[0].square().mean())
     found = []
     for what in (model, step):
@@ -91,27 +91,27 @@ def made_again(model: nn.Module, plan: str = "dp: batch", **options: Any) -> lis
 
 
 @pytest.mark.broad
-def test_a_region_is_made_again_as_the_model_says_unless_the_plan_says_otherwise() -> None:
+def test_a_region_is_recomputed_as_the_model_says_unless_the_plan_says_otherwise() -> None:
     """The last product of `first` is nobody's operand in backward; that of the second block is, of what is dropped next: where it is
-    not made again, the mask is kept."""
+    not recomputed, the mask is kept."""
     torch.manual_seed(0)
-    assert made_again(Checkpointed(0.4, direct)) == []
+    assert recomputed(Checkpointed(0.4, direct)) == []
     inner = ["aten.addmm", "aten.gelu", "meshc.dropout"]
-    assert made_again(Checkpointed(0.4)) == [*inner, "aten.addmm", "meshc.dropout", *inner]
-    assert made_again(Checkpointed(0.4), remat="none") == made_again(Checkpointed(0.4))
-    assert made_again(Checkpointed(0.4), "dp: batch\nremat first: none\nremat second: none") == []
+    assert recomputed(Checkpointed(0.4)) == [*inner, "aten.addmm", "meshc.dropout", *inner]
+    assert recomputed(Checkpointed(0.4), remat="none") == recomputed(Checkpointed(0.4))
+    assert recomputed(Checkpointed(0.4), "dp: batch\nremat first: none\nremat second: none") == []
 
 
 def test_what_a_policy_saves_is_kept() -> None:
     torch.manual_seed(0)
     products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    again = made_again(Checkpointed(0.4, partial(region, context_fn=products)))
+    again = recomputed(Checkpointed(0.4, partial(region, context_fn=products)))
     assert "aten.addmm" not in again and again.count("aten.gelu") == 2
 
 
 def test_who_said_so() -> None:
     program = meshc.compile(Checkpointed(), meshc.Mesh("dp=2"), kwargs=X)
-    assert "made again: the model, which checkpoints a region there" in str(program.explain("value:first.drop"))
+    assert "recomputed: the model, which checkpoints a region there" in str(program.explain("value:first.drop"))
 
 
 def test_a_policy_that_raises_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Ways to hold less: what backward makes again, what lies on the host, a budget. Under each of them every kind of model means on every mesh
+"""Ways to hold less: what backward recomputes, what lies on the host, a budget. Under each of them every kind of model means on every mesh
 what it means on one device: loss, gradients, parameters and state after two steps; or it is refused with these words."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.broad import broad
 from tests.models import Case, bert, gpt2, llama, mlp, nanogpt, resnet, vit
 
 SHARE: Final = 60
-"""Per cent of what a rank holds that makes nothing again."""
+"""Per cent of what a rank holds that recomputes nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ REFUSED: Final = {
 }  # fmt: skip
 """Where nothing keeps the budget: what is left are products that backward reads, gradients and parameters."""
 NOTHING_TO_MAKE: Final = {("mlp", "layer", "dp_shard=2,tp=2")}
-"""Its modules are in no list, so that it has no layers; what else is made again there is what backward gathers in any case."""
+"""Its modules are in no list, so that it has no layers; what else is recomputed there is what backward gathers in any case."""
 
 
 def step_of(kind: Kind, mesh: str, plan: str = "", rows: dict[str, int] | None = None, **options: Any) -> meshc.Program:
@@ -69,7 +69,7 @@ def held(program: meshc.Program) -> int:
 
 
 def again(program: meshc.Program) -> int:
-    """How many values backward makes again."""
+    """How many values backward recomputes."""
     return sum(records(node)[0].again for stage in program.compiled.stages.values() for node in calls(stage.graph))
 
 

@@ -98,7 +98,7 @@ def sizes(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
     return (torch.cat([right, left * 2], -1).sum() + table[labels[keep]].sum() + cubes) / len(h)
 
 
-def remade(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
+def recomputed(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
     """The mask is another when it selects again."""
     mask = keep.clone()
     first = x[mask].sum()
@@ -141,7 +141,7 @@ def padded(m: Model, x: Tensor, keep: Tensor, labels: Tensor) -> Tensor:
     return h * mask.unsqueeze(-1)
 
 
-FORMS = [numbers, losses, regressions, sums, back, experts, sizes, remade, loops, padded]
+FORMS = [numbers, losses, regressions, sums, back, experts, sizes, recomputed, loops, padded]
 
 
 def inputs(which: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Lines of a plan about memory: what backward makes again, and what lies on the host."""
+"""Lines of a plan about memory: what backward recomputes, and what lies on the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
 
 
-def test_what_backward_makes_again_is_said_in_lines() -> None:
+def test_what_backward_recomputes_is_said_in_lines() -> None:
     plan = Plan("remat *: cheap\ndp: batch\nkeep value:layers.*.mlp\nremat layers.3: none")
     assert str(plan) == "dp: batch\nremat *: cheap\nremat layers.3: none\nkeep value:layers.*.mlp"
     assert Plan(str(plan)) == plan and plan.remats[1].line == 4

@@ -43,7 +43,7 @@ def test_a_job_that_is_killed_goes_on_as_if_it_had_not_been(first: str, second: 
     assert not start("killed", "5", "--sample-every", "0", "--text", given, "--out", str(out), "--mesh", first)
     before = rows(out)
     assert [row["step"] for row in before] == [0, 1, 2, 3, 4, 5]
-    assert sorted(path.name for path in out.glob("step-*0[0-9]")) == ["step-00000002"], "what it goes on from: steps 2 to 5 are made again"
+    assert sorted(path.name for path in out.glob("step-*0[0-9]")) == ["step-00000002"], "what it goes on from: steps 2 to 5 are run again"
     start("run", "--sample-every", "0", "--text", given, "--out", str(out), "--mesh", second)
     again = rows(out)
     assert [row["step"] for row in again] == list(range(7)) and "valid_loss" in again[3]
@@ -64,7 +64,7 @@ def test_what_a_folder_cannot_go_on_from_is_said(tmp_path: Path) -> None:
     (out / "step-00000008.tmp").write_text("no folder")
     said = refused("--text", given, "--out", str(out), "--steps", "10")
     assert "step-00000008.tmp cannot be written: on rank 0 FileExistsError" in said and "the job goes on from" in said
-    assert [row["step"] for row in rows(out)] == [*range(10)], "steps behind the newest checkpoint were made again, in whole rows"
+    assert [row["step"] for row in rows(out)] == [*range(10)], "steps behind the newest checkpoint were run again, in whole rows"
     for file in (out / "step-00000006").glob("*.distcp"):
         os.truncate(file, 1000)
     said = refused("--text", given, "--out", str(out))

@@ -144,8 +144,8 @@ def test_only_a_step_has_a_head_and_lines_must_be_about_one() -> None:
         meshc.compile(step, meshc.Mesh("dp=2"), args=(x,), kwargs=target, plan="dp: batch\nchunk body: 4")
 
 
-def test_a_budget_that_nothing_made_again_keeps_is_kept_in_chunks() -> None:
-    """Of such a model there is nothing to make again but what is as tall as the logits."""
+def test_a_budget_that_nothing_recomputed_keeps_is_kept_in_chunks() -> None:
+    """Of such a model there is nothing to recompute but what is as tall as the logits."""
     torch.manual_seed(0)
     model, inputs = Tagger(), {"args": (torch.randn(64, 6, 4),), "kwargs": {"target": torch.randint(200, (64, 6))}}
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=cross_entropy)

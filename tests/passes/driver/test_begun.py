@@ -1,4 +1,4 @@
-"""Programs that differ in what backward makes again alone begin once, and are what they would be if each began anew."""
+"""Programs that differ in what backward recomputes alone begin once, and are what they would be if each began anew."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_changes_begin_once_as_they_are_tried_and_as_they_are_for_the_user(monke
 
 
 def test_what_is_asked_otherwise_begins_anew() -> None:
-    """What differs in more than what is made again: here the number of chunks, of which each has its own program."""
+    """What differs in more than what is recomputed: here the number of chunks, of which each has its own program."""
     texts = {str(step(64, 256, plan=f"dp: batch\nchunk head: {count}", memory_budget=10**9)) for count in (2, 4)}
     assert len(texts) == 2

@@ -70,7 +70,7 @@ def test_every_recipe_has_a_price_and_few_go_through_all_passes() -> None:
     assert sum(one.seconds is not None for one in recipes) <= choose.RECIPES
 
 
-def test_a_recipe_that_does_what_was_found_does_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_that_does_what_was_found_does_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same program under another name. As if the search had found the first of the recipes."""
     captured = Captured(models.mlp(batch=8, width=64), train=True, double=False)
     ask = adam(captured)

@@ -1,4 +1,4 @@
-"""A budget that is kept in chunks of the head where these take less than making values again does, by the clock."""
+"""A budget that is kept in chunks of the head where these take less than recomputing values does, by the clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshc.passes.driver.in_chunks import Tried, may_keep
 
 
 class Deep(nn.Module):
-    """Layers that take long to be made again, and a head that makes much of little."""
+    """Layers that take long to be recomputed, and a head that makes much of little."""
 
     def __init__(self, words: int, hidden: int = 128) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def chunks(program: meshc.Program) -> int:
 
 
 def test_as_many_chunks_as_take_least_by_the_clock() -> None:
-    """Of a budget with room for half of the logits two, although making values again keeps it too; of a smaller one eight."""
+    """Of a budget with room for half of the logits two, although recomputing values keeps it too; of a smaller one eight."""
     whole = held(step(remat="none"))
     assert chunks(step(memory_budget=whole)) == 1
     for percent, wanted, others in ((80, 2, (1, 8)), (60, 8, (32,))):

@@ -171,7 +171,7 @@ def test_used_rows_are_in_no_region_that_is_compiled() -> None:
         broad("pp=2,ep=2", {"schedule": "zb_h1", "remat": "layer"}),
     ],
 )
-def test_what_is_made_again_or_kept_for_a_later_stage_equals_one_device(mesh: str, options: dict[str, Any]) -> None:
+def test_what_is_recomputed_or_kept_for_a_later_stage_equals_one_device(mesh: str, options: dict[str, Any]) -> None:
     found = trained(case("mixtral") if "pp" in mesh else shallow("mixtral"), mesh, **options)
     assert isinstance(found.compiled, PlainProgram) and "meshc.used_mm.default" in operators(found.compiled)
     assert meshc.verify(found, dtype=torch.float64).ok

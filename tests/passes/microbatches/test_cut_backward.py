@@ -20,7 +20,7 @@ class Squashed(nn.Module):
 
 
 def test_two_stages_and_what_is_saved_between_them() -> None:
-    """`tanh` saves its result. The transposed weight is a layout, and is made again."""
+    """`tanh` saves its result. The transposed weight is a layout, and is recomputed."""
     assert_expected_inline(around("cut", Squashed(), "dp=2", x=torch.zeros(4, 3))[1], """\
 @ranks("dp=2")
 def forward(

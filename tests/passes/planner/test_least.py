@@ -25,13 +25,13 @@ def test_nothing_holds_less_than_what_is_found(seed: int) -> None:
 
 
 def test_the_fewest_are_looked_for_once_whatever_the_budget_and_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where values are made again, others are the fewest."""
+    """Where values are recomputed, others are the fewest."""
     asked = []
     monkeypatch.setattr(searching, "least", lambda *given: asked.append(given) or least(*given))
     search = Search(two(1 << 10, 512, 2048, "dp=2,tp=2", "dp: auto\ntp: auto"), device("h100"))
     assert [search.found(1000.0), search.found(2000.0), search.hiding().found(1000.0)] == [[], [], []] and len(asked) == 1
     assert search.smallest is not None and search.smallest.certificate.held == search.least
-    again = search.making_again()
+    again = search.recomputing()
     assert again.found(1000.0) == [] and len(asked) == 2
 
 

@@ -1,4 +1,4 @@
-"""A budget with the host: values, state and parameters lie there where that takes less than making values again, and numbers stay."""
+"""A budget with the host: values, state and parameters lie there where that takes less than recomputing values, and numbers stay."""
 
 from __future__ import annotations
 
@@ -154,5 +154,5 @@ def test_what_the_plan_keeps_there_counts() -> None:
 def test_a_host_budget_alone_or_with_a_policy_is_refused() -> None:
     with pytest.raises(PlanError, match=r"there is none\n  what to do: say what it may hold"):
         meshc.Options(host_budget="4GB")
-    with pytest.raises(PlanError, match="a policy says what is made again"):
+    with pytest.raises(PlanError, match="a policy says what is recomputed"):
         meshc.Options(host_budget="4GB", memory_budget="4GB", remat="layer")

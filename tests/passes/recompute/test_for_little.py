@@ -1,4 +1,4 @@
-"""What backward makes again where nobody says anything: what is worth its seconds."""
+"""What backward recomputes where nobody says anything: what is worth its seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step_of(rows: int, width: int, plan: str, remat: str | None = None, backend:
     return meshc.compile(step, mesh, plan=plan, args=(x,), kwargs={"target": x}, options=options, backend=backend)
 
 
-def made_again(program: meshc.Program) -> list[str]:
+def recomputed(program: meshc.Program) -> list[str]:
     """Beside layouts of parameters."""
     (stage,) = program.compiled.stages.values()
     return [name for node in calls(stage.graph) if records(node)[0].again and (name := op_name(node)) != "aten.t"]
@@ -43,25 +43,25 @@ def held(program: meshc.Program) -> int:
     return memory.worst(program.compiled).total
 
 
-def test_much_memory_for_few_seconds_is_made_again() -> None:
-    """What looks at a value that is kept is read as it is; `cheap` makes that again too."""
+def test_much_memory_for_few_seconds_is_recomputed() -> None:
+    """What looks at a value that is kept is read as it is; `cheap` recomputes that too."""
     program = step_of(2048, 512, "ddp")
-    assert made_again(program) == ["aten.gelu"] * 4
-    assert made_again(step_of(2048, 512, "ddp", "cheap")) == ["shard", *["aten.gelu"] * 4, "shard"]
+    assert recomputed(program) == ["aten.gelu"] * 4
+    assert recomputed(step_of(2048, 512, "ddp", "cheap")) == ["shard", *["aten.gelu"] * 4, "shard"]
     assert held(program) < 0.85 * held(step_of(2048, 512, "ddp", "none"))
 
 
 @pytest.mark.parametrize("rows, width", [(8, 8), (8, 256)])
 def test_little_memory_and_what_takes_long_is_kept(rows: int, width: int) -> None:
     """Of a small batch launches are what takes time; of wide layers parameters are what takes memory."""
-    assert made_again(step_of(rows, width, "ddp")) == []
-    assert "aten.gelu" in made_again(step_of(rows, width, "ddp", "cheap"))
+    assert recomputed(step_of(rows, width, "ddp")) == []
+    assert "aten.gelu" in recomputed(step_of(rows, width, "ddp", "cheap"))
 
 
-def test_what_is_made_again_stands_in_the_region_that_reads_it() -> None:
+def test_what_is_recomputed_stands_in_the_region_that_reads_it() -> None:
     """It could run in forward's, as what it is made of is there, and would be there from then on."""
     program = step_of(2048, 512, "megatron", backend="inductor")
-    assert made_again(program) == ["aten.gelu"] * 4
+    assert recomputed(program) == ["aten.gelu"] * 4
     (stage,) = program.compiled.stages.values()
     gelus = [node for node in calls(stage.graph) if op_name(node) == "aten.gelu"]
     first = {region_of(node) for node in gelus if not records(node)[0].again}
@@ -74,11 +74,11 @@ def test_what_is_made_again_stands_in_the_region_that_reads_it() -> None:
 
 def test_lines_of_a_plan_say_otherwise() -> None:
     plan = "dp: batch\nremat layers.1: none"
-    assert made_again(step_of(2048, 512, plan)) == ["aten.gelu"] * 3
+    assert recomputed(step_of(2048, 512, plan)) == ["aten.gelu"] * 3
 
 
 @pytest.mark.broad
-def test_an_exchange_is_made_again_for_its_bytes() -> None:
+def test_an_exchange_is_recomputed_for_its_bytes() -> None:
     """Of a long sequence, where attention's output would be kept by heads and by positions (note 90)."""
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""A budget over a pipeline: each rank makes again as little as it must, by the microbatches that it has in flight."""
+"""A budget over a pipeline: each rank recomputes as little as it must, by the microbatches that it has in flight."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def copies(program: meshc.Program, stage: int) -> int:
 
 
 @pytest.mark.broad
-def test_the_rank_that_has_more_in_flight_makes_more_again() -> None:
-    """Rank 0 has two microbatches between forward and backward, rank 1 one; so rank 1 makes nothing again where rank 0 must."""
+def test_the_rank_that_has_more_in_flight_recomputes_more() -> None:
+    """Rank 0 has two microbatches between forward and backward, rank 1 one; so rank 1 recomputes nothing where rank 0 must."""
     plain = deep(None)
     first, second = (one.total for one in memory.by_rank(plain.compiled))
     assert first > second and copies(plain, 0) == copies(plain, 1) == 0
@@ -77,6 +77,6 @@ def test_the_rank_that_has_more_in_flight_makes_more_again() -> None:
         deep(20000)
 
 
-def test_what_fits_makes_nothing_again() -> None:
+def test_what_fits_recomputes_nothing() -> None:
     plain = deep(None)
     assert str(deep(memory.worst(plain.compiled).total)) == str(plain)

@@ -9,13 +9,13 @@ from itertools import chain, combinations
 import pytest
 from torch.fx import Node
 
-from meshc.passes.recompute.remakable import Remakable
+from meshc.passes.recompute.recomputable import Recomputable
 from meshc.passes.recompute.trade import Trade
 from tests.passes.recompute.test_least import drawn, serves
 
 
 @dataclass(frozen=True)
-class Drawn(Remakable):
+class Drawn(Recomputable):
     sizes: dict[Node, int | None] = field(default_factory=dict)
 
     def bytes_of(self, node: Node) -> int | None:

@@ -1,4 +1,4 @@
-"""A budget: as little is made again as keeps it, and what nothing keeps is refused with the least that would do."""
+"""A budget: as little is recomputed as keeps it, and what nothing keeps is refused with the least that would do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def copies(program: meshc.Program) -> list[Node]:
 
 
 def again(program: meshc.Program) -> int:
-    """How many values are made again."""
+    """How many values are recomputed."""
     notes = [re.match(r"memory: .* makes (\d+) of forward's", note) for note in program.compiled.notes]
     return sum(int(note.group(1)) for note in notes if note is not None)
 
@@ -66,7 +66,7 @@ def deep(budget: int | None, lines: str = "") -> meshc.Program:
 
 
 @pytest.mark.broad
-def test_the_less_a_rank_may_hold_the_more_is_made_again_until_nothing_fits() -> None:
+def test_the_less_a_rank_may_hold_the_more_is_recomputed_until_nothing_fits() -> None:
     plain = deep(None)
     whole = held(plain)
     assert str(deep(whole)) == str(plain)
@@ -84,7 +84,7 @@ def test_the_less_a_rank_may_hold_the_more_is_made_again_until_nothing_fits() ->
 
 
 def test_what_a_plan_says_stands() -> None:
-    """Of the layers that its lines are about, none is made again for a budget."""
+    """Of the layers that its lines are about, none is recomputed for a budget."""
     budget = held(deep(None)) * 90 // 100
     program = deep(budget, "remat [0-2]: none")
     made = {record(node).source.module.split(".")[0] for node in copies(program)}

@@ -1,4 +1,4 @@
-"""A search within a budget, of programs that make values again to keep it."""
+"""A search within a budget, of programs that recompute values to keep it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seconds_of(program: meshc.Program) -> float:
     "make, mesh, share", [(deep, "dp=2", 0.55), broad(nanogpt, "dp=2,tp=2", 0.5), broad(llama, "dp=4", 0.6)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )  # fmt: skip
-def test_what_fits_only_by_making_values_again_is_found_and_has_a_text(make: Callable[[], Case], mesh: str, share: float) -> None:
+def test_what_fits_only_by_recomputing_values_is_found_and_has_a_text(make: Callable[[], Case], mesh: str, share: float) -> None:
     """A plan of its text gives the same program."""
     budget = int(share * memory.worst(step_of(make(), mesh, "auto", None).compiled).total)
     program = step_of(make(), mesh, "auto", budget)
@@ -57,8 +57,8 @@ def test_nothing_that_keeps_everything_holds_so_little() -> None:
 
 
 @pytest.mark.broad
-def test_what_is_found_is_never_slower_than_a_recipe_that_makes_values_again() -> None:
-    """The clock knows what making values again takes, and estimates do not: by these alone no recipe is left out."""
+def test_what_is_found_is_never_slower_than_a_recipe_that_recomputes_values() -> None:
+    """The clock knows what recomputing values takes, and estimates do not: by these alone no recipe is left out."""
     make, mesh = nanogpt, "dp=2,tp=2"
     budget = int(0.5 * memory.worst(step_of(make(), mesh, "auto", None).compiled).total)
     taken = seconds_of(step_of(make(), mesh, "auto", budget))

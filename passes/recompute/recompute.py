@@ -1,9 +1,9 @@
-"""Recompute: what backward reads of forward, and may make again, it makes again.
+"""Recompute: what backward reads of forward, and may recompute, it recomputes.
 
     forward   h = mm(x, w);  a = gelu(h);  y = mm(a, v)             h = mm(x, w);  a = gelu(h);  y = mm(a, v)
     backward  gv = mm(t(a), gy)                            becomes  a_1 = gelu(h);  gv = mm(t(a_1), gy)
 
-A policy (`policies.py`) says what may be made again, a minimum cut (`least.py`) what is kept for it. A copy stands before its first reader
+A policy (`policies.py`) says what may be recomputed, a minimum cut (`least.py`) what is kept for it. A copy stands before its first reader
 in backward and belongs to that phase, so that all passes after this one save what is still read, and no more. Nothing about the numbers
 changes: random draws go by their number.
 """
@@ -18,9 +18,9 @@ from meshc.ir import calls_of, has_record, is_getitem, records, value_of
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.for_little import for_little
 from meshc.passes.recompute.least import least_kept
-from meshc.passes.recompute.remakable import Remakable, of_lowered
+from meshc.passes.recompute.recomputable import Recomputable, of_lowered
 from meshc.passes.recompute.within import keep_within, may_hold
-from meshc.passes.recompute.write import make_again
+from meshc.passes.recompute.write import write_copies
 from meshc.plan.faults import refuse_faults
 
 _NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
@@ -38,7 +38,7 @@ def recompute(lowered: Lowered) -> Lowered:
     fixed = {node for node in forward if records(node)[0].of in kept}
     checkpointed = any(records(node)[0].source.region for node in forward)
     if checkpointed or {request.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
-        remake(of_lowered(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
+        recompute_all_but_least(of_lowered(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
     budget = may_hold(request)
     if request.remat is not None:
         return lowered
@@ -48,7 +48,7 @@ def recompute(lowered: Lowered) -> Lowered:
 
 
 def settled(lowered: Lowered) -> set[Node]:
-    """Values of forward of which the plan, or a checkpointed region of the model, says whether they are made again: a budget changes
+    """Values of forward of which the plan, or a checkpointed region of the model, says whether they are recomputed: a budget changes
     nothing about them."""
     (stage,) = lowered.stages.values()
     forward, plan = calls_of(stage.graph, "forward"), lowered.plan
@@ -79,7 +79,7 @@ def _kept(lowered: Lowered, forward: list[Node]) -> set[str]:
     return kept
 
 
-def remake(can: Remakable, graph: Graph) -> None:
+def recompute_all_but_least(can: Recomputable, graph: Graph) -> None:
     """The fewest bytes are kept."""
     kept = least_kept(can.forward, can.operands, can.bytes_of, can.wanted)
-    make_again(graph, can.backward, [node for node in can.forward if node not in kept and node in can.operands])
+    write_copies(graph, can.backward, [node for node in can.forward if node not in kept and node in can.operands])

@@ -36,7 +36,7 @@ class Gated(nn.Module):
         return F.dropout(torch.exp(x @ self.up), 0.5) @ self.down
 
 
-def test_a_pointwise_value_is_made_again_of_a_product_and_draws_what_it_drew() -> None:
+def test_a_pointwise_value_is_recomputed_of_a_product_and_draws_what_it_drew() -> None:
     """The exponential is kept, which its own backward reads; dropout and its mask are not, and the batch's rows are taken again."""
     before, after = around("recompute", Gated(), "dp=2", options=CHEAP, x=torch.zeros(4, 3))
     assert_expected_inline(changed(before, after), """\
@@ -62,14 +62,14 @@ def made_in(stage: Stage) -> list[Node]:
     return [node for node in stage.graph.nodes if node.op == "call_function"]
 
 
-def test_a_saved_program_says_what_it_makes_again(tmp_path: Path) -> None:
+def test_a_saved_program_says_what_it_recomputes(tmp_path: Path) -> None:
     program = meshc.compile(Gated(), meshc.Mesh("dp=2"), kwargs={"x": torch.zeros(4, 3)}, options=CHEAP)
     program.save(tmp_path / "p", weights=False)
     for of in (program.compiled, artifact.load(tmp_path / "p")):
         again = {node.name for stage in of.stages.values() for node in made_in(stage) if records(node)[0].again}
         assert {"dropout_default_1", "coordinate_1"} <= again and "exp_default" not in again
-        assert {line.split(":")[0].strip() for line in print_program(of).splitlines() if line.endswith("; made again")} <= again
-    assert re.search(r"dropout_default_1: .* = meshc.dropout\(exp_default.*; made again$", str(program), re.MULTILINE)
+        assert {line.split(":")[0].strip() for line in print_program(of).splitlines() if line.endswith("; recomputed")} <= again
+    assert re.search(r"dropout_default_1: .* = meshc.dropout\(exp_default.*; recomputed$", str(program), re.MULTILINE)
 
 
 def test_nothing_changes_by_default_and_without_a_backward() -> None:
@@ -93,7 +93,7 @@ class Stream(nn.Module):
 
 
 @pytest.mark.broad
-def test_what_goes_through_all_layers_is_not_made_again_from_its_beginning() -> None:
+def test_what_goes_through_all_layers_is_not_recomputed_from_its_beginning() -> None:
     """The sums of all layers would be in memory at once; of each few one is kept."""
     program = meshc.compile(Stream(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 8),), options=CHEAP)
     saved = {key: node for node, key in program.compiled.stages["backward"].keys().items() if key.startswith("saved:")}

@@ -1,10 +1,10 @@
-"""Remade stages: of a pipeline whose ranks hold more than they may, stages that make values again in backward.
+"""Stages of a pipeline that recompute values in backward, where ranks would hold more than they may.
 
     cuts 3, 7    rank 0 holds 9.1 MB of 8:   1.1 MB less is kept there: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
     cuts 2, 7    now that rank 0 has more to do:                                      1.2 MB less: 7.8 MB, 1.24 ms
 
-What is kept less is what a rank held too much (`passes/recompute/in_stages.py`). What is made again lies in memory too, so what comes of it
-is walked, and less is kept; the last time as little as can be. Making again takes time, of some ranks more than of others: where other cuts
+What is kept less is what a rank held too much (`passes/recompute/in_stages.py`). What is recomputed lies in memory too, so what comes of it
+is walked, and less is kept; the last time as little as can be. Recomputing takes time, of some ranks more than of others: where other cuts
 are then better, it is done anew for these.
 """
 
@@ -20,7 +20,7 @@ from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.recompute.in_stages import InStages
-from meshc.passes.recompute.remake import settled
+from meshc.passes.recompute.recompute import settled
 from meshc.passes.stages.attempt import Refused
 from meshc.passes.stages.cut_stages import Uncut
 from meshc.passes.stages.fit import Need
@@ -32,11 +32,11 @@ Fitting = TypeVar("Fitting")
 
 
 @dataclass
-class Remaking(Generic[Fitting]):
+class Recomputing(Generic[Fitting]):
     """
     step    as `recompute` left it, of which `uncut` is the microbatches;  heard  the passes that led there
     budget  bytes of a rank
-    judged  what comes of a shape, and how many values are made again for it
+    judged  what comes of a shape, and how many values are recomputed for it
     """
 
     step: Lowered

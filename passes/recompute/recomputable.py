@@ -1,4 +1,4 @@
-"""Remakable: which values of forward a policy lets backward make again, and of what."""
+"""Values of forward that a policy lets backward recompute, and what each is recomputed from."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from meshc.program.program import Stage
 
 
 @dataclass(frozen=True)
-class Remakable:
+class Recomputable:
     """
     forward, backward  the graph's calls of these phases, in order
     wanted    what backward reads of forward
-    operands  of the values that may be made again, those of forward
+    operands  of the values that may be recomputed, those of forward
     learned   what is made of parameters alone
     """
 
@@ -42,26 +42,26 @@ class Remakable:
         return None if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
 
 
-def remakable(
+def recomputable(
     graph: Graph, keys: Mapping[Node, str], policies: Policies, fixed: Collection[Node] = (), written: Collection[Node] = ()
-) -> Remakable:
-    """`fixed`: what is not made again. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
+) -> Recomputable:
+    """`fixed`: what is not recomputed. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
     forward, backward = calls_of(graph, "forward"), calls_of(graph, "backward")
     learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
     among = set(forward)
     wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
     never = {node for node in forward if node in fixed or _once(node) or not set(written).isdisjoint(node.all_input_nodes)}
-    return Remakable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
+    return Recomputable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
 
 
-def of_lowered(lowered: Lowered, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()) -> Remakable:
+def of_lowered(lowered: Lowered, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()) -> Recomputable:
     """Of the only stage, by the last line about a value, or the usual policy."""
     (stage,) = lowered.stages.values()
     keys = stage.keys()
     written = {key for key in stage.results() if is_a(key, "buffer")}
     policies = Policies(usual, lines, calls_of(stage.graph, "forward"), lowered.mesh.pipeline_axis is not None)
     given = set() if lowered.request.train else _given(stage)
-    return remakable(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
+    return recomputable(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
 
 
 def _given(stage: Stage) -> set[Node]:
@@ -73,7 +73,7 @@ def _given(stage: Stage) -> set[Node]:
 def _operands(
     forward: list[Node], backward: list[Node], wanted: Collection[Node], learned: set[Node], never: set[Node], policies: Policies
 ) -> dict[Node, list[Node]]:
-    """What may be made again, and of what."""
+    """What may be recomputed, and of what."""
     among = set(forward)
     may: set[Node] = set()
     for node in forward:
@@ -93,7 +93,7 @@ def _once(node: Node) -> bool:
 def _too_far_ahead(
     forward: list[Node], backward: list[Node], wanted: Collection[Node], may: Collection[Node], policies: Policies
 ) -> set[Node]:
-    """What would be made again long before it is last read: for another value that is made of it, or as all layers read it."""
+    """What would be recomputed long before it is last read: for another value that is made of it, or as all layers read it."""
     first: dict[Node, int] = {}
     last: dict[Node, int] = {}
     products = 0
@@ -105,7 +105,7 @@ def _too_far_ahead(
         products += flops(node) > 0
     far: set[Node] = set()
     for node in reversed(forward):
-        for user in node.users:  # whatever is made again of it needs it then, and a view of it is it
+        for user in node.users:  # whatever is recomputed of it needs it then, and a view of it is it
             if user in may and user not in far and user in first:
                 first[node] = min(first.get(node, first[user]), first[user])
                 if is_view(user) and user in last:
