@@ -373,14 +373,14 @@ class Asked:
         step = self.step
         grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
         stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
-        fixed, parked = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.parked)
+        fixed, offloaded = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.offloaded)
         hooks = {} if step is None else hooks_in(self.module)
         ask: dict[str, Any] = dict(
             module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined((args, kwargs)),
-            outputs=self.outputs, names=self.names, autocast=calling.autocast_state(), fixed=fixed, parked=parked,
+            outputs=self.outputs, names=self.names, autocast=calling.autocast_state(), fixed=fixed, offloaded=offloaded,
             dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,

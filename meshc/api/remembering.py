@@ -30,7 +30,7 @@ from meshc.plan.remat_lines import RematLine
 from meshc.report.explained import Instead, Remembered
 from meshc.report.tables import bytes_text, placement
 
-KEPT, AGAIN, PARKED, UNREAD, CHUNKED = "kept", "recomputed", "on the host", "not read by backward", "in chunks"
+KEPT, AGAIN, OFFLOADED, UNREAD, CHUNKED = "kept", "recomputed", "on the host", "not read by backward", "in chunks"
 LINE = r"[\w.-]+\.py:\d+"
 WIDER = ("cheap", "selective", "layer")
 SHOWN = 3
@@ -70,7 +70,7 @@ def _all(lowered: Lowered) -> list[Node]:
 def before(lowered: Lowered) -> Lowered:
     """The graph of all layers as it was when it was settled what backward recomputes."""
     placed = run_all(pipeline.PLACE, lowered.placed.again(lowered.request))
-    return run_all((pipeline.GROW, pipeline.CHUNKS, pipeline.PARK_STATE), run(pipeline.PARTITION, placed))
+    return run_all((pipeline.GROW, pipeline.CHUNKS, pipeline.OFFLOAD_STATE), run(pipeline.PARTITION, placed))
 
 
 class _Named:
@@ -143,9 +143,9 @@ class _Remembering:
     def _fate(self, node: Node, inside: Collection[Node]) -> tuple[str, str]:
         """What became of it in the program, and who said so."""
         forms = [one for one in _all(self.lowered) if _first(one).of == record(node).of]
-        parked = next((one for one in forms if one.target is spmd.to_host), None)
-        if parked is not None:
-            return PARKED, record(parked).reason
+        offloaded = next((one for one in forms if one.target is spmd.to_host), None)
+        if offloaded is not None:
+            return OFFLOADED, record(offloaded).reason
         if record(node).chunk is not None:
             return CHUNKED, "; ".join(map(str, self.lowered.plan.chunks)) or "for the budget"
         if any(_first(one).phase == "backward" and one.target is node.target for one in forms):
@@ -217,5 +217,5 @@ class _Remembering:
         if fate in (KEPT, AGAIN) and (paths or module):
             line = f"offload value:{paths[0]}" if paths else f"offload {module}"
             yield Instead(line=line, what=f"it lies on the host in between: {copies * 1e3:.3g} ms of copies, there and back")
-        if fate == PARKED:
+        if fate == OFFLOADED:
             yield Instead(line="the plan without that line", what=f"it is kept: {bytes_text(size)} from forward to backward")

@@ -12,7 +12,7 @@
     ruled.py         what an operator makes of that, by its rule; asked.py  how a rule is asked about a rank's tiles
     handed.py        what is known of values that stages hand to each other
     viewed.py        what views and cuts make of it;  moved.py  what collectives and tiles do
-    bundled.py       the order of elements of what travels with others
+    bucketed.py       the order of elements of what travels with others
     padding.py       what padding holds, and who may take it in;  indices.py  for which rows an index is looked at
     tiles.py         an index as a place in a rank's tile of the rows;  draws.py  which tile is drawn
     orders.py        in which order tiles lie, which operators take, and the exchange that changes it

@@ -19,7 +19,7 @@ from itertools import islice, zip_longest
 from torch.fx import Node
 
 from meshc import ir
-from meshc.check import bundled, follow, hosted, indices, memory, phases, shared, used_rows
+from meshc.check import bucketed, follow, hosted, indices, memory, phases, shared, used_rows
 from meshc.check.handed import Handed
 from meshc.check.info import faults_of_info
 from meshc.check.regions import faults as faults_of_regions
@@ -127,7 +127,7 @@ def _of_sound_lines(
 ) -> Iterator[tuple[str, str]]:
     """What is wrong with lines each of which an operator can make of values of these shapes."""
     yield from follow.faults(stage, sizes, rules, handed)
-    yield from bundled.faults(stage, sizes)
+    yield from bucketed.faults(stage, sizes)
     yield from memory.faults(stage, may_view)
     yield from phases.faults(stage)
 

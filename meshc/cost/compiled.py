@@ -1,8 +1,8 @@
 """When values of a compiled region come and go, where that is not as its lines stand.
 
     with region(3):                               what a backend's generated code does
-        w1 = reshape(slice(bundle, 1, 0, 8))      is copied before its first reader, or read where it lies, and not where its line stands:
-        w2 = reshape(slice(bundle, 1, 8, 16))     the bundle stays until the last of its pieces has been read
+        w1 = reshape(slice(bucket, 1, 0, 8))      is copied before its first reader, or read where it lies, and not where its line stands:
+        w2 = reshape(slice(bucket, 1, 8, 16))     the bucket stays until the last of its pieces has been read
         ...
         a_1 = silu(h); g1 = mm(t(a_1), gy)        what is recomputed of h is made with what else is made of h, in one kernel: a_1 and gh are
         gh = silu_backward(gy_a, h)               there at once, although a_1 could be gone by then; gh lies where gy_a lay, which nothing
@@ -23,11 +23,11 @@ from meshc import ir
 from meshc.cost.fused import is_fused, is_pointwise
 from meshc.ir.regions import region_of
 from meshc.program import packing
-from meshc.program.bundle import is_copy
+from meshc.program.bucket import is_copy
 
 
 def pieces(nodes: Sequence[Node]) -> dict[Node, Node]:
-    """Of copies out of a bundle that a region reads, what reads them last there. `nodes`: of a stage, in order."""
+    """Of copies out of a bucket that a region reads, what reads them last there. `nodes`: of a stage, in order."""
     place = {node: turn for turn, node in enumerate(nodes)}
     found = {}
     for node in nodes:

@@ -10,7 +10,7 @@ from meshc.ir import sharing, spmd
 from meshc.ir.sharing import Words
 from meshc.ops.in_place import REPLACED
 from meshc.program import packing
-from meshc.program.bundle import is_copy
+from meshc.program.bucket import is_copy
 
 
 def own_result(node: Node) -> Node | None:

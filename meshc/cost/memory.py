@@ -67,7 +67,7 @@ class RankBytes:
 
     rank  its coordinate on the pipeline axis; all ranks are alike where there is none, and this is 0
     kept  bytes of what is there for the whole call, by kind
-    host  bytes on the rank's host, where that is most: what is there for the whole call, and parked values
+    host  bytes on the rank's host, where that is most: what is there for the whole call, and offloaded values
     disk  bytes in files there
     """
 
@@ -152,7 +152,7 @@ def _copies_itself(program: PlainProgram) -> bool:
 def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[RankBytes]:
     """Each rank of the pipeline axis; one, like which all are, where there is none. `words`: of each value, what memory it shares."""
     found = []
-    given, parked = Given(program, words), Given(program, words, host=True) if uses_host(program) else None
+    given, offloaded = Given(program, words), Given(program, words, host=True) if uses_host(program) else None
     for rank in range(1 if program.pipeline is None else program.pipeline.schedule.ranks):
         coordinates = {} if program.pipeline is None else {program.pipeline.axis: rank}
         kept: Counter[str] = Counter()
@@ -162,7 +162,7 @@ def by_rank(program: PlainProgram, words: Words = sharing.sharing_of) -> list[Ra
                 kept[there or port.kind] += port_bytes(port, program.axis_sizes)
                 if copied := copy_bytes(port, program.mesh):
                     kept[there or COPY] += copied
-        disk, host = kept.pop(DISK, 0), kept.pop(HOST, 0) + (0 if parked is None else _peak(program, coordinates, parked).total)
+        disk, host = kept.pop(DISK, 0), kept.pop(HOST, 0) + (0 if offloaded is None else _peak(program, coordinates, offloaded).total)
         found.append(RankBytes(rank, kept, _peak(program, coordinates, given), host, disk))
     return found
 
@@ -354,8 +354,8 @@ class Walk:
         """In compiled regions some values stay longer than lines say, and some are written over by what reads them last."""
         place = {node: index for index, node in enumerate(self.nodes)}
         for piece, reader in compiled.pieces(self.nodes).items():
-            bundle = self.home[piece.all_input_nodes[0]]
-            self.last[bundle] = max(self.last[bundle], place[reader])
+            bucket = self.home[piece.all_input_nodes[0]]
+            self.last[bucket] = max(self.last[bucket], place[reader])
         kernels = compiled.made_with(self.nodes)
         over: dict[Node, set[Node]] = {}
         for node, other in kernels.items():

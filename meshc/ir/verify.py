@@ -66,11 +66,11 @@ def verify_graph(
     """
     nodes = verify_order(graph)
     entered = 0
-    parked: set[Node] = set()
+    offloaded: set[Node] = set()
     of_rows: set[Node] = set()
     for node in nodes:
-        if parked and node.op == "call_function" and not parked.isdisjoint(node.all_input_nodes):
-            _verify_side(node, parked)
+        if offloaded and node.op == "call_function" and not offloaded.isdisjoint(node.all_input_nodes):
+            _verify_side(node, offloaded)
         if node.op == "call_function":
             if node.target is operator.getitem:
                 _verify_item(node)
@@ -90,7 +90,7 @@ def verify_graph(
             if type(record) is not Record:
                 raise Malformed("it has no record" if record is None else f"its record is a {type(record).__name__}")
             if record.host:
-                parked.add(node)
+                offloaded.add(node)
             if record.used is not None:
                 of_rows.add(node)
             if record.sharding is not None and id(record) not in known:
@@ -218,7 +218,7 @@ def _verify_moved(node: Node, sizes: Mapping[str, int]) -> None:
         raise Malformed(f"its record says {_said(record)}, and of {_said(given)} it makes {list(shape)}")
 
 
-def _verify_side(node: Node, parked: set[Node]) -> None:
+def _verify_side(node: Node, offloaded: set[Node]) -> None:
     """An operator runs where what it reads lies, all of it; only copies go from one side to the other."""
     if spmd.is_host_copy(node.target):
         return
@@ -226,7 +226,7 @@ def _verify_side(node: Node, parked: set[Node]) -> None:
         raise Malformed("it reads a value that lies on the host, which only from_host and operators do")
     for operand in node.all_input_nodes:
         found = operand.meta.get(KEY)
-        if operand not in parked and type(found) is Record and found.dtype is not None:
+        if operand not in offloaded and type(found) is Record and found.dtype is not None:
             raise Malformed(f"it reads {operand.name}, which lies on the device, and others that lie on the host")
 
 

@@ -19,7 +19,7 @@ from meshc.pipelining import draw
 from meshc.pipelining.tried import Tried
 from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
-from meshc.report import held, parked, searched
+from meshc.report import held, offloaded, searched
 from meshc.report.account import stage_accounts
 from meshc.report.axes import AxisAccount, axes
 from meshc.report.figures import MEMORY
@@ -161,7 +161,7 @@ def page(
         hidden_s=takes.hidden,
         traffic=_traffic(uses),
         largest=_largest(uses),
-        copies=Grid(parked.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in parked.rows_of(program)]),
+        copies=Grid(offloaded.HEADERS, [[*row[:2], str(row[2]), *map(bytes_text, row[3:5]), row[5]] for row in offloaded.rows_of(program)]),
         memory=_memory(program, found, budget),
         stages=_stages(program, on),
         timeline=draw.svg(predicted(program, on)),

@@ -30,7 +30,7 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.sharding import Part, Sharding, local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
-from meshc.report import experts, held, parked, recurrences, uneven
+from meshc.report import experts, held, offloaded, recurrences, uneven
 from meshc.report.account import link_accounts, stage_accounts
 from meshc.report.tables import bytes_text, part_text, placement, seconds_text, table
 
@@ -87,7 +87,7 @@ def summary(program: PlainProgram, device: str | None = None, budget: int | None
     bytes that a rank may hold, where the user has said so."""
     on = for_mesh(program.mesh) if device is None else named(device)
     blocks = [_head(program), _parameters(program), _pipeline(program, on), _collectives(program), experts.told(program)]
-    blocks += [recurrences.told(program), uneven.told(program, on), _parked(program), held.told(program, budget)]
+    blocks += [recurrences.told(program), uneven.told(program, on), _offloaded(program), held.told(program, budget)]
     blocks += [_time(program, on), _work(program), _padding(program), _notes(program)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -260,11 +260,11 @@ def why(use: CollectiveUse) -> str:
     return " ".join(collapsed(word) if "." in word else word for word in f"{said[0]}{where}".split(" "))
 
 
-def _parked(program: PlainProgram) -> str:
-    rows = parked.rows_of(program)
+def _offloaded(program: PlainProgram) -> str:
+    rows = offloaded.rows_of(program)
     shown = [(phase, copy, count, bytes_text(total), bytes_text(most), why) for phase, copy, count, total, most, why in rows]
     of = "" if program.pipeline is None else f", of all ranks of {program.pipeline.axis} together"
-    return table(shown, parked.HEADERS, f"copies between device and host in one call{of}") if rows else ""
+    return table(shown, offloaded.HEADERS, f"copies between device and host in one call{of}") if rows else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- time

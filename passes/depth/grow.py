@@ -3,7 +3,7 @@
     norm_0 attend_0 .. norm_1 attend_1 .. norm_2 .. norm_3 ..     becomes     norm_0 .. norm_1 .. norm_2 .. 28 more .. norm_31 ..
 
 The model has been proved to repeat itself (`prove.py`); here two inner blocks of the global view and of the per-rank graph are proved equal
-node by node, and that of the per-rank graph is copied. Passes after this one see the whole graph: cuts, bundles, liveness reach across
+node by node, and that of the per-rank graph is copied. Passes after this one see the whole graph: cuts, buckets, liveness reach across
 layers. The global view grows when somebody asks for it (`view.py`). A model that is captured whole is left alone.
 """
 

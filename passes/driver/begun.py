@@ -1,9 +1,9 @@
 """Begun: what the passes before `recompute` have left, for programs that differ in nothing but what backward recomputes.
 
-    spare 0            annotate .. park_state   recompute   park .. memory
-    spare 1.2 GB              as before         recompute   park .. memory
-    remat "layer"             as before         recompute   park .. memory
-    chunks 8           annotate .. park_state   recompute   park .. memory
+    spare 0            annotate .. offload_state   recompute   offload .. memory
+    spare 1.2 GB              as before         recompute   offload .. memory
+    remat "layer"             as before         recompute   offload .. memory
+    chunks 8           annotate .. offload_state   recompute   offload .. memory
 
 Within a budget a program is lowered again and again, each time for a little less (`within_budget.py`); and so are changes that are tried
 where none keeps it (`would_do.py`): each as the closest program came, and then as it would be for the user. The last beginnings are

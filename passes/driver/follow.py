@@ -48,7 +48,7 @@ def may_follow(placed: Placed) -> bool:
     budget = request.memory_budget is not None or request.host_budget is not None
     lines = plan.kept or plan.offloads or any(entry.auto for entry in plan.axes)
     cut = has_choice(request) or request.mesh.pipeline_axis is not None or request.microbatches != 1
-    return not (budget or lines or cut or request.parked or placed.opened is not None or placed.parts is not None)
+    return not (budget or lines or cut or request.offloaded or placed.opened is not None or placed.parts is not None)
 
 
 class Following:

@@ -22,9 +22,9 @@ from meshc.passes.lower.share_memory import share_memory
 from meshc.passes.lower.start_early import start_early
 from meshc.passes.microbatches.cut_backward import cut_backward
 from meshc.passes.microbatches.split_microbatches import split_microbatches
-from meshc.passes.offload.park import park
-from meshc.passes.offload.park_params import park_params
-from meshc.passes.offload.park_state import park_state
+from meshc.passes.offload.offload import offload
+from meshc.passes.offload.offload_params import offload_params
+from meshc.passes.offload.offload_state import offload_state
 from meshc.passes.partition.make_main_stage import make_main_stage
 from meshc.passes.phases.lowered import Lowered
 from meshc.passes.phases.outset import Outset
@@ -77,7 +77,7 @@ PLACE: Final[tuple[Pass[Placed, Placed], ...]] = (
 PARTITION: Final[Pass[Placed, Lowered]] = Pass("partition", make_main_stage)
 
 GROW: Final[Pass[Lowered, Lowered]] = Pass(
-    "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, bundles, liveness"
+    "grow", grow, "after partition, whose time grows with the layers; before what reaches across layers: stages, buckets, liveness"
 )
 ROWS: Final[Pass[Lowered, Lowered]] = Pass(
     "send_rows", send_rows, "after grow, on the whole graph; before recompute, since what is sent and kept is less"
@@ -88,20 +88,20 @@ USED_ROWS: Final[Pass[Lowered, Lowered]] = Pass(
 CHUNKS: Final[Pass[Lowered, Lowered]] = Pass(
     "chunks", write_chunks, "after grow, whose blocks have no chunks; before recompute, which asks what forward leaves to backward"
 )
-PARK_PARAMS: Final[Pass[Lowered, Lowered]] = Pass(
-    "park_params", park_params, "after grow, while phases still stand together; before recompute, which counts what a rank holds"
+OFFLOAD_PARAMS: Final[Pass[Lowered, Lowered]] = Pass(
+    "offload_params", offload_params, "after grow, while phases still stand together; before recompute, which counts what a rank holds"
 )
-PARK_STATE: Final[Pass[Lowered, Lowered]] = Pass(
-    "park_state", park_state, "on the whole update, before stages cut it; before recompute, which counts what a rank holds"
+OFFLOAD_STATE: Final[Pass[Lowered, Lowered]] = Pass(
+    "offload_state", offload_state, "on the whole update, before stages cut it; before recompute, which counts what a rank holds"
 )
 RECOMPUTE: Final[Pass[Lowered, Lowered]] = Pass(
     "recompute", recompute, "once local bytes and collectives are known; before microbatch and stages, which save what is still read"
 )
-PARK: Final[Pass[Lowered, Lowered]] = Pass("park", park, "once it is settled what backward reads; before microbatch and stages likewise")
+OFFLOAD: Final[Pass[Lowered, Lowered]] = Pass("offload", offload, "once it is settled what backward reads; before microbatch and stages")
 MICROBATCH: Final[Pass[Lowered, Lowered]] = Pass("microbatch", split_microbatches, "after partition: a microbatch is one more axis there")
-GROWN: Final = (GROW, ROWS, USED_ROWS, CHUNKS, PARK_PARAMS, PARK_STATE)
+GROWN: Final = (GROW, ROWS, USED_ROWS, CHUNKS, OFFLOAD_PARAMS, OFFLOAD_STATE)
 RECOMPUTED: Final = (*GROWN, RECOMPUTE)
-PARTS: Final = (PARK, MICROBATCH)
+PARTS: Final = (OFFLOAD, MICROBATCH)
 """Those of them that come before a pipeline is cut: before and up to what backward recomputes, and behind that."""
 STAGES: Final[Pass[Lowered, Lowered]] = Pass(
     "stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"

@@ -154,7 +154,7 @@ def _may_share(request: Request) -> bool:
 
 def _without_inputs(request: Request) -> Request:
     """What a trace depends on beside them; not the optimizer, nor what is stored where."""
-    return replace(request, args=(), kwargs={}, optimizer=None, fixed={}, parked=frozenset(), owners={})
+    return replace(request, args=(), kwargs={}, optimizer=None, fixed={}, offloaded=frozenset(), owners={})
 
 
 def _leaves(request: Request) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Within budget: a program that a rank can hold, of a request that says how much that is.
 
 What backward recomputes is settled early (`passes/recompute/within.py`), on the graph of all layers, or with the stages of a pipeline
-(`search.py`); passes after that add copies of their own (bundles, windows of gathers). What the program then holds too much the next round
+(`search.py`); passes after that add copies of their own (buckets, windows of gathers). What the program then holds too much the next round
 leaves to them.
 
     the head whole   1905 ms by the clock    23.0 GB of 24

@@ -6,7 +6,7 @@
 
 Copies in one direction go one after another, so each has to be done when the next begins: from the last reader backwards that gives the
 latest start of each. What has come and is not read yet takes memory: it is a window at most (`windows.py`), or what one reader needs,
-beside what that one waits for. What backward reads is not fetched in forward. Updates of parked state are one for each window
+beside what that one waits for. What backward reads is not fetched in forward. Updates of offloaded state are one for each window
 (`fuse_updates.py`).
 """
 

@@ -9,7 +9,7 @@
 
 `meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, in parts where they are of many layers
 (`by_layer.py`), then the collectives that they feed;
-`meshc/program/bundle.py` joins all-reduces of a level, as `schedule_collectives.py` has joined what starts near each other. Every rank
+`meshc/program/bucket.py` joins all-reduces of a level, as `schedule_collectives.py` has joined what starts near each other. Every rank
 runs the same order.
 
 A collective that starts as soon as its own sums over microbatches are whole (`start_early.py`) is left as it is.
@@ -31,7 +31,7 @@ from meshc.passes.lower.kept_state import for_updates_alone
 from meshc.passes.lower.levels import levels, runs_alone
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.bundle import bundle
+from meshc.program.bucket import bucket
 from meshc.program.program import Stage
 
 
@@ -49,7 +49,7 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, s
     graph = copied(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
-    for one in bundle(stage, sizes, level, targets=[spmd.all_reduce], apart=frozenset(reductions(stage, sums))):
+    for one in bucket(stage, sizes, level, targets=[spmd.all_reduce], apart=frozenset(reductions(stage, sums))):
         level[one.sent] = level[one.members[0]]
     for node in graph.nodes:
         if node.op == "call_function" and node not in level:

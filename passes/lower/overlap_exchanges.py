@@ -27,7 +27,7 @@ from meshc.cost.flops import flops
 from meshc.ir import has_record, is_integer, local_bytes, record, records, spmd
 from meshc.ir.graph import made_of
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.bundle import SMALL
+from meshc.program.bucket import SMALL
 from meshc.program.packing import is_view
 from meshc.program.preparation import from_placeholder
 

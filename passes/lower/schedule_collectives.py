@@ -11,7 +11,7 @@ operand runs beside the rest of backward. Gathers of stored parameters come in w
   becomes
     w1 = all_gather(p1)  (wait for w1)  w2 = all_gather(p2)  y = mm(x, w1)  z = mm(y, w2)
 
-`meshc/program/bundle.py` makes one message of a window, and of gradients that are reduced soon after each other. Every rank runs the same
+`meshc/program/bucket.py` makes one message of a window, and of gradients that are reduced soon after each other. Every rank runs the same
 order. When reductions of sums over microbatches start is in `start_early.py`.
 """
 
@@ -30,7 +30,7 @@ from meshc.ir.graph import made_of, placeholders
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
 from meshc.passes.lower.windows import window_bytes, windows
 from meshc.passes.phases.lowered import Lowered
-from meshc.program.bundle import Bundle, bundle, whole_bytes
+from meshc.program.bucket import Bucket, bucket, whole_bytes
 from meshc.program.preparation import is_preparation, ready
 from meshc.program.program import Stage
 
@@ -54,9 +54,9 @@ def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | 
     scatters = graph.find_nodes(op="call_function", target=spmd.reduce_scatter)
     start_reductions(graph, spmd.reduce_scatter)
     limit = window_bytes(scatters) if window is None else window
-    bundle(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
+    bucket(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
     start_reductions(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
-    bundle(stage, sizes, targets=[spmd.all_reduce], apart=_of_blocks(graph))
+    bucket(stage, sizes, targets=[spmd.all_reduce], apart=_of_blocks(graph))
     _gather(stage, sizes, alone, window)
     graph.lint()
 
@@ -113,21 +113,21 @@ def _gather(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | Non
     """Gathers of windows, each one message where it can be, start one window ahead."""
     found = windows(stage.graph, limit)
     number = {gather: index for index, window in enumerate(found) for gather in window}
-    made = bundle(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
+    made = bucket(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
     before: _Window | None = None
     for window in _in_messages(stage.graph, found, made):
         _place(window, before)
         before = window
 
 
-def _in_messages(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bundle]) -> list[_Window]:
+def _in_messages(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bucket]) -> list[_Window]:
     """The windows as they are sent."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    bundles = {member: one for one in made for member in one.members}
+    buckets = {member: one for one in made for member in one.members}
     windows: list[_Window] = []
     for members in found:
-        of = list({id(bundles[member]): bundles[member] for member in members if member in bundles}.values())
-        gathers = (*(one.sent for one in of), *(member for member in members if member not in bundles))
+        of = list({id(buckets[member]): buckets[member] for member in members if member in buckets}.values())
+        gathers = (*(one.sent for one in of), *(member for member in members if member not in buckets))
         cut = tuple(node for one in of for node in one.cut)
         readers = {user for node in (*gathers, *cut) for user in node.users} - set(cut)
         windows.append(_Window(gathers, cut, min(readers, key=order.__getitem__), max(readers, key=order.__getitem__)))

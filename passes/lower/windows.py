@@ -14,7 +14,7 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.ir import record, spmd
-from meshc.program.bundle import whole_bytes
+from meshc.program.bucket import whole_bytes
 from meshc.program.preparation import from_placeholder
 
 WINDOW: Final = 128 * 1024 * 1024

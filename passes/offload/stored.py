@@ -19,10 +19,10 @@ def line_of(lines: Sequence[OffloadLine], port: Port) -> OffloadLine | None:
     return next((line for line in lines if line.names(port.of or port.name)), None)
 
 
-def on_host(lowered: Lowered, parked: Collection[str], disk: Collection[str] = ()) -> Lowered:
+def on_host(lowered: Lowered, offloaded: Collection[str], disk: Collection[str] = ()) -> Lowered:
     """The ports of these keys lie on the host, some of them on its `disk`."""
     inputs, outputs = (
-        tuple(replace(port, host=port.host or port.key in parked, disk=port.disk or port.key in disk) for port in ports)
+        tuple(replace(port, host=port.host or port.key in offloaded, disk=port.disk or port.key in disk) for port in ports)
         for ports in (lowered.inputs, lowered.outputs)
     )
     return replace(lowered, inputs=inputs, outputs=outputs)

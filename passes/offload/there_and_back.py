@@ -1,7 +1,7 @@
 """There and back: what backward reads of forward, in copies that lie on the host in between.
 
-    forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  parked = to_host(h)
-    backward  g = mm(t(h), gy)                        becomes  back = from_host(parked);  g = mm(t(back), gy)
+    forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
+    backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
 
 A copy to the host starts behind the last reader in forward of whatever lies in the value's memory; views of it are taken again of what
 comes back.
@@ -100,7 +100,7 @@ def _lay_there(graph: Graph, node: Node, inside: set[Node], backward: Sequence[N
         last = last.next
     made = record(node)
     with graph.inserting_after(last):
-        parked = call(graph, replace(made, host=True, reason=why, returned_by=()), spmd.to_host, node)
+        offloaded = call(graph, replace(made, host=True, reason=why, returned_by=()), spmd.to_host, node)
     again: dict[Node, Node] = {}
     for reader in backward:
         for operand in reader.all_input_nodes:
@@ -108,7 +108,7 @@ def _lay_there(graph: Graph, node: Node, inside: set[Node], backward: Sequence[N
                 continue
             with graph.inserting_before(reader):
                 if not again:
-                    again[node] = call(graph, replace(made, phase="backward", reason=why, returned_by=()), spmd.from_host, parked)
+                    again[node] = call(graph, replace(made, phase="backward", reason=why, returned_by=()), spmd.from_host, offloaded)
                 reader.replace_input_with(operand, _again(graph, operand, again))
 
 

@@ -22,15 +22,15 @@ from meshc.ir.keys import is_a
 from meshc.program.program import Stage
 
 
-def update_there(stage: Stage, parked: Mapping[str, str]) -> None:
-    """In place. `parked`: by the key of state that lies on the host and is updated there, the line that says so."""
+def update_there(stage: Stage, offloaded: Mapping[str, str]) -> None:
+    """In place. `offloaded`: by the key of state that lies on the host and is updated there, the line that says so."""
     graph, keys = stage.graph, stage.keys()
-    state = [node for node, key in keys.items() if key in parked]
+    state = [node for node, key in keys.items() if key in offloaded]
     there = _there(graph, state)
     for node in there:
         made = tuple(replace(one, host=one.dtype is not None) for one in records(node))
         set_record(node, made if isinstance(node.meta[KEY], tuple) else made[0])
-    why = next(iter(parked.values()))
+    why = next(iter(offloaded.values()))
     _enter(graph, there, why)
     _leave(stage, there, {key: node for node, key in keys.items()}, why)
     for node in reversed(list(graph.nodes)):

@@ -44,7 +44,7 @@ class Request:
     joined        of inputs of which each rank has a part: how they were put together
     batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
     fixed         storage of parameters that another program of the same model has settled
-    parked        names of those of them that lie on the host by it
+    offloaded        names of those of them that lie on the host by it
     dynamic       which dims of the inputs are left open
     schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
     stages_per_rank  of a pipeline; None: as many as the schedule wants
@@ -93,7 +93,7 @@ class Request:
     double: bool = False
     batch_mix: str = "refuse"
     fixed: Mapping[str, Sharding] = field(default_factory=dict)
-    parked: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
     dynamic: DynamicDims = DynamicDims()
     schedule: str | Lists | None = None
     stages_per_rank: int | None = None

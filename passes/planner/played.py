@@ -5,7 +5,7 @@
 
 The objective of a search adds all seconds up, each message alone. On a clock a message costs what computing has to wait for it, which goes
 by what else is on the link: behind the reduction of a large gradient an activation waits for both. What travels together
-(`program/bundle.py`) waits once for a message's first byte.
+(`program/bucket.py`) waits once for a message's first byte.
 
 Of layers that were not captured nothing is played: where they stand, computing and the link go on by what the layer before took, as often.
 """
@@ -22,7 +22,7 @@ from meshc.cost.devices import Device
 from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Key
-from meshc.program.bundle import ALONE, BUCKET
+from meshc.program.bucket import ALONE, BUCKET
 
 At: TypeAlias = "dict[int, list[_Message]]"
 

@@ -134,13 +134,13 @@ class Session:
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
         in_stages = program.pipeline is not None
-        parks = uses_host(program) or any(self._buffers[key].device.type != self.device.type for key in self._written)
+        offloads = uses_host(program) or any(self._buffers[key].device.type != self.device.type for key in self._written)
         waiting = (*spmd.OF_ROWS, torch.ops.meshc.used_rows.default)  # for how many rows there are
         by_choice = any(node.target in waiting for stage in program.stages.values() for node in stage.graph.nodes)
         self.lent = tuple(_lent(program))
         has_backward = self.backwards is not None
         self.cuda_graph = traced or refusal(
-            self.device, cuda_graph, program.mode, on_device, in_stages, parks, by_choice, has_backward, bool(self.caches)
+            self.device, cuda_graph, program.mode, on_device, in_stages, offloads, by_choice, has_backward, bool(self.caches)
         )
         self._await_host = self.device.type == "cuda" and any(port.host for port in program.inputs)
         self._graphed = None if self.cuda_graph else GraphedCalls(self, must=cuda_graph is True)

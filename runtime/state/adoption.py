@@ -65,8 +65,8 @@ def check_storage(find: Callable[[str], Held | None], ports: Iterable[Port], mes
         held = find(port.key)
         if held is None:
             faults.append(f"    {port.name}: was not there when the model was first compiled")
-        elif port.kind in ("parameter", "state") and (port.host, port.disk) != (held.parked, held.on_disk):
-            there, wanted = _where(held.parked, held.on_disk), _where(port.host, port.disk)
+        elif port.kind in ("parameter", "state") and (port.host, port.disk) != (held.offloaded, held.on_disk):
+            there, wanted = _where(held.offloaded, held.on_disk), _where(port.host, port.disk)
             faults.append(f"    {port.name}: lies on the {there}, wanted on the {wanted}")
         elif port.sharding is not None and not layouts.same_layout(port.sharding, held.sharding, mesh):
             faults.append(f"    {held.name}: stored as {held.sharding}, wanted as {port.sharding}")
@@ -78,8 +78,8 @@ def check_storage(find: Callable[[str], Held | None], ports: Iterable[Port], mes
         )
 
 
-def _where(parked: bool, on_disk: bool) -> str:
-    return "disk" if on_disk else "host" if parked else "device"
+def _where(offloaded: bool, on_disk: bool) -> str:
+    return "disk" if on_disk else "host" if offloaded else "device"
 
 
 def refuse_converted(stored: Iterable[Held]) -> None:

@@ -35,7 +35,7 @@ class Held:
     places   the module dicts it stands in, with its name in each
     of, slot, fresh, optimizer  of optimizer state: its parameter's key, what it is called there, how it begins, and whose it is
     stale    the program has written the buffer, and `live` is older;  lags  so it is on ranks of other stages, after each run
-    parked   it lies on the rank's host;  on_disk  in a file there
+    offloaded   it lies on the rank's host;  on_disk  in a file there
     slots    of experts that have been moved, where the row of each lies in `buffer`; None: where its number says
     seen     the version that was read last;  memory  the DTensor's own local tensor;  wrapper  what torch has of the DTensor itself
     """
@@ -58,7 +58,7 @@ class Held:
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     stale: bool = False
     lags: bool = False
-    parked: bool = False
+    offloaded: bool = False
     on_disk: bool = False
     slots: list[int] | None = None
     seen: tuple[int, int] = (0, 0)

@@ -2,7 +2,7 @@
 
     shared      the DTensor's local tensor is the program's buffer, or a view of all but its padding
     otherwise   a copy in torch's layout
-    parked      both on the rank's host, in memory or in a file
+    offloaded      both on the rank's host, in memory or in a file
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from meshc.runtime.state.held import Held
 
 def made(
     key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, home: Transfers, device: torch.device, *,
-    distributed: bool, parked: bool, on_disk: bool,
+    distributed: bool, offloaded: bool, on_disk: bool,
 ) -> Held:  # fmt: skip
     """Of this rank's tile; of zeros without one. `Store.hold` says what the rest is."""
     elsewhere = distributed and isinstance(home, StageTransfers) and not home.member
     if tile is None:
         tile = torch.zeros((0,) if elsewhere else layouts.local_shape(sharding, home.sizes), dtype=dtype, device=device)
-    if parked:
+    if offloaded:
         tile = _put(tile, key, device, on_disk)
     live = local = tile
     placements: tuple[Placement, ...] = ()
@@ -37,21 +37,21 @@ def made(
     if distributed:
         placements, local = layouts.torch_placements(sharding, home.mesh), home.to_chunk(tile, sharding)
         if not shares:
-            local = _put(local, key, device, on_disk) if parked else local.clone(memory_format=torch.contiguous_format)
+            local = _put(local, key, device, on_disk) if offloaded else local.clone(memory_format=torch.contiguous_format)
         live = _over(local, shape, placements, home, device)
     held = Held(key, name_of(key), shape, dtype, sharding, tile, live, local, placements, shares or elsewhere, home)
-    held.parked, held.on_disk = parked, on_disk
+    held.offloaded, held.on_disk = offloaded, on_disk
     held.lags = not distributed and isinstance(home, StageTransfers)
     return held
 
 
 def _over(local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], home: Transfers, device: torch.device) -> DTensor:
     """The DTensor whose part on this rank this is."""
-    parked = local.device.type != device.type
-    under = local.to("meta") if parked else local  # torch would move it to the mesh's device
+    offloaded = local.device.type != device.type
+    under = local.to("meta") if offloaded else local  # torch would move it to the mesh's device
     stride = torch.empty(shape, device="meta").stride()
     seen = DTensor.from_local(under, home.mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    return DTensor(local, seen._spec, requires_grad=False) if parked else seen
+    return DTensor(local, seen._spec, requires_grad=False) if offloaded else seen
 
 
 def _put(value: Tensor, key: str, device: torch.device, on_disk: bool) -> Tensor:

@@ -178,7 +178,8 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
     else:
         whole = present if isinstance(present, Tensor) else torch.tensor(present)
         tile = (parameter.home if port.shape else store.transfers).scatter(whole, sharding, port.dtype)
-    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), parked=port.host, on_disk=port.disk)
+    there: dict[str, bool] = {"offloaded": port.host, "on_disk": port.disk}
+    held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), **there)
     held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
     moved_experts.follow(parameter, held)
     return held

@@ -358,7 +358,7 @@ class Store:
             whole = self.transfers.full(cast(DTensor, tensor.detach())) if isinstance(tensor, DTensor) else tensor  # a copy's
             tile = None if key in unfilled else self.home(key).scatter(whole, sharding, tensor.dtype)
             there = _is_parameter(key) and key in wanted and wanted[key].host
-            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), parked=there)
+            held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), offloaded=there)
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
                 move(tensor, held.live)
@@ -379,9 +379,9 @@ class Store:
 
     def hold(
         self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
-        parked: bool = False, on_disk: bool = False,
+        offloaded: bool = False, on_disk: bool = False,
     ) -> Held:  # fmt: skip
-        """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `parked`: its memory, and
+        """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `offloaded`: its memory, and
         that of its copy in torch's layout, is the host's, or in files `on_disk`."""
         strangers = sharding.split_axes() - set(self.mesh.names)
         if strangers or sharding.partial or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
@@ -389,7 +389,7 @@ class Store:
             raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
         home = self.home(key)
         self.transfers.groups.prepare([home.splitting(sharding)])
-        held = made(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, parked=parked, on_disk=on_disk)
+        held = made(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, offloaded=offloaded, on_disk=on_disk)
         if self._stages:
             self.transfers.groups.prepare([random_draws.replicating(held)])  # what is drawn into it is of its stage's ranks
         if tile is None:

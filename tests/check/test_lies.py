@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from meshc.check import bundled, check_program, follow
+from meshc.check import bucketed, check_program, follow
 from meshc.errors import ArtifactError
 from meshc.passes import rules
 from meshc.program.program import PlainProgram
@@ -135,13 +135,13 @@ def test_each_microbatch_counts_once(accumulated: PlainProgram) -> None:
 def test_what_travels_with_others_is_put_together_as_it_lies(accumulated: PlainProgram) -> None:
     """Each turn of dims on the way to a collective of several values, or from there, is dropped."""
     stage, found = accumulated.stages["each"], []
-    assert list(bundled.faults(stage, accumulated.axis_sizes)) == []
+    assert list(bucketed.faults(stage, accumulated.axis_sizes)) == []
     text = print_stage(stage, accumulated, comments=False).split("\n")
     turns = [number for number, line in enumerate(text) if re.search(r': "\w+\[[\d, ]+\]" = aten.permute\(', line)]
     for at in turns:
         turned, operand = re.findall(r"(\w+): .* = aten.permute\((\w+), ", text[at])[0]
         lines = [re.sub(rf"\b{turned}\b(?!\()", operand, line) for line in text[:at] + text[at + 1 :]]
-        found.append(list(bundled.faults(parse_stage("\n".join(lines), side_table(stage)), accumulated.axis_sizes)))
+        found.append(list(bucketed.faults(parse_stage("\n".join(lines), side_table(stage)), accumulated.axis_sizes)))
     assert len(turns) > 8 and all(len(told) == 1 and "its elements do not lie in the order of" in told[0][1] for told in found), found
 
 

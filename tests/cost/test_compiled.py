@@ -60,13 +60,13 @@ def by_name(stage: Stage) -> dict[str, Node]:
     return {node.name: node for node in calls(stage.graph)}
 
 
-def test_a_bundle_stays_until_its_last_piece_has_been_read() -> None:
+def test_a_bucket_stays_until_its_last_piece_has_been_read() -> None:
     """Line by line its two pieces are copied at once, and it is gone when the first product is made."""
     plain, region = (stage_of(GATHERED, PIECES, "z_1", compiled) for compiled in (False, True))
     assert pieces(list(plain.graph.nodes)) == {}
     named = by_name(region)
     assert pieces(list(region.graph.nodes)) == {named["first"]: named["y"], named["second"]: named["z"]}
-    assert peak(plain, "z_1") == 4 * MB  # the bundle is two; and both pieces
+    assert peak(plain, "z_1") == 4 * MB  # the bucket is two; and both pieces
     assert peak(region, "z_1") == 5 * MB  # and what the first product makes
 
 

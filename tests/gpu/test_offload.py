@@ -25,8 +25,8 @@ def test_losses_and_state_are_those_of_the_step_without(mesh, lines):
         program = meshc.compile(step, mesh, kwargs=inputs, plan=plan)
         losses = [float(program(**inputs)) for _ in range(5)]
         found.append((losses, program.state_dict(full=True)))
-    (plain, state), (parked, there) = found
-    assert plain == pytest.approx(parked, rel=1e-5)
+    (plain, state), (offloaded, there) = found
+    assert plain == pytest.approx(offloaded, rel=1e-5)
     near = 1e-5 if "update" in lines else 1e-6  # which the host computes
     for name, value in state["model"].items():
         torch.testing.assert_close(there["model"][name], value, rtol=1e-4, atol=near)

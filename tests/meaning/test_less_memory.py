@@ -73,7 +73,7 @@ def again(program: meshc.Program) -> int:
     return sum(records(node)[0].again for stage in program.compiled.stages.values() for node in calls(stage.graph))
 
 
-def parked(program: meshc.Program) -> int:
+def offloaded(program: meshc.Program) -> int:
     """How many values of forward go to the host."""
     nodes = [node for stage in program.compiled.stages.values() for node in calls(stage.graph)]
     return sum(node.target is spmd.to_host and len(node.args) == 1 for node in nodes)
@@ -90,7 +90,7 @@ def compiled(name: str, way: str, mesh: str) -> meshc.Program:
         assert all(port.host for port in program.compiled.inputs if port.kind == "state" and port.shape)
     elif way == "values":
         program = step_of(kind, mesh, f"offload value:{kind.layers}", remat="none")
-        assert parked(program) > 0
+        assert offloaded(program) > 0
     else:
         program = within_budget(kind, mesh, refused=mesh in REFUSED.get(name, ()))
     return program

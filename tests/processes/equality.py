@@ -41,13 +41,13 @@ class Sample:
     recurrence: str | None = None
 
 
-PARKED = "offload *\noffload state"
+OFFLOADED = "offload *\noffload state"
 PARAMETERS = "offload params\noffload state"
 UPDATES = "offload state, update"
 APART = "cp: heads*seq@attention > seq"
 ON_DISK = "offload state: disk"
 TWO = (
-    Sample("nanogpt", "dp_shard=2", PARKED),
+    Sample("nanogpt", "dp_shard=2", OFFLOADED),
     Sample("mlp", "dp_shard=2", UPDATES),
     Sample("mlp", "dp_shard=2", ON_DISK),
     Sample("mlp", "dp=2", "zero2", "sgd", 2),
@@ -62,7 +62,7 @@ MORE_OF_TWO = (
     Sample("mixtral", "ep=2"),
     Sample("nanogpt", "cp=2"),
     Sample("llama", "dp=2"),
-    Sample("llama", "tp=2", PARKED, microbatches=3),
+    Sample("llama", "tp=2", OFFLOADED, microbatches=3),
     Sample("nanogpt", "dp_shard=2", PARAMETERS, microbatches=2),
     Sample("nanogpt", "dp_shard=2", UPDATES + "\noffload params", microbatches=2),
     Sample("gpt2", "tp=2"),
@@ -77,7 +77,7 @@ INDUCTOR = (
     Sample("mlp", "dp_shard=2", "fsdp", "sgd", 2, backend="inductor"),
 )
 MORE_OF_INDUCTOR = (
-    Sample("nanogpt", "dp_shard=2", PARKED, backend="inductor"),
+    Sample("nanogpt", "dp_shard=2", OFFLOADED, backend="inductor"),
     Sample("mlp", "dp=2", "ddp", "sgd", 2, backend="inductor"),
     Sample("nanogpt", "dp_shard=2", backend="inductor"),
     Sample("llama", "tp=2", "megatron_sp", backend="inductor"),
@@ -154,11 +154,11 @@ def _check(sample: Sample) -> str:
     program = meshc.compile(step, device_mesh(sample.mesh), kwargs=examples, plan=sample.plan, backend=sample.backend, options=options)
     losses = [program(**case.call_kwargs).item() for _ in range(2)]
     assert sample.node is None or ("ep_across" in program.compiled.mesh.names and "in two hops" in program.summary()), sample
-    parked = host.HELD.most - before
+    offloaded = host.HELD.most - before
     predicted = memory.worst(program.compiled)
     wanted_there = predicted.host
     assert disk.HELD.now - on_disk == predicted.disk, (sample, disk.HELD.now - on_disk, predicted.disk)
-    assert parked >= wanted_there and parked <= 1.02 * wanted_there, (sample, parked, wanted_there)
+    assert offloaded >= wanted_there and offloaded <= 1.02 * wanted_there, (sample, offloaded, wanted_there)
     state = program.state_dict(full=True)
     if dist.get_rank():
         return ""

@@ -110,7 +110,7 @@ def module(mesh: Any) -> None:
 def copies(mesh: Any) -> None:
     """Call 5: gradients leave while backward runs, an update runs on the host once its gradient is there, its parameter comes back behind
     it. A rank of CPUs does all of it itself: within the stage, one after another."""
-    program, inputs = parked(device_mesh("dp=2"))
+    program, inputs = offloaded(device_mesh("dp=2"))
     program(**inputs)
     if dist.get_rank() == 0:
         line, _ = read(5)
@@ -133,7 +133,7 @@ def copies(mesh: Any) -> None:
             assert trace.read(trace.write(line)).events and "to the host" in trace.write(line)
 
 
-def parked(mesh: Any) -> tuple[meshc.Program, dict[str, Any]]:
+def offloaded(mesh: Any) -> tuple[meshc.Program, dict[str, Any]]:
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = meshc.TrainStep(model, optimizer=optimizer, loss=torch.nn.functional.mse_loss)

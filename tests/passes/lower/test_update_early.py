@@ -14,7 +14,7 @@ from meshc.cost import memory
 from meshc.ir import calls, local_bytes, record, spmd
 from meshc.ir.regions import blocks
 from meshc.passes.lower.fuse_updates import fused
-from meshc.program import bundle
+from meshc.program import bucket
 from meshc.program.kept import places, sizes_of
 from meshc.text.parse import parse_stage
 from tests.broad import broad
@@ -29,7 +29,7 @@ BUCKET = 4
 @pytest.fixture(autouse=True)
 def _four_buckets(monkeypatch: pytest.MonkeyPatch, patches_behind: None) -> None:
     """As of a larger model; of one of four mebibytes there would be two."""
-    monkeypatch.setattr(bundle, "ALONE", BUCKET * WEIGHT)
+    monkeypatch.setattr(bucket, "ALONE", BUCKET * WEIGHT)
 
 
 class Deep(nn.Module):

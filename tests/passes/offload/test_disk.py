@@ -25,14 +25,14 @@ from meshc.text.parse import parse_one_type
 from meshc.text.show import hash_program, print_type
 from tests.cost.building import ROUND
 from tests.models import nanogpt
-from tests.passes.offload.test_park_state import Deep, around_without_numbers, momentum, step_of
+from tests.passes.offload.test_offload_state import Deep, around_without_numbers, momentum, step_of
 
 
 def test_state_comes_from_the_disk_and_goes_back() -> None:
     model = nn.Linear(4, 3, bias=False)
     step = meshc.TrainStep(model, optimizer=momentum(model), loss=F.mse_loss)
     ask = {"input": torch.zeros(4, 4), "target": torch.zeros(4, 3)}
-    assert_expected_inline(around_without_numbers("park_state", step, line="offload state: disk", **ask), """\
+    assert_expected_inline(around_without_numbers("offload_state", step, line="offload state: disk", **ask), """\
 - weight_momentum_buffer: "f32[weight.0 3, weight.1 4]" = "state:weight/momentum_buffer",
 + weight_momentum_buffer: "f32[weight.0 3, weight.1 4] disk" = "state:weight/momentum_buffer",
 - sgd_default: "(f32[3, 4], f32[3, 4], f32[])" = meshc.sgd(weight, t_default_3, weight_momentum_buffer, weight_meshc_first, False, False)

@@ -16,14 +16,14 @@ from meshc.cost import memory
 from meshc.ir import record, runs_on_host, spmd
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
-from tests.passes.offload.test_park_state import Deep, around_without_numbers, momentum, step_of
+from tests.passes.offload.test_offload_state import Deep, around_without_numbers, momentum, step_of
 
 
 def test_an_update_runs_where_its_state_lies() -> None:
     model = nn.Linear(4, 3, bias=False)
     step = meshc.TrainStep(model, optimizer=momentum(model), loss=F.mse_loss)
     ask = {"input": torch.zeros(4, 4), "target": torch.zeros(4, 3)}
-    assert_expected_inline(around_without_numbers("park_state", step, line="offload state, update", **ask), """\
+    assert_expected_inline(around_without_numbers("offload_state", step, line="offload state, update", **ask), """\
 - weight_momentum_buffer: "f32[weight.0 3, weight.1 4]" = "state:weight/momentum_buffer",
 - weight_meshc_first: "f32[] whole" = "state:weight/meshc.first",
 + weight_momentum_buffer: "f32[weight.0 3, weight.1 4] host" = "state:weight/momentum_buffer",

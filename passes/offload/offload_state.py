@@ -1,4 +1,4 @@
-"""Park state: optimizer state that a plan keeps on the host comes to the device for its update, and goes back.
+"""Offload state: optimizer state that a plan keeps on the host comes to the device for its update, and goes back.
 
     m: "f32[8, 4]" = "state:w/exp_avg"                        m: "f32[8, 4] host" = "state:w/exp_avg"
     p, m1, .. = adam(w, g, m, ..)                   becomes   here = from_host(m)
@@ -25,7 +25,7 @@ from meshc.plan.offload_lines import STATE, OffloadLine
 from meshc.program.program import Port, Stage
 
 
-def park_state(lowered: Lowered) -> Lowered:
+def offload_state(lowered: Lowered) -> Lowered:
     """Of training steps; elsewhere the optimizer is torch's, and so is its state. Raises PlanError for lines of the plan about no state."""
     lines = [line for line in lowered.plan.offloads if line.what == STATE]
     if not lines or lowered.request.optimizer is None:
@@ -34,12 +34,12 @@ def park_state(lowered: Lowered) -> Lowered:
     _refuse_lines_about_nothing(lines, [port for port in held if port.shape])
     (stage,) = lowered.stages.values()
     said = {port.key: line for port in held if (line := line_of(lines, port)) is not None and (port.shape or line.update)}
-    parked = {key: str(line) for key, line in said.items()}
+    offloaded = {key: str(line) for key, line in said.items()}
     disk = {key for key, line in said.items() if line.disk}
-    _park(stage, parked, disk)
+    _offload(stage, offloaded, disk)
     if any(line.update for line in said.values()):
         update_there(stage, {key: str(line) for key, line in said.items() if line.update})
-    return on_host(lowered, parked, disk)
+    return on_host(lowered, offloaded, disk)
 
 
 def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Port]) -> None:
@@ -51,15 +51,15 @@ def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Por
     refuse_faults("the plan does not fit this model", faults)
 
 
-def _park(stage: Stage, parked: dict[str, str], disk: Collection[str]) -> None:
-    """In place. `parked`: by the key of state, the line that says so; `disk`: of those that lie there."""
+def _offload(stage: Stage, offloaded: dict[str, str], disk: Collection[str]) -> None:
+    """In place. `offloaded`: by the key of state, the line that says so; `disk`: of those that lie there."""
     results = stage.results()
     for node, key in stage.keys().items():
-        if key not in parked:
+        if key not in offloaded:
             continue
         readers = [user for user in node.users if user.op != "output"]
         update(node, host=True, disk=key in disk)
         if readers:
-            fetch(stage.graph, node, min(readers), readers, "update", parked[key])
+            fetch(stage.graph, node, min(readers), readers, "update", offloaded[key])
         if results[key] is not node:
-            put_back(stage.graph, stage.outputs.index(key), node, parked[key])
+            put_back(stage.graph, stage.outputs.index(key), node, offloaded[key])

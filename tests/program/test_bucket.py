@@ -1,4 +1,4 @@
-"""Bundles: the same values on every rank from fewer collectives."""
+"""Buckets: the same values on every rank from fewer collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from meshc.check import phases
 from meshc.ir import Record, record, set_record, spmd
 from meshc.ir.mesh import Mesh
-from meshc.program.bundle import ALONE, BUCKET, bundle
+from meshc.program.bucket import ALONE, BUCKET, bucket
 from meshc.program.program import Stage
 from meshc.runtime.simulator.simulate import run_stage
 
@@ -58,7 +58,7 @@ def count(stage: Stage) -> int:
 
 @st.composite
 def stages(draw: st.DrawFn) -> tuple[Building, Stage]:
-    """Collectives of every kind that can be bundled, along any dim of values of one to three dims, in any order."""
+    """Collectives of every kind that can be bucketed, along any dim of values of one to three dims, in any order."""
     building = Building(draw(st.sampled_from(MESHES)))
     axes = draw(st.sampled_from([["a"], ["b"], ["a", "b"]])) if len(building.sizes) > 1 else ["a"]
     ranks = 1
@@ -92,7 +92,7 @@ def test_every_rank_has_the_same_values(made: tuple[Building, Stage]) -> None:
     building, stage = made
     alone = Stage(stage.name, copy.deepcopy(stage.graph), stage.inputs, stage.outputs)
     wanted = outputs(alone, building.mesh, building.sizes)
-    bundle(stage, building.sizes, dict.fromkeys(stage.graph.nodes, 0))
+    bucket(stage, building.sizes, dict.fromkeys(stage.graph.nodes, 0))
     stage.graph.lint()
     assert count(stage) <= count(alone)
     for found, expected in zip(outputs(stage, building.mesh, building.sizes), wanted, strict=True):
@@ -120,33 +120,33 @@ def sent(stage: Stage) -> list[int]:
 
 def test_gradients_go_in_four_buckets_or_so() -> None:
     building, stage = gradients([(512, 512)] * 32)  # 2 MiB each
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert sent(stage) == [8 * 512 * 512] * 4
 
 
 def test_a_small_models_gradients_go_in_fewer() -> None:
     building, stage = gradients([(256, 512)] * 20)  # 1 MiB each
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert sent(stage) == [8 * 256 * 512, 8 * 256 * 512, 4 * 256 * 512]
 
 
 def test_a_bucket_has_a_least_size() -> None:
     for each, alike in ((16, [8, 8]), (9, [4, 4, 1])):
         building, stage = gradients([(64, 512)] * each)  # 256 KiB each
-        bundle(stage, building.sizes)
+        bucket(stage, building.sizes)
         assert sent(stage) == [count * 64 * 512 for count in alike]
 
 
 def test_a_bucket_has_an_upper_size() -> None:
     building, stage = gradients([(512, 1024)] * 64)  # 4 MiB each
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert sum(sent(stage)) == 64 * 512 * 1024
     assert max(sent(stage)) * 8 <= BUCKET < (max(sent(stage)) + 512 * 1024) * 8
 
 
 def test_a_large_gradient_travels_alone() -> None:
     building, stage = gradients([(ALONE // 8,), (8,), (8,)])
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert sorted(sent(stage)) == [16, ALONE // 8]
 
 
@@ -164,19 +164,19 @@ def gathers(dtypes: list[torch.dtype]) -> tuple[Building, Stage, list[Node]]:
 def test_what_nobody_says_may_travel_together_stays_apart() -> None:
     building, stage, _ = gathers([torch.float64] * 3)
     before = str(stage.graph)
-    assert bundle(stage, building.sizes) == []
+    assert bucket(stage, building.sizes) == []
     assert str(stage.graph) == before
 
 
 def test_values_of_one_number_and_dtype_travel_together() -> None:
     building, stage, found = gathers([torch.float64, torch.bfloat16, torch.float64, torch.bfloat16, torch.float64])
-    made = bundle(stage, building.sizes, dict(zip(found, [0, 0, 0, 0, 1], strict=True)))
+    made = bucket(stage, building.sizes, dict(zip(found, [0, 0, 0, 0, 1], strict=True)))
     assert [one.members for one in made] == [(found[0], found[2]), (found[1], found[3])]
 
 
 def test_a_large_value_is_not_copied_into_company() -> None:
     building, stage, found = gathers([torch.float64] * 3)
-    assert bundle(stage, building.sizes, dict.fromkeys(found, 0), alone=8 * 4 * 8) == []
+    assert bucket(stage, building.sizes, dict.fromkeys(found, 0), alone=8 * 4 * 8) == []
 
 
 def test_what_is_read_before_the_next_can_start_is_not_held_up() -> None:
@@ -186,13 +186,13 @@ def test_what_is_read_before_the_next_can_start_is_not_held_up() -> None:
     first = building.add(spmd.all_reduce, building.add(aten.mul.Tensor, weight, 2.0, shape=(4,)), ["a"], "sum", shape=(4,))
     second = building.add(spmd.all_reduce, building.add(aten.exp.default, first, shape=(4,)), ["a"], "sum", shape=(4,))
     stage = building.done([second])
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert sent(stage) == [4, 4]
 
 
-def test_the_bundle_says_what_it_is_for() -> None:
+def test_the_bucket_says_what_it_is_for() -> None:
     building, stage = gradients([(4,), (5,), (6,)])
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     (node,) = stage.graph.find_nodes(op="call_function", target=spmd.all_reduce)
     assert node.meta["meshc"].reason == "3 reductions together: reason all_reduce | reason all_reduce_1, and 1 more"
 
@@ -201,7 +201,7 @@ def test_who_keeps_a_loss_keeps_no_gradients() -> None:
     building, stage = gradients([(1,), (64, 64), (64,)])
     given = replace(stage, outputs=("output:loss", *stage.outputs[1:]))
     wanted = outputs(stage, building.mesh, building.sizes)
-    bundle(given, building.sizes)
+    bucket(given, building.sizes)
     assert sent(given) == [1 + 64 * 64 + 64]
     for (loss, *rest), expected in zip(outputs(given, building.mesh, building.sizes), wanted, strict=True):
         torch.testing.assert_close([loss, *rest], expected, rtol=0, atol=0)
@@ -218,7 +218,7 @@ def test_a_message_is_of_the_latest_phase_that_it_carries() -> None:
     mean = building.add(aten.mul.Tensor, loss, 2.0, shape=(3,), phase="forward")
     results = [first, building.add(spmd.all_reduce, mean, ["a"], "sum", shape=(3,), phase="forward")]
     stage = building.done(results)
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert count(stage) == 1 and not list(phases.faults(stage))
 
     building = Building(MESHES[0])
@@ -228,5 +228,5 @@ def test_a_message_is_of_the_latest_phase_that_it_carries() -> None:
     mean = building.add(aten.mul.Tensor, loss, 2.0, shape=(3,), phase="forward")
     second = building.add(spmd.all_reduce, mean, ["a"], "sum", shape=(3,), phase="forward")
     stage = building.done([first, building.add(aten.mul.Tensor, second, 2.0, shape=(3,), phase="forward")])
-    bundle(stage, building.sizes)
+    bucket(stage, building.sizes)
     assert count(stage) == 2 and not list(phases.faults(stage))

@@ -1,7 +1,7 @@
-"""Park: what backward reads of forward lies on the host in between, where a plan says so.
+"""Offload: what backward reads of forward lies on the host in between, where a plan says so.
 
-    forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  parked = to_host(h)
-    backward  g = mm(t(h), gy)                        becomes  back = from_host(parked);  g = mm(t(back), gy)
+    forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
+    backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
 
 `there_and_back.py` says where the copies stand. The pass is behind `recompute`, which settles what backward reads, and before stages and
 microbatches, which hand on what is there like any other value. When the copies back start is settled later (`passes/lower/fetch_ahead.py`).
@@ -28,7 +28,7 @@ _NO_MODULE = "forward runs no operator in such a module"
 _NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
 
 
-def park(lowered: Lowered) -> Lowered:
+def offload(lowered: Lowered) -> Lowered:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
     lines = [line for line in lowered.plan.offloads if line.what not in STORED]
     if not lines or not lowered.request.grad:

@@ -15,13 +15,13 @@ from meshc.errors import PlanError
 from meshc.ir import record, spmd
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
-from tests.passes.offload.test_park import Gated
-from tests.passes.offload.test_park_state import Deep, step_of
+from tests.passes.offload.test_offload import Gated
+from tests.passes.offload.test_offload_state import Deep, step_of
 from tests.passes.stepped import around, changed
 
 
 def test_each_phase_has_a_copy_of_its_own_and_lays_it_out_for_itself() -> None:
-    before, after = around("park_params", Gated(), "dp=2", "dp: batch\noffload params", x=torch.zeros(4, 3))
+    before, after = around("offload_params", Gated(), "dp=2", "dp: batch\noffload params", x=torch.zeros(4, 3))
     assert_expected_inline(changed(before, after), """\
 - up_weight: "f32[ffn 4, up.weight.1 3]" = "parameter:up.weight",
 - down_weight: "f32[down.weight.0 3, ffn 4]" = "parameter:down.weight",

@@ -32,7 +32,7 @@ def test_state_is_fetched_for_its_update_and_put_back_in_its_place() -> None:
     model = nn.Linear(4, 3, bias=False)
     step = meshc.TrainStep(model, optimizer=momentum(model), loss=F.mse_loss)
     ask = {"input": torch.zeros(4, 4), "target": torch.zeros(4, 3)}
-    assert_expected_inline(around_without_numbers("park_state", step, **ask), """\
+    assert_expected_inline(around_without_numbers("offload_state", step, **ask), """\
 - weight_momentum_buffer: "f32[weight.0 3, weight.1 4]" = "state:weight/momentum_buffer",
 + weight_momentum_buffer: "f32[weight.0 3, weight.1 4] host" = "state:weight/momentum_buffer",
 - sgd_default: "(f32[3, 4], f32[3, 4], f32[])" = meshc.sgd(weight, t_default_3, weight_momentum_buffer, weight_meshc_first, False, False)

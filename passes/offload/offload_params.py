@@ -1,4 +1,4 @@
-"""Park parameters: those that a plan keeps on the host come to the device for each module that reads them, in each phase, and for updates.
+"""Offload parameters: what a plan keeps on the host comes to the device for each module that reads it, in each phase, and for updates.
 
     forward   h = mm(x, t(w))                        d = from_host(w);   h = mm(x, t(d))
     backward  g = mm(gh, t(t(w)))          becomes   d1 = from_host(w);  g = mm(gh, t(t(d1)))
@@ -34,20 +34,20 @@ THERE: Final = "it lies on the host by another program of this model"
 _CASTS: Final = (torch.ops.aten._to_copy.default,)
 
 
-def park_params(lowered: Lowered) -> Lowered:
+def offload_params(lowered: Lowered) -> Lowered:
     """Raises PlanError for lines of the plan about no parameter."""
     request = lowered.request
     lines = [line for line in lowered.plan.offloads if line.what == PARAMS]
-    if not lines and not request.parked:
+    if not lines and not request.offloaded:
         return lowered
     held = [port for port in lowered.inputs if port.kind == "parameter" and port.shape]
     _refuse(lines, held, lowered)
-    parked = {port.key: str(line_of(lines, port) or THERE) for port in held if line_of(lines, port) or port.name in request.parked}
+    offloaded = {port.key: str(line_of(lines, port) or THERE) for port in held if line_of(lines, port) or port.name in request.offloaded}
     (stage,) = lowered.stages.values()
     for node, key in stage.keys().items():
-        if key in parked:
-            _park(stage, node, key, parked[key])
-    return on_host(lowered, parked)
+        if key in offloaded:
+            _offload(stage, node, key, offloaded[key])
+    return on_host(lowered, offloaded)
 
 
 def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: Lowered) -> None:
@@ -56,7 +56,7 @@ def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: Lowered
     why = why if held else "the model reads none: leave the line out"
     refuse_faults("the plan does not fit this model", [f"{line.where}: {why}" for line in lines if not any(map(line.names, _names(held)))])
     request = lowered.request
-    if lines and request.grad and request.optimizer is None and not request.parked and lowered.mesh.device_type != "cpu":
+    if lines and request.grad and request.optimizer is None and not request.offloaded and lowered.mesh.device_type != "cpu":
         raise PlanError(
             f"{lines[0].where}: the optimizer of a module is torch's, and updates parameters on the device that gradients are on\n"
             "  what to do: compile a meshc.TrainStep, which updates them where they lie, or leave the line out"
@@ -67,7 +67,7 @@ def _names(held: Iterable[Port]) -> list[str]:
     return [port.name for port in held]
 
 
-def _park(stage: Stage, node: Node, key: str, why: str) -> None:
+def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
     """In place."""
     graph, results = stage.graph, stage.results()
     copies: dict[Node, Site] = {}

@@ -1,4 +1,4 @@
-"""Bundle: collectives that can travel together do.
+"""Bucket: collectives that can travel together do.
 
     r1 = all_reduce(g1, ["dp"], "sum")        flat = cat([reshape(g1, [-1]), reshape(g2, [-1])])
     r2 = all_reduce(g2, ["dp"], "sum")        r = all_reduce(flat, ["dp"], "sum")
@@ -63,7 +63,7 @@ class _Alike(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bundle:
+class Bucket:
     """One collective that stands for several, its `members`. `cut`: the nodes that take its result apart, in order."""
 
     sent: Node
@@ -71,7 +71,7 @@ class Bundle:
     cut: tuple[Node, ...]
 
 
-def bundle(
+def bucket(
     stage: Stage,
     sizes: Mapping[str, int],
     together: Mapping[Node, int] = MappingProxyType({}),
@@ -79,7 +79,7 @@ def bundle(
     alone: int = ALONE,
     targets: Collection[Function] = (spmd.all_reduce, spmd.reduce_scatter, spmd.all_gather),
     apart: Collection[Node] = (),
-) -> list[Bundle]:
+) -> list[Bucket]:
     """Joins collectives of a stage, in place. `sizes`: of the mesh's axes.
 
     together  numbers of gathers and reduce-scatters: those of one number may travel together, others do not
@@ -100,7 +100,7 @@ def bundle(
         batches = _batches(members, order, size, reads=alike.kind != "stored")
         planned += [(batch, prod(sizes[axis] for axis in alike.axes)) for batch in batches if len(batch) > 1]
     given = {value for key, value in stage.results().items() if is_a(key, "output", "metric")}
-    return [_Bundle(stage.graph, batch, count, given).send() for batch, count in planned]
+    return [_Bucket(stage.graph, batch, count, given).send() for batch, count in planned]
 
 
 def whole_bytes(collective: Node) -> int:
@@ -109,15 +109,15 @@ def whole_bytes(collective: Node) -> int:
 
 
 def is_copy(node: Node) -> bool:
-    """Whether a reshape has memory of its own: that of what a gathered bundle has for one of its members, a row from each rank."""
+    """Whether a reshape has memory of its own: that of what a gathered bucket has for one of its members, a row from each rank."""
     if node.target is not aten.reshape.default:
         return False
     piece = node.args[0]
     if not isinstance(piece, Node) or piece.target is not aten.slice.Tensor or piece.args[1] != 1:
         return False
     (apart,) = piece.all_input_nodes
-    of_bundle = apart.target is aten.reshape.default and apart.all_input_nodes[0].target is spmd.all_gather
-    return of_bundle and record(piece).shape[0] > 1 and record(piece).shape != record(apart).shape
+    of_bucket = apart.target is aten.reshape.default and apart.all_input_nodes[0].target is spmd.all_gather
+    return of_bucket and record(piece).shape[0] > 1 and record(piece).shape != record(apart).shape
 
 
 def _kind(node: Node, named: bool, alone: int) -> str:
@@ -180,7 +180,7 @@ def _read_in(node: Node) -> int:
     return min((PHASES.index(records(user)[0].phase) for user in readers), default=len(PHASES))
 
 
-class _Bundle:
+class _Bucket:
     """Several collectives of one kind, as one. A gather stands where the first of them stood, a reduction where the last one did.
 
     given  what the program's caller gets: of a member among them a copy, since who keeps a loss must not keep the gradients beside it
@@ -199,7 +199,7 @@ class _Bundle:
         else:
             self.place = members[-1]
 
-    def send(self) -> Bundle:
+    def send(self) -> Bucket:
         flat = [self._flat(node) for node in self.members]
         sizes = [record(node).shape[-1] for node in flat]
         total, head = sum(sizes), self.members[-1]
@@ -220,7 +220,7 @@ class _Bundle:
             node.replace_all_uses_with(self._unpacked(node, piece))
             self.graph.erase_node(node)
             start += size
-        return Bundle(sent, tuple(self.members), tuple(self.cut))
+        return Bucket(sent, tuple(self.members), tuple(self.cut))
 
     def _about(self, like: Record) -> Record:
         what = "gathers" if self.gather else "reductions"
@@ -252,7 +252,7 @@ class _Bundle:
         return self._add(aten.reshape.default, operand, [self.count, size], like=like, shape=(self.count, size))
 
     def _unpacked(self, node: Node, piece: Node) -> Node:
-        """What the member gave, from its part of the bundle: [1 or a row for each rank, size]."""
+        """What the member gave, from its part of the bucket: [1 or a row for each rank, size]."""
         like = record(node)
         dim = node.args[2] if self.gather else 0
         assert isinstance(dim, int)

@@ -23,7 +23,7 @@ from meshc.passes import rules
 from meshc.text.show import hash_program
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
-from tests.passes.offload.test_park_state import step_of
+from tests.passes.offload.test_offload_state import step_of
 from tests.passes.stepped import around, changed
 
 
@@ -37,7 +37,7 @@ class Gated(nn.Module):
 
 
 def test_a_value_leaves_behind_its_last_reader_and_views_are_taken_of_what_comes_back() -> None:
-    assert_expected_inline(changed(*around("park", Gated(), "dp=2", "dp: batch\noffload *", x=torch.zeros(4, 3))), """\
+    assert_expected_inline(changed(*around("offload", Gated(), "dp=2", "dp: batch\noffload *", x=torch.zeros(4, 3))), """\
 + to_host: "f32[batch 4/dp, ffn 4] host" = to_host(exp_default)
 - mm_default_2: "f32[down.weight.0 3, ffn 4] partial(sum: dp)" = aten.mm(t_default_2, exp_default)
 + from_host: "f32[batch 4/dp, ffn 4]" = from_host(to_host)
@@ -47,7 +47,7 @@ def test_a_value_leaves_behind_its_last_reader_and_views_are_taken_of_what_comes
 """)
 
 
-def parked(program: meshc.Program) -> list[str]:
+def offloaded(program: meshc.Program) -> list[str]:
     copies = [node for stage in program.compiled.stages.values() for node in stage.graph.nodes if node.target is spmd.to_host]
     return [node.args[0].name for node in copies if len(node.args) == 1]
 
@@ -55,7 +55,7 @@ def parked(program: meshc.Program) -> list[str]:
 def test_lines_name_modules_or_what_they_return() -> None:
     """The exponential is made in the module itself; what `up` returns nothing reads in backward."""
     found = [
-        parked(meshc.compile(Gated(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 3),), plan=f"dp: batch\n{line}"))
+        offloaded(meshc.compile(Gated(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 3),), plan=f"dp: batch\n{line}"))
         for line in ("offload down", "offload value:up", "offload *", "offload state")
     ]
     assert found == [[], [], ["exp_default"], []]
@@ -70,9 +70,9 @@ def test_lines_name_modules_or_what_they_return() -> None:
     )
 
 
-def test_nothing_is_parked_without_a_backward() -> None:
+def test_nothing_is_offloaded_without_a_backward() -> None:
     with torch.no_grad():
-        assert parked(meshc.compile(Gated(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 3),), plan="dp: batch\noffload *")) == []
+        assert offloaded(meshc.compile(Gated(), meshc.Mesh("dp=2"), args=(torch.zeros(4, 3),), plan="dp: batch\noffload *")) == []
 
 
 def small() -> Case:
@@ -91,7 +91,7 @@ def small() -> Case:
 def test_a_step_means_what_it_means(make: Callable[[], Case], mesh: str, lines: str, microbatches: int) -> None:
     program = step_of(make(), mesh, lines, microbatches)
     assert {"gradient", "parameter after step 2"} <= {kind for kind, _, _ in meshc.verify(program, dtype=torch.float64).rows}
-    assert parked(program)
+    assert offloaded(program)
     plain = memory.worst(step_of(make(), mesh, None, microbatches).compiled)
     assert memory.worst(program.compiled).total <= plain.total
 
@@ -147,7 +147,7 @@ def test_on_a_device_with_a_link_what_could_not_be_back_in_time_stays() -> None:
     stay, waits = (note for note in program.compiled.notes if note.startswith("offload:"))
     assert stay.startswith("offload: 1 of 2 values stay on the device, 24 bytes: backward reads them before they could be there and back")
     assert waits.startswith("offload: copies take 100.0 us of a call on h100 (51.2 GB/s each way), of which")
-    assert parked(program) == ["exp_default"]
+    assert offloaded(program) == ["exp_default"]
 
 
 def test_a_saved_program_says_what_lies_on_the_host(tmp_path: Path) -> None:
