@@ -29,7 +29,7 @@ from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, giv
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained, Fall, Made, Reader, Stored
-from meshc.report.tables import placement
+from meshc.report.tables import dtensor_placements, placement
 
 
 def explained(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> Explained:
@@ -84,11 +84,14 @@ class _Explaining:
 
     def _stored_as(self, name: str) -> Stored:
         storage = self.placed.decided().storage
-        lies = {kind: storage.get((name, kind)) for kind in ("parameter", "gradient", "state")}
+        stored = {kind: one for kind in ("parameter", "gradient", "state") if (one := storage.get((name, kind))) is not None}
+        mesh = self.program.mesh
+        axes = [axis.name for axis in mesh.axes if axis != mesh.pipeline_axis]
         port = next(port for port in self.placed.joint.inputs if port.kind == "parameter" and port.name == name)
         decided = [kind for kind in ("parameter", "state") if (kind, name) in self.search.space.decisions]
         return Stored(
-            lies={kind: placement(one, port.shape) for kind, one in lies.items() if one is not None},
+            sharding={kind: placement(one, port.shape) for kind, one in stored.items()},
+            placements={kind: f"({dtensor_placements(one, mesh, axes)}) over ({', '.join(axes)})" for kind, one in stored.items()},
             alike=self._alike(("parameter", name)),
             readers=list(self._readers(("parameter", name))),
             others={kind: self._others((kind, name)) for kind in decided} if self.searched else None,

@@ -65,9 +65,11 @@ class Chosen(TypedDict):
 
 
 class Stored(TypedDict):
-    """A parameter: how it, its gradient and its state lie. `others`, of each that was decided, is None where nothing was searched."""
+    """A parameter: the sharding of its value, gradient and state, and DTensor's placements of these by axes of the mesh. `others`, of each
+    that was decided, is None where nothing was searched."""
 
-    lies: dict[str, str]
+    sharding: dict[str, str]
+    placements: dict[str, str]
     alike: int
     readers: list[Reader]
     others: dict[str, list[Alternative]] | None
@@ -166,10 +168,15 @@ def _of_value(one: Remembered) -> Iterator[str]:
         head = ""
 
 
+def _with_others(by_kind: dict[str, str]) -> str:
+    """The parameter's entry, and those of its gradient and state that are not the same."""
+    own = by_kind["parameter"]
+    return "; ".join([own, *(f"its {kind} {said}" for kind, said in by_kind.items() if kind != "parameter" and said != own)])
+
+
 def _of_parameter(stored: Stored) -> Iterator[str]:
-    lies = stored["lies"]
-    others = [f"its {kind} {said}" for kind, said in lies.items() if kind != "parameter" and said != lies["parameter"]]
-    yield f"  stored     {'; '.join([lies['parameter'], *others])}{_alike(stored['alike'])}"
+    yield f"  stored     {_with_others(stored['sharding'])}{_alike(stored['alike'])}"
+    yield f"  placements {_with_others(stored['placements'])}"
     head = "read by"
     for reader in stored["readers"]:
         moved = f", {bytes_text(reader['bytes'])}, {_ms(reader['seconds'])}" if reader["seconds"] else ""

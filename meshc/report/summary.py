@@ -32,7 +32,7 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.program.program import PlainProgram, Port
 from meshc.report import experts, held, offloaded, recurrences, uneven
 from meshc.report.account import link_accounts, stage_accounts
-from meshc.report.tables import bytes_text, part_text, placement, seconds_text, table
+from meshc.report.tables import bytes_text, dtensor_placements, part_text, placement, seconds_text, table
 
 PLAN_LINES: Final = 20
 """Of a plan that are shown."""
@@ -117,7 +117,8 @@ class _Alike(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    lies: str
+    sharding: str
+    placements: str
     gradient: str
     state: str
     dtype: torch.dtype
@@ -130,6 +131,8 @@ def _parameters(program: PlainProgram) -> str:
     for port in program.inputs:
         if port.kind == "state":
             states[port.of].append(port)
+    staged = None if program.pipeline is None else program.pipeline.axis
+    axes = [name for name in program.mesh.names if name != staged]
     groups: dict[_Alike, list[Port]] = defaultdict(list)
     for port in program.inputs:
         if port.kind == "parameter":
@@ -138,20 +141,23 @@ def _parameters(program: PlainProgram) -> str:
                 _placement(gradients.get(port.name), port.sharding, sizes),
                 _placement(kept[0].sharding if kept else None, port.sharding, sizes),
             )
-            groups[_Alike(collapsed(port.name), port.shape, placement(port.sharding, port.shape), *others, port.dtype)].append(port)
+            stored = placement(port.sharding, port.shape), dtensor_placements(port.sharding, program.mesh, axes)
+            groups[_Alike(collapsed(port.name), port.shape, *stored, *others, port.dtype)].append(port)
     if not groups:
         return ""
     rows = []
     axis = "" if program.pipeline is None else f"rank of {program.pipeline.axis}"
-    for (name, _, text, gradient, state, dtype), ports in groups.items():
+    for one, ports in groups.items():
         here, size = _on_ranks(program, ports, [[port] for port in ports])
         _, state_size = _on_ranks(program, ports, [states[port.name] for port in ports])
-        kind = str(dtype).removeprefix("torch.")
+        kind = str(one.dtype).removeprefix("torch.")
         theirs = [kept for port in ports for kept in states[port.name]]
         where = " on the disk" if any(kept.disk for kept in theirs) else " on the host" if any(kept.host for kept in theirs) else ""
-        rows.append((name, len(ports), kind, text, gradient, state, here, bytes_text(size), bytes_text(state_size) + where))
-    headers = ["parameter", "count", "dtype", "lies", "its gradient", "its state", axis, "bytes/rank", "state/rank"]
-    drop = [column for column in (4, 5, 6, 8) if all(row[column] in ("", "0 B") for row in rows)]
+        cells = one.sharding, one.placements, one.gradient, one.state
+        rows.append((one.name, len(ports), kind, *cells, here, bytes_text(size), bytes_text(state_size) + where))
+    places = f"DTensor over ({', '.join(axes)})"
+    headers = ["parameter", "count", "dtype", "sharding", places, "its gradient", "its state", axis, "bytes/rank", "state/rank"]
+    drop = [column for column in (5, 6, 7, 9) if all(row[column] in ("", "0 B") for row in rows)]
     keep = [column for column in range(len(headers)) if column not in drop]
     return table([[row[column] for column in keep] for row in rows], [headers[column] for column in keep], "parameters (sizes are global)")
 

@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
+from torch.distributed.tensor import Replicate, Shard
 
+from meshc.ir.layouts import torch_placements
+from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
 
 
@@ -15,6 +18,13 @@ def placement(sharding: Sharding | None, shape: tuple[int, ...]) -> str:
     if sharding is None:
         return f"[{', '.join(map(str, shape))}]"
     return f"[{', '.join(' * '.join(map(part_text, parts)) or '1' for parts in sharding.dims)}]"
+
+
+def dtensor_placements(sharding: Sharding | None, mesh: Mesh, axes: Sequence[str]) -> str:
+    """`Replicate, Shard(0)`: the placements of a stored DTensor, an entry for each of `axes`."""
+    found = (Replicate(),) * len(mesh.names) if sharding is None else torch_placements(sharding, mesh)
+    placed = dict(zip(mesh.names, found, strict=True))
+    return ", ".join(f"Shard({one.dim})" if isinstance(one := placed[axis], Shard) else "Replicate" for axis in axes)
 
 
 def part_text(part: Part) -> str:

@@ -123,13 +123,14 @@ def test_why_a_weight_lies_as_it_does(folder: Path, capsys: pytest.CaptureFixtur
     told = json.loads(capsys.readouterr().out)
     assert told["name"] == "up.weight" and told["searched"] and explained.text(told) == text
     stored = told["stored"]
-    assert text.startswith(f"up.weight\n  stored     {stored['lies']['parameter']}")
+    assert text.startswith(f"up.weight\n  stored     {stored['sharding']['parameter']}")
     assert {reader["reader"] for reader in stored["readers"]} == {"mm of up, forward", "adam, update"}
     assert [len(others) for others in stored["others"].values()] == [2, 2]
     assert all(other["falls"] and other["holds_bytes"] > 0 for others in stored["others"].values() for other in others)
     assert main([*ask, "--json", "--plan", "fsdp+megatron"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["stored"]["others"] is None and told["stored"]["lies"]["parameter"] == "[ffn 16384/tp, 4096/dp]"
+    assert told["stored"]["others"] is None and told["stored"]["sharding"]["parameter"] == "[ffn 16384/tp, 4096/dp]"
+    assert told["stored"]["placements"]["parameter"] == "(Shard(1), Shard(0)) over (dp, tp)"
 
 
 def test_slower_devices_take_longer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_a_microbatch_repeats_what_lies_inside_it() -> None:
 def test_fsdp_keeps_half_of_everything_on_each_of_two_ranks() -> None:
     program = step(mlp(), "dp=2", "fsdp")
     told = program.summary()
-    assert cell(told, "up.weight", "lies") in ("[ffn 40/dp, hidden 24]", "[ffn 40, hidden 24/dp]")
+    assert cell(told, "up.weight", "sharding") in ("[ffn 40/dp, hidden 24]", "[ffn 40, hidden 24/dp]")
     assert cell(told, "parameters", "bytes/rank") == f"{MLP_BYTES / 2000:.1f} kB"
     assert all(sharding.split_axes() == {"dp"} for sharding in gradient_shardings(program.compiled).values())
     assert cell(told, "parameters", "padding") == ""
@@ -80,7 +80,7 @@ def test_fsdp_keeps_half_of_everything_on_each_of_two_ranks() -> None:
 
 def test_storage_of_gradients_and_state_is_shown_where_it_differs() -> None:
     told = step(mlp(), "dp=2", "zero2").summary()
-    assert cell(told, "up.weight", "lies") == "[ffn 40, hidden 24]"
+    assert cell(told, "up.weight", "sharding") == "[ffn 40, hidden 24]"
     assert cell(told, "up.weight", "its gradient") == cell(told, "up.weight", "its state")
     assert cell(told, "up.weight", "its state").count("/dp") == 1
     assert "its gradient" not in step(mlp(), "dp=2", "ddp").summary()
@@ -89,8 +89,11 @@ def test_storage_of_gradients_and_state_is_shown_where_it_differs() -> None:
 def test_repeated_layers_are_one_row() -> None:
     told = step(nanogpt(), "tp=2", "megatron").summary()
     assert cell(told, "h.*.attn.c_attn.weight", "count") == "2"
-    assert cell(told, "h.*.attn.c_attn.weight", "lies") == "[3 * heads 4/tp * head 8, hidden 32]"
-    assert cell(told, "h.*.mlp.0.weight", "lies") == "[ffn 128/tp, hidden 32]"
+    assert cell(told, "h.*.attn.c_attn.weight", "sharding") == "[3 * heads 4/tp * head 8, hidden 32]"
+    assert cell(told, "h.*.mlp.0.weight", "sharding") == "[ffn 128/tp, hidden 32]"
+    assert cell(told, "h.*.mlp.0.weight", "DTensor over (tp)") == "Shard(0)"
+    assert cell(told, "h.*.mlp.2.weight", "DTensor over (tp)") == "Shard(1)"
+    assert cell(told, "ln_f.weight", "DTensor over (tp)") == "Replicate"
     assert collapsed("h.3.mlp.0.weight") == "h.*.mlp.0.weight" and collapsed("c_fc1.weight") == "c_fc1.weight"
 
 
