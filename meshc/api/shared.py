@@ -6,7 +6,7 @@
 
 Before, all have agreed on inputs, model, plan, options, optimizer (`meshc.runtime.agreement.agreed`); behind it they compare the hashes of
 what they have, as ever. So ranks that differ in what their model's code reads are refused, where that makes another program, with the place
-and both values; what no code reads may differ (`docs/decisions/0155-ranks-compare-what-was-read.md`).
+and both values; what no code reads may differ (`docs/decisions/one-program-for-all-ranks.md`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ check on two processes under gloo (`tests/frameworks/`): losses, gradients and p
 device, and a refusal is raised on every rank: by meshc with its advice, or by the library itself (DDP, `fully_shard`, the Trainer).
 
 A module that is compiled in module mode stays the live object: it is passed where a module is taken, and its call runs its program
-(`docs/decisions/0066-a-compiled-models-call-runs-its-program.md`). What is passed to it is by default the same on every rank
+(`docs/decisions/module-calls.md`). What is passed to it is by default the same on every rank
 (`inputs="global"`); a library that deals batches out goes with `inputs="local"`.
 """
 AFTER: Final = """
@@ -74,7 +74,7 @@ AFTER: Final = """
   the step's mean counts them twice, and `eval_loss` of such a last batch is the mean of what ranks were given. Metrics of `compute_metrics`
   and `predict` count each row once. `dataloader_drop_last=True`, or a number of rows that divides, is exact.
 - **The Trainer's checkpoints** hold the optimizer, the schedule and random numbers, where the model is compiled when the Trainer is made,
-  and go on under any mesh, of a plain model too, and where a plain model's were begun (decision note 165). With `save_only_model=True`
+  and go on under any mesh, of a plain model too, and where a plain model's were begun ([other-libraries](decisions/other-libraries.md#accelerate-and-the-trainer-ask-and-are-answered)). With `save_only_model=True`
   and `callbacks=[meshc.trainer_checkpoints()]` the rest is written behind the model, and behind the removal of old ones.
 - **Ranks that share a part** (`tp` beside `dp`, `inputs="local"`). Accelerate, and so the Trainer, deals out the same rows to them, and
   `gather_for_metrics` counts each part once, where the data axes are the mesh's first (`("dp", "tp")`). On other meshes its loader deals
@@ -102,7 +102,7 @@ AFTER: Final = """
 - **The Trainer's generation.** With `predict_with_generate=True` prompts of all ranks are brought together and generated with
   `inputs="global"` (`docs/generation.md`); ranks' last batches may differ in rows, but each has one at least.
 - **Modules of a model.** `model.model(ids)`, `model.lm_head(h)`, an encoder or an embedding that somebody calls by itself is a program of
-  its own over the same parameters (`docs/decisions/0135-any-module-of-a-model-may-be-called.md`). A parameter that is used without its
+  its own over the same parameters (`docs/decisions/module-calls.md`). A parameter that is used without its
   module, `F.linear(h, model.lm_head.weight)`, is a DTensor: `model.lm_head.weight.full_tensor()`.
 - **Lightning.** Its own sampler shuffles training rows as it deals them out; `use_distributed_sampler=False` leaves a loader as it is. A
   distributed checkpoint is a folder, which `load_from_checkpoint` does not take: `ModelParallelStrategy(save_distributed_checkpoint=False)`

@@ -12,7 +12,8 @@ def explained(*more_s: float) -> Explained:
         {"option": f"[ffn 8, hidden {number}]", "more_s": one, "holds_bytes": 1000, "falls": [Fall(what="all_gather over dp", more_s=one)]}
         for number, one in enumerate(more_s)
     ]
-    stored = Stored(sharding={"parameter": "[ffn 8/dp]"}, placements={"parameter": "(Shard(0)) over (dp)"}, alike=0, readers=[], others={"parameter": others})
+    dp = {"parameter": "[ffn 8/dp]"}, {"parameter": "(Shard(0)) over (dp)"}
+    stored = Stored(sharding=dp[0], placements=dp[1], alike=0, readers=[], others={"parameter": others})
     return Explained(name="up.weight", searched=True, stored=stored, line=None, operators=[], further=0, remembered=[])
 
 

@@ -79,7 +79,7 @@ def test_lines_of_a_plan_say_otherwise() -> None:
 
 @pytest.mark.broad
 def test_an_exchange_is_recomputed_for_its_bytes() -> None:
-    """Of a long sequence, where attention's output would be kept by heads and by positions (note 90)."""
+    """Of a long sequence, where attention's output would be kept by heads and by positions (docs/decisions/recompute.md)."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=64,
