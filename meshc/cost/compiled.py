@@ -8,7 +8,7 @@
         gh = silu_backward(gy_a, h)               there at once, although a_1 could be gone by then; gh lies where gy_a lay, which nothing
                                                   reads after it
 
-Seen in what Inductor generates (docs/decisions/memory-of-programs.md#fused-values-of-a-region-take-no-memory): copies of pieces are kernels of their own, which are
+Seen in what Inductor generates (docs/decisions/memory-of-programs.md): copies of pieces are kernels of their own, which are
 ordered by who reads them, and pointwise kernels over the same operands are fused if none waits for the other.
 """
 

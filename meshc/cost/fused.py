@@ -6,7 +6,7 @@
 
 A region is not one kernel as a whole: products, attention and the like are kernels of libraries, before and behind which values lie in
 memory, and what several lines read Inductor keeps or recomputes by rules of its own, which differ by device. Such values count as kept, so
-that the figures are not below what is there (docs/decisions/memory-of-programs.md#fused-values-of-a-region-take-no-memory has measurements).
+that the figures are not below what is there (docs/decisions/memory-of-programs.md has measurements).
 """
 
 from __future__ import annotations

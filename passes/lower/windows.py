@@ -3,7 +3,7 @@
     all_gather(w0)  all_gather(w1)  |  all_gather(w2)  all_gather(w3)  |  ...        a window is about a layer
 
 While one window is read the next one travels, so no more than two of them are whole at once. A window is of one phase: what is gathered
-for backward is not there while forward runs (docs/decisions/collectives-and-overlap.md#gathered-values-belong-to-one-phase).
+for backward is not there while forward runs (docs/decisions/collectives-and-overlap.md).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
                                                               back = to_host(m1, m)
                                                               return {"state:w/exp_avg": back}
 
-The update itself stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md#offloaded-state-travels-gradients-do-not), unless the line
+The update itself stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md), unless the line
 says that it runs on the host too (`update_there.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
 mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in `passes/lower/fetch_ahead.py`.
 Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update runs there.

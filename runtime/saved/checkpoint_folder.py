@@ -5,7 +5,7 @@
     rank_00003.safetensors    the tiles of rank 3, without those that an earlier rank holds as well, and their hashes
 
 No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank takes from
-the files what its own tiles need, and checks that. Nothing is unpickled (docs/decisions/saved-state.md#a-saved-programs-state-is-safetensors-one-file-a-rank). All ranks see one file system.
+the files what its own tiles need, and checks that. Nothing is unpickled (docs/decisions/saved-state.md). All ranks see one file system.
 Another form of files would stand beside this one, and `launched.py`, which calls it, would choose.
 (State dicts of a program in memory, for torch's own checkpoints: `runtime/state/state_dicts.py`.)
 """

@@ -1,6 +1,6 @@
 """What stands before a compiled module's own forward, which only a trace, a copy or somebody who goes round the program would reach.
 
-    model(x)                       runs the program, past this hook: torch has `_compiled_call_impl` looked at first (docs/decisions/module-calls.md)
+    model(x)                       runs the program, past this hook: torch looks at `_compiled_call_impl` first
     copy.deepcopy(model)(x)        a copy has the DTensors and no program: refused, with the line that compiles it
     pickle.dumps(model)            refused: it would hold a rank's part of each parameter
 
