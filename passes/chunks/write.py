@@ -8,8 +8,8 @@
                                                                  gw = add(gw_0, gw_1);  gx = cat([gx_0, gx_1], 0)
 
 A chunk is a tile along one more axis of the factor that `place/chunks.py` has taken: what is made of it follows from the operators' rules,
-as for a microbatch (docs/decisions/microbatches-and-means.md). Here its reductions become sums that grow, and its gathers are joined. All of it is of backward:
-forward has ended with what the head reads. From here on nothing knows of the axis; values of a chunk have plain types, and its number.
+as for a microbatch (docs/decisions/microbatches-and-means.md). Here its reductions become sums that grow, and its gathers are joined.
+All of it is of backward: forward has ended with what the head reads. From here on nothing knows of the axis; values of a chunk have plain types, and its number.
 """
 
 from __future__ import annotations
