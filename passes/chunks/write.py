@@ -9,7 +9,8 @@
 
 A chunk is a tile along one more axis of the factor that `place/chunks.py` has taken: what is made of it follows from the operators' rules,
 as for a microbatch (docs/decisions/microbatches-and-means.md). Here its reductions become sums that grow, and its gathers are joined.
-All of it is of backward: forward has ended with what the head reads. From here on nothing knows of the axis; values of a chunk have plain types, and its number.
+All of it is of backward: forward has ended with what the head reads. From here on nothing knows of the axis; values of a chunk have plain
+types, and its number.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ AFTER: Final = """
   and `predict` count each row once. `dataloader_drop_last=True`, or a number of rows that divides, is exact.
 - **The Trainer's checkpoints** hold the optimizer, the schedule and random numbers, where the model is compiled when the Trainer is made,
   and go on under any mesh, of a plain model too, and where a plain model's were begun ([other-libraries](decisions/other-libraries.md)).
-  With `save_only_model=True` and `callbacks=[meshc.trainer_checkpoints()]` the rest is written behind the model, and behind the removal of old ones.
+  With `save_only_model=True` and `callbacks=[meshc.trainer_checkpoints()]` the rest is written behind the model, and behind the
+  removal of old ones.
 - **Ranks that share a part** (`tp` beside `dp`, `inputs="local"`). Accelerate, and so the Trainer, deals out the same rows to them, and
   `gather_for_metrics` counts each part once, where the data axes are the mesh's first (`("dp", "tp")`). On other meshes its loader deals
   out to each process, which is refused: give it `num_processes=mesh["dp"].size(), process_index=mesh.get_local_rank("dp")`. With
