@@ -1,8 +1,7 @@
 """What the site does with the pages as it is built (`make site`); the pages stay as they are read in the repository.
 
     `docs/plans.md`                between backquotes becomes a link to that page
-    README.md                      is a page too: the example, the calls, what meshc does not do yet
-    the project's README           on the first page links to it
+    README.md                      is a page too; its pictures are beside the pages
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    files.append(File.generated(config, "readme.md", content=README.read_text()))
+    files.append(File.generated(config, "readme.md", content=README.read_text().replace("](docs/", "](")))
     return files
 
 
@@ -30,4 +29,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return found[0]
         return f"[{found[1]}]({posixpath.relpath(found[1], posixpath.dirname(page.file.src_uri) or '.')})"
 
-    return re.sub(r"`docs/([\w./-]+\.md)`", link, markdown.replace("the project's README", "[the project's README](readme.md)"))
+    return re.sub(r"`docs/([\w./-]+\.md)`", link, markdown)
