@@ -61,7 +61,7 @@ class Mentions:
             found = self._named[id(sharding)] = sharding, named  # the first keeps the key's object alive
         return found[1]
 
-    # ----------------------------------------------------------------------------------------------------------- where a text is said
+    # ---------------------------------------------------------------------------------------------------------- from layers to others
 
     def next(self, fixed: frozenset[int]) -> Elsewhere:
         """From block 1 to block 2; layers of `fixed` stay."""

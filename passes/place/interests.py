@@ -23,7 +23,7 @@ class Interest:
     """The factors that an axis may split: class -> (rank in the entry, region); region None is everywhere.
 
     even    factors before the last of the entry are taken only where the axis divides them: of the default `heads@attention > seq`, six
-    heads on four ranks are not split, and the positions stay split
+            heads on four ranks are not split, and the positions stay split
     """
 
     axis: str

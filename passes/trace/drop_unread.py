@@ -5,8 +5,8 @@
     _, gw, gb = convolution_backward(grad, x, w, ..., [False, True, True])
 
 Autograd computes all gradients that are required; a step returns none of its inputs', and so reads none. Left in, they would be computed,
-and would tie the results that are read to operands that these do not depend on: a bias's gradient alone is a sum of the convolution's,
-and needs no channels of the input.
+and would tie the results that are read to operands that these do not depend on: a bias's gradient alone is a sum of the convolution's
+gradient, whose channels then need not be whole on any rank.
 """
 
 from __future__ import annotations
