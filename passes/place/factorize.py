@@ -7,8 +7,8 @@
 Each operator's rule unifies the dims that share a letter; a view, an equal split, a concatenation of equal parts need cuts of dims. Cuts
 of a dim are its suffix products; a set of them fits if each divides the next. Cuts are collected over the whole graph before any is
 applied, the most needed win, and a relation that does not fit is dropped with its reason: its dims must be whole there. The result does not
-depend on the order of the graph. (Sources: Shardy's factor-based rules and TOAST's named dims, arXiv 2508.15010; classes only name: `propagate`
-decides at each operator.)
+depend on the order of the graph. (Sources: Shardy's factor-based rules and TOAST's named dims, arXiv 2508.15010; classes only name:
+`propagate` decides at each operator.)
 """
 
 from __future__ import annotations
