@@ -22,8 +22,7 @@ class _Plain:
 
 
 def shown(value: Any, integers: list[int], deep: int = DEEP) -> Any:
-    """Integers are appended to `integers`, in order. The caller keeps `value` alive as long as the result, which may hold ids of objects.
-    """
+    """Integers are appended to `integers`, in order. The caller keeps `value` alive as long as the result, which may hold ids."""
     if isinstance(value, bool | str | bytes | type(None) | torch.dtype | torch.device | type):
         return type(value), value
     if isinstance(value, int):

@@ -104,8 +104,7 @@ def idle(placed: Placed) -> dict[str, AxisEntry]:
 
 
 def _splittable(placed: Placed) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
-    """For each axis of several ranks: its entry, the factors that it could split as name -> largest size, and the names of dims of size 1.
-    """
+    """For each axis of several ranks: its entry, the factors it could split as name -> largest size, and the names of dims of size 1."""
     known = _known(placed)
     for axis in placed.mesh.axes:
         entry = placed.plan.entry(axis.name)

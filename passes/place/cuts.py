@@ -63,8 +63,7 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
     support = Counter({cut: _votes(standing) for cut, standing in voters.items()})
 
     def weight(entry: tuple[Demand, dict[int, set[int]] | None]) -> tuple[object, ...]:
-        """The support of the relation's least supported cut; ties are broken by the cuts and sizes, so that the graph's order has no
-        effect."""
+        """The support of the relation's least supported cut; ties are broken by cuts and sizes, so that the graph's order has no effect."""
         demand, cuts = entry
         found = sorted((support[dim, cut], cut) for dim, wanted in (cuts or {}).items() for cut in wanted)
         sides = [[size for _, size in side] for side in (demand.inside, demand.outside)]

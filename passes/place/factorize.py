@@ -236,8 +236,7 @@ def _instance(operator: _Operator, dims: _Dims, factors: _DimFactors, alias: Map
 
 
 def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Token, Token]:
-    """The tokens that windows tie, both ways. A letter that is a product of factors, or whose partner is whole or of size 1, becomes whole.
-    """
+    """The tokens that windows tie, both ways. A letter of several factors, or whose partner is whole or of size 1, becomes whole."""
     tied: dict[Token, Token] = {}
     for one, (other, _) in rule.windows.items():
         tokens = [token for token in size if token[0] in (one, other)]

@@ -105,8 +105,7 @@ class _Ordering:
         return self._rewritten({node for node in free if place[node] not in natural})
 
     def _read(self) -> Iterator[tuple[Value, Sharding, Node | None]]:
-        """(value, sharding, reader) for each value that the axis splits where it is computed; reader None: it is read in another sharding.
-        """
+        """(value, sharding, reader) for each value that the axis splits where computed; reader None: it is read in another sharding."""
         for node in self.assignment.chosen:
             instance = self.factors.instances[node]
             for value, want in zip(instance.values, self.assignment.wanted[node], strict=True):

@@ -59,8 +59,7 @@ def whole_forward(request: Request) -> Request:
 
 
 def find_parts(whole: Placed, request: Request) -> Parts:
-    """The batch dims by which `request` cuts its inputs, from the factors of its forward graph. Raises CompileError where it cannot be cut.
-    """
+    """The batch dims by which `request` cuts its inputs, from factors of its forward graph. Raises CompileError if it cannot be cut."""
     classes = _batch_classes(whole)
     size = _batch_size(whole, classes)
     _check_divides(size, request)

@@ -58,8 +58,7 @@ class Round:
         self.build.graph = graph
 
     def may(self) -> bool:
-        """Whether the group can run at one place: no member depends on another's result, and no communication between stages comes between.
-        """
+        """Whether the group can run at one place: no member depends on another's result, with no communication between stages between."""
         last, behind = max(self._sources()), self._behind()
         return behind.isdisjoint(self._sources()) and not any(spmd.joins_stages(node) for node in behind if node < last)
 
