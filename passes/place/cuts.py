@@ -89,8 +89,7 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
 
 
 def _votes(standing: list[int]) -> int:
-    """The support of a cut. `standing`: the number of layers that each voter stands for. A dim of one layer has that layer's votes alone.
-    """
+    """The support of a cut. `standing`: the number of layers of each voter. A dim of one layer has the votes of that layer alone."""
     return len(standing) if min(standing) > 1 else sum(standing)
 
 
