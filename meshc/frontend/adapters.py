@@ -63,8 +63,7 @@ def is_adapter(path: Path) -> bool:
 def chosen(model: nn.Module, path: Path, adapter: str | None) -> str:
     """The name of the model's adapter that the files in the folder `path` are for. Raises StateError where the model has no adapter, where
     it has several and `adapter` names none of them, and where the folder's configuration gives the weights another meaning than the model's
-    does; ArtifactError for a configuration that cannot be read.
-    """
+    does; ArtifactError for a configuration that cannot be read."""
     has = adapters_of(model)
     if not has:
         raise StateError(

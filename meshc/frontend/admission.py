@@ -121,8 +121,7 @@ def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def refuse_module(module: nn.Module, adopted: bool) -> None:
     """Refuses a model with modules or tensors that meshc cannot compile. `adopted`: its parameters are meshc's already. Raises CaptureError
-    with every fault found, or StateError for a lazy parameter.
-    """
+    with every fault found, or StateError for a lazy parameter."""
     faults = [*_wrapped(module)]
     if not faults and not adopted:
         faults = [*_foreign(module)] or [*_overlapping(module)]

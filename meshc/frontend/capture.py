@@ -339,8 +339,7 @@ def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[
 
 def _own_outputs(module: torch.fx.GraphModule) -> None:
     """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives such outputs no tangent,
-    since it would rebuild them as views of their base.
-    """
+    since it would rebuild them as views of their base."""
     output = output_of(module.graph)
     taken = {storage_of(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
     leaves = list(results_of(module.graph))
@@ -359,8 +358,7 @@ def _own_outputs(module: torch.fx.GraphModule) -> None:
 @contextlib.contextmanager
 def _dynamo_settings() -> Iterator[None]:
     """A context for tracing: recurrent layers are traced, guards on default arguments are kept; oneDNN's variants of operators and the fast
-    path that fuses whole layers are off, since no rule knows their operators.
-    """
+    path that fuses whole layers are off, since no rule knows their operators."""
     enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     with torch._dynamo.config.patch(allow_rnn=True, skip_guards_on_constant_func_defaults=False):
         torch._C._set_mkldnn_enabled(False)

@@ -21,8 +21,7 @@ def wide(dtype: torch.dtype, double: bool) -> torch.dtype:
 @contextmanager
 def double_by_default(double: bool) -> Iterator[None]:
     """A context in which tensors without a given dtype (`torch.eye(4)`, `torch.tensor(0.5)`) are double, as in the copy; and so is a norm
-    with dtype float32, which torch refuses for double operands.
-    """
+    with dtype float32, which torch refuses for double operands."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide(before, double))
     try:
@@ -49,8 +48,7 @@ def _wide_norms() -> Iterator[None]:
 
 def widen(module: torch.fx.GraphModule) -> None:
     """Casts to float32 inside the model become casts to float64, complex64 likewise, so that `verify(dtype=torch.float64)` compares in
-    double throughout.
-    """
+    double throughout."""
 
     def wider(argument: object) -> Any:
         return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument

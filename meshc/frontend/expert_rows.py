@@ -188,8 +188,7 @@ class Where:
 
 def laid_out(choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False, copies: Tensor | None = None) -> Layout:
     """The layout for choices [t, k] among `experts` experts (or among the places of experts and their `copies` [groups, n]) and their
-    weights. With a capacity, or with `some`, -1 chooses none.
-    """
+    weights. With a capacity, or with `some`, -1 chooses none."""
     if form.count == 1:
         return Rows(choice, weights, some or form.capacity is not None)
     if form.bound is None and form.capacity is None:
@@ -202,8 +201,7 @@ def routed_sum(
     where: Where | None = None,
 ) -> Tensor:  # fmt: skip
     """Dispatch, experts and combine: the sum over the experts of each token [t, h], by weight. `made` computes the experts' sum of tokens
-    in a layout. `where`: the experts' placement, if other than by their numbers.
-    """
+    in a layout. `where`: the experts' placement, if other than by their numbers."""
     taken = choice if form.capacity is None else form.capacity.taken(choice, weights, form.batch, experts)
     lies, copies = (taken, None) if where is None else where.places(taken, experts, form)
     if form.capacity is None:

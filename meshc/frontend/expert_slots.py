@@ -77,8 +77,7 @@ def untouched(where: Tensor) -> Tensor:
 def give_slots(model: nn.Module, loops: Mapping[str, int], ranks: int, copies: int) -> None:
     """Register the initial slots on every layer of experts: on stock experts, and on `loops` (number of experts by the path of the module
     that loops over them); and `copies` places for copies on each of `ranks`. Raises PlanError for a model without such a layer, or with two
-    that share a weight.
-    """
+    that share a weight."""
     owner: dict[int, str] = {}
     for path, module in model.named_modules():
         for name in weights_of(module) if is_stock(module) else ():

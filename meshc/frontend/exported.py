@@ -44,8 +44,7 @@ RESTORED: Final[Mapping[object, Function]] = {
 def opened(what: Any) -> Any:
     """What is compiled in the place of `what`: for an ExportedProgram its module, prepared for tracing; the module of one is prepared in
     place; anything else is returned as it is. Raises CaptureError for regions and random operators that cannot be traced from such a
-    graph.
-    """
+    graph."""
     if _is_a(what, PROGRAM):
         what = what.module()
     model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what

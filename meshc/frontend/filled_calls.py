@@ -107,8 +107,7 @@ class Sizes:
 
     def cut(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
         """A function that cuts leaves of the output `name` to the call's sizes. `kept`: how many tokens have logits. It raises InputError
-        for an output without letters, unless nothing was padded (a call with images).
-        """
+        for an output without letters, unless nothing was padded (a call with images)."""
         as_passed = all(self.filled[letter] == size for letter, size in self.have.items())
 
         def cut(leaf: object) -> object:

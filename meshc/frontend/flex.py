@@ -40,8 +40,7 @@ def traced_flex() -> Iterator[None]:
 @contextmanager
 def written_out_flex() -> Iterator[None]:
     """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
-    not work under dispatch modes, such as those that answer random calls.
-    """
+    not work under dispatch modes, such as those that answer random calls."""
     with _replaced(
         MODULE,
         _validate_device=_any_device,
@@ -84,8 +83,7 @@ def _perhaps_not(mask: Tensor) -> bool:
 
 def _no_options(*call: object, **named: object) -> dict[str, object]:
     """Drops kernel options: they choose kernels, and torch refuses to return the greatest scores on a CPU, which its written-out form
-    has.
-    """
+    has."""
     return {"BACKEND": "AUTO"}
 
 

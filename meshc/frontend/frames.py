@@ -45,8 +45,7 @@ def innermost(stack: traceback.StackSummary) -> Source | None:
 def within_torchs_forward(stack: traceback.StackSummary) -> bool:
     """Whether a stack ends in the forward of one of torch's own modules, behind the user's last line, or in torch.func's `functional_call`.
     What such a module stores in Python (the flat list of an RNN's weights) is derived from its parameters and rebuilt by the next call that
-    needs it; `functional_call` restores what it changes.
-    """
+    needs it; `functional_call` restores what it changes."""
     for frame in reversed(stack):
         if is_users(frame.filename) or frame.filename.startswith(OURS):
             return False

@@ -43,8 +43,7 @@ class Hooks:
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """The gradient after all hooks, which may change `gradient` in place. Raises CompileError for hooks that torch or a step
-        refuses.
-        """
+        refuses."""
         for hook in self.of_gradient:
             made = hook(gradient)
             gradient = gradient if made is None else made
