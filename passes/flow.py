@@ -1,4 +1,4 @@
-"""Flow: the side of the sink in a minimum cut (Ford and Fulkerson, 1956), by scipy's maximum flow."""
+"""Sink side of a minimum cut, by scipy's maximum flow (Ford and Fulkerson, 1956)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ else:
 
 
 def behind_the_cut(capacities: Mapping[tuple[int, int], int], count: int, source: int = 0, sink: int = 1) -> set[int]:
-    """Of `count` places those from which more could flow to the sink, once as much flows there from the source as can: of minimum cuts the
-    one that is closest to the sink lies before them. Capacities from a place to another are below 2**31, together too where they are no
-    such bound."""
+    """The places, of `count`, on the sink's side of the minimum cut that is closest to the sink: those from which the residual network of a
+    maximum flow still has a path to the sink. Each of `capacities`, by (place, place), is below 2**31, and so is the sum of those that
+    do not stand for infinity."""
     rows, columns = zip(*capacities, strict=True)
     capacity = sparse.csr_matrix((np.fromiter(capacities.values(), np.int32), (rows, columns)), (count, count))
     left = capacity.astype(np.int64) - csgraph.maximum_flow(capacity, source, sink).flow

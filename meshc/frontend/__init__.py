@@ -1,1 +1,1 @@
-"""From a user's model to torch's graph: what is taken, how it is traced, what is said where it cannot be."""
+"""From a user's model to torch's graph: which models are accepted, how a model is traced, and errors for what cannot be traced."""

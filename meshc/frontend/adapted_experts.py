@@ -1,10 +1,10 @@
 """Adapters of peft over parameters that are no layer's own, such as the stacked weights of experts (LoraConfig(target_parameters=[...])).
 
-    peft:       registers a parametrization of the parameter, calls the module, and takes it away again: in every call
+    peft:       registers a parametrization of the parameter, calls the module, and removes the parametrization: in every call
     traced:     calls the module with  parameter + sum of the active adapters' deltas  in the parameter's place
 
-A wrapper wraps one parameter; those of several parameters of one module are wrapped in one another. While a model is traced the outermost
-computes what all of them adapt, and calls the module inside. Without peft nothing happens.
+A wrapper wraps one parameter; wrappers of several parameters of one module are nested. While a model is traced, the outermost wrapper
+computes all adapted parameters and calls the module inside. Without peft nothing happens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYER: Final = "peft.tuners.lora.layer"
 
 @contextmanager
 def adapted_experts(model: nn.Module) -> Iterator[None]:
-    """Inside, wrapped parameters are adapted by values. Raises CaptureError where adapters are merged or switched off."""
+    """A context in which wrapped parameters are adapted as values. Raises CaptureError where adapters are merged or disabled."""
     loaded = sys.modules.get(LAYER)
     kind = getattr(loaded, "ParamWrapper", None)
     wrappers = {} if kind is None else {path: each for path, each in model.named_modules() if isinstance(each, kind)}

@@ -1,4 +1,4 @@
-"""Adapters as peft keeps them, and base models' weights under the names that adapters give them.
+"""Weights of peft adapters and of their base models, renamed to a model's own names.
 
     adapter_config.json, adapter_model.safetensors         in the model
     base_model.model.layers.0.q_proj.lora_A.weight ──────> base_model.model.layers.0.q_proj.lora_A.default.weight
@@ -7,7 +7,7 @@
     the base model's files
     layers.0.q_proj.weight ──────────────────────────────> base_model.model.layers.0.q_proj.base_layer.weight
 
-The names are found by what the model has, so that it does not matter whether peft wrapped the model or put adapters into it.
+A name is matched against the model's state dict, so that it does not matter whether peft wrapped the model or put adapters into it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fa
 
 
 class Renamed:
-    """`Weights` under other names: by each of them what it is called in the files."""
+    """`Weights` under other names. `names`: new name -> the name in the files."""
 
     def __init__(self, files: Weights, names: Mapping[str, str]) -> None:
         self._files, self._called = files, dict(names)
@@ -50,7 +50,7 @@ class Renamed:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
-    """The configurations of a model's adapters, by their names; {} of a model without."""
+    """The configurations of a model's adapters, by adapter name; {} for a model without adapters."""
     found = getattr(model, "peft_config", None)
     return dict(found) if isinstance(found, Mapping) else {}
 
@@ -61,8 +61,9 @@ def is_adapter(path: Path) -> bool:
 
 
 def chosen(model: nn.Module, path: Path, adapter: str | None) -> str:
-    """Which of a model's adapters the files in a folder are for. Raises StateError where there is none, where it is to be said which, and
-    where its configuration gives the weights another meaning than the model's does; ArtifactError for a configuration that is none."""
+    """The name of the model's adapter that the files in the folder `path` are for. Raises StateError where the model has no adapter, where
+    it has several and `adapter` names none of them, and where the folder's configuration gives the weights another meaning than the model's
+    does; ArtifactError for a configuration that cannot be read."""
     has = adapters_of(model)
     if not has:
         raise StateError(
@@ -83,7 +84,7 @@ def _compare(path: Path, mine: Any, name: str) -> None:
     other = []
     for key in _MEANING:
         have = mine.get(key) if isinstance(mine, Mapping) else getattr(mine, key, None)
-        have = getattr(have, "value", have)  # an enumeration, as peft has its types
+        have = getattr(have, "value", have)  # peft's types are enumerations
         if key in theirs and have is not None and (theirs[key] or None) != (have or None):
             other.append(f"{key} is {json.dumps(theirs[key])}, of the model's adapter {name} it is {json.dumps(have, default=str)}")
     if other:
@@ -94,7 +95,7 @@ def _compare(path: Path, mine: Any, name: str) -> None:
 
 
 def of_adapter(model: nn.Module, files: Weights, adapter: str) -> Renamed:
-    """An adapter's files under the model's names; what the model does not have keeps its name."""
+    """An adapter's files under the model's names; a tensor that the model does not have keeps its name."""
     has = frozenset(model.state_dict())
     return Renamed(files, {next((one for one in _with_adapter(name, adapter) if one in has), name): name for name in files.names})
 
@@ -108,12 +109,12 @@ def _with_adapter(name: str, adapter: str) -> Iterator[str]:
 
 
 def is_of(name: str, adapters: Iterable[str]) -> bool:
-    """Whether a name of the model is one of these adapters'."""
+    """Whether a name of the model belongs to one of `adapters`."""
     return any(f".{adapter}." in f".{name}." for adapter in adapters)
 
 
 def of_base(model: nn.Module, files: Weights) -> Renamed:
-    """A base model's files under the names that they have in a model with adapters."""
+    """A base model's files under the names that the tensors have in a model with adapters."""
     renamed: dict[str, str] = {}
     given = frozenset(files.names)
     for name in model.state_dict():

@@ -1,6 +1,6 @@
-"""What meshc does not take, said before anything is traced: wrapped or compiled models, tensors that are no plain array, unknown inputs.
+"""Models, modules and inputs that are refused before tracing: wrapped or compiled models, tensors that are no plain array, unknown inputs.
 
-Each is data: the classes by their full names (so that nothing is imported to look), what they are, and what to do instead.
+Each table is data: classes by full name (so that nothing is imported to look), what is wrong with them, and what to do instead.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ INPUTS: Final[tuple[tuple[Callable[[Any], bool], str], ...]] = (
         "register the class once, torch.utils._pytree.register_dataclass({name}), or pass its tensors as arguments",
     ),
 )
-"""Inputs of Python that are refused: (which, what to do)."""
+"""Python inputs that are refused: (predicate, what to do)."""
 
 
 def refuse_kind(what: Any) -> None:
-    """What is no model. Raises CaptureError."""
+    """Refuses what is no module, TrainStep or function. Raises CaptureError."""
     model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what
     advice = MODELS.get(_full_name(type(model)))
     if advice is not None:
@@ -101,7 +101,7 @@ def refuse_kind(what: Any) -> None:
 
 
 def refuse_examples(args: object, kwargs: object) -> None:
-    """Examples of the wrong kind, which Python would take apart in a way that nobody means. Raises InputError."""
+    """Refuses `args` that are no sequence, such as a bare tensor, and `kwargs` that are no mapping. Raises InputError."""
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
         raise InputError(f"args is a sequence of positional arguments, not {_a(type(args).__name__)}\n  what to do: args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -109,7 +109,7 @@ def refuse_examples(args: object, kwargs: object) -> None:
 
 
 def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """A step over no rows, whose mean torch calls NaN and which would make NaN of every weight. Raises InputError."""
+    """Refuses a training step over an empty batch, whose mean loss is NaN and would make every weight NaN. Raises InputError."""
     rows = [(name, tensor) for name, tensor in inputs if tensor.dim()]
     empty = [f"{name} {list(tensor.shape)}" for name, tensor in rows if tensor.shape[0] == 0]
     if empty and rows[0][1].shape[0] == 0:  # the first has the batch; another may be empty for reasons of its own
@@ -120,8 +120,8 @@ def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def refuse_module(module: nn.Module, adopted: bool) -> None:
-    """Modules and tensors inside a model that meshc cannot take. `adopted`: its parameters are meshc's already. Raises CaptureError or
-    StateError, with every fault found."""
+    """Refuses a model with modules or tensors that meshc cannot compile. `adopted`: its parameters are meshc's already. Raises CaptureError
+    with every fault found, or StateError for a lazy parameter."""
     faults = [*_wrapped(module)]
     if not faults and not adopted:
         faults = [*_foreign(module)] or [*_overlapping(module)]
@@ -130,7 +130,7 @@ def refuse_module(module: nn.Module, adopted: bool) -> None:
 
 
 def refuse_inputs(names: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Inputs that no program takes, whatever it was compiled for. Raises InputError. `names`: paths of the leaves."""
+    """Refuses inputs that no program takes, whatever its examples were. Raises InputError. `names`: paths of the leaves."""
     leaves = trees.leaves((tuple(args), dict(kwargs)))
     faults = [foreign_tensor(f"input {name}", leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     packed = [value for value in (*args, *kwargs.values()) if isinstance(value, PackedSequence)]
@@ -145,7 +145,7 @@ def refuse_inputs(names: Sequence[str], args: Sequence[object], kwargs: Mapping[
 
 
 def does_not_bind(signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Why a call does not fit the model's forward, with what that takes; "" if it does, or nobody knows."""
+    """Why a call does not fit the model's forward, with its signature; "" if the call fits or the signature is unknown."""
     try:
         takes = inspect.signature(signature)
     except (TypeError, ValueError):
@@ -158,7 +158,7 @@ def does_not_bind(signature: Callable[..., object], args: Sequence[object], kwar
 
 
 def _wrapped(module: nn.Module) -> Iterator[str]:
-    """A line for each class that is refused, with the first of its modules and how many more there are."""
+    """A line for each refused class, with the first of its modules and the number of others."""
     refused: list[str] = []
     faults: dict[tuple[str, str, str], list[str]] = {}
     for path, child in module.named_modules():
@@ -203,7 +203,7 @@ def _foreign(module: nn.Module) -> Iterator[str]:
 
 
 def _copies(module: nn.Module) -> tuple[str, ...]:
-    """Where copies of compiled models stand, whose DTensors are meshc's: by the hook that a copy has."""
+    """Path prefixes of copies of compiled models, whose DTensors are meshc's; a copy is known by its pre-hook."""
     return tuple(
         f"{path}." if path else ""
         for path, child in module.named_modules()
@@ -212,7 +212,7 @@ def _copies(module: nn.Module) -> tuple[str, ...]:
 
 
 def foreign_tensor(name: str, tensor: torch.Tensor) -> str:
-    """What is wrong with a tensor that is no plain array, and what to do; "" if nothing is."""
+    """What is wrong with a tensor that is no plain array, and what to do; "" for a plain array."""
     if tensor.is_nested:
         return f"{name} is a nested tensor, whose rows have sizes of their own; what to do: pad it (to_padded_tensor) and mask the rest"
     if tensor.is_quantized:
@@ -225,7 +225,7 @@ def foreign_tensor(name: str, tensor: torch.Tensor) -> str:
 
 
 def _overlapping(module: nn.Module) -> Iterator[str]:
-    """Trained parameters in whose memory another tensor of the model lies: an update of one would change the other, on one device alone."""
+    """Trained parameters that share memory with another tensor of the model: on one device alone, an update of one changes the other."""
     tensors: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():

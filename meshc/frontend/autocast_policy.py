@@ -1,8 +1,8 @@
 """torch's autocast policy as data: which ATen operators of a region take which dtype, for each device.
 
-The lists say what torch registers for its `AutocastCPU` and `AutocastCUDA` dispatch keys (aten/src/ATen/autocast_mode.cpp and .h), in any
-of the releases that meshc supports. A key tells which operators it holds, not with which policy: so of the lists that part counts which
-this release's key holds. `tests/frontend/test_autocast_policy.py` is the canary: it compares the lists with the dispatcher, and each
+The lists hold what torch registers for its `AutocastCPU` and `AutocastCUDA` dispatch keys (aten/src/ATen/autocast_mode.cpp and .h), in any
+of the supported releases. A dispatch key tells which operators it holds, not with which policy: of the lists, only the operators that
+this release's key holds count. `tests/frontend/test_autocast_policy.py` is the canary: it compares the lists with the dispatcher, and each
 policy with what torch's own kernel does to fake tensors of the device.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Region:
-    """The autocast state of a call: `cache` says whether casts of leaves are shared."""
+    """The autocast state of a call. `cache`: casts of leaves are shared."""
 
     device: str
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class Region:
 
 
 class Policy(Enum):
-    """What an operator's floating-point arguments become; float64 is never touched."""
+    """The dtype to which an operator's floating-point arguments are cast; float64 is never cast."""
 
     LOWER = "the region's dtype"
     FLOAT32 = "float32"
@@ -113,9 +113,9 @@ def eligible(dtype: torch.dtype) -> bool:
 
 
 def operand_dtype(policy: Policy, region: Region, dtypes: Sequence[torch.dtype], names_dtype: bool) -> torch.dtype | None:
-    """What the eligible operands of one call become: `dtypes` are theirs, `names_dtype` says that the call has a dtype argument.
+    """The dtype to which the eligible operands of one call are cast; None: not cast. Raises ValueError where torch refuses the call.
 
-    None leaves them alone. Raises ValueError where torch refuses the call.
+    `dtypes` are the operands' dtypes; `names_dtype`: the call has a dtype argument.
     """
     if policy is Policy.LOWER:
         return region.dtype
@@ -140,7 +140,7 @@ def entered(
 ) -> Region:
     """The state in `torch.autocast(device, dtype, enabled, cache)` within the regions `around`, outermost first.
 
-    "cpu" stands for the mesh's device, or for that of the region around, because capture's stand-ins lie on the CPU.
+    "cpu" stands for the mesh's device, or for that of the region around, because capture's fake tensors are CPU tensors.
     Raises ValueError for a device without lists.
     """
     if device == "cpu":

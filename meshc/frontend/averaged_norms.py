@@ -1,15 +1,15 @@
-"""Batch norms of torch in a model that is traced: those that average over calls, and those that ranks synchronise.
+"""torch's batch norms in a traced model: running statistics averaged over calls, and batch norms synchronised between ranks.
 
 With `momentum=None`, which `torch.optim.swa_utils.update_bn` sets:
 
-    torch:   factor = 1 / float(counter)           a number of Python, which no graph has
+    torch:   factor = 1 / float(counter)           a Python number, which no graph has
     traced:  factor = 1 / counter                  running = (1 - factor) running + factor of this batch's
 
-The operator itself gives the batch's statistics, with a momentum of 1 into tensors of zeros; and they are written before it keeps anything
-for backward, as torch's own call does, which a checkpointed region may end with.
+The operator itself computes the batch's statistics, with a momentum of 1 into tensors of zeros. The running statistics are written before
+the operator saves anything for backward, as in torch's own call, which a checkpointed region may end with.
 
-`nn.SyncBatchNorm` takes statistics over the rows of all ranks, by collectives of its own, on CUDA alone. A compiled model's batch norm is
-over the whole batch by itself, so it is traced as one.
+`nn.SyncBatchNorm` takes statistics over the rows of all ranks, by collectives of its own, on CUDA alone. A compiled model's batch norm
+reduces over the whole batch anyway, so it is traced as a plain batch norm.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _plain = _BatchNorm.forward
 
 @contextmanager
 def synced_norms() -> Iterator[None]:
-    """Inside, forward of an `nn.SyncBatchNorm` is a batch norm's."""
+    """A context in which `nn.SyncBatchNorm.forward` is that of a plain batch norm."""
     with mock.patch.object(nn.SyncBatchNorm, "forward", _plain):
         yield
 
 
 @contextmanager
 def averaged_norms() -> Iterator[None]:
-    """Inside, forward of torch's batch norms is `_forward`."""
+    """A context in which the forward of torch's batch norms is `_forward`."""
     with mock.patch.object(_BatchNorm, "forward", _forward), mock.patch.object(nn.SyncBatchNorm, "forward", _forward):
         yield
 

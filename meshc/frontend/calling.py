@@ -1,4 +1,4 @@
-"""How a program is called: its arguments by name, and under which key a compilation is kept."""
+"""Calls of a program: canonical arguments by name, and the keys under which compilations are memoised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshc.ir.paths import input_names
 
 
 def name_of(what: object) -> str:
-    """What is compiled, as messages name it: TrainStep(GPT), GPT, or the name of a function."""
+    """The name of what is compiled, as in messages: TrainStep(GPT), GPT, or the name of a function."""
     if isinstance(what, TrainStep):
         return f"TrainStep({type(what.model).__name__})"
     return type(what).__name__ if isinstance(what, nn.Module) else getattr(what, "__name__", type(what).__name__)
@@ -36,10 +36,10 @@ def call_inside(path: str, module: nn.Module, *args: object, **kwargs: object) -
 def canonical(
     signature: Function, args: Sequence[object], kwargs: Mapping[str, object], parameters: Sequence[inspect.Parameter] | None = None
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Positional arguments by name where the signature has names for them, so that both ways to call share one compilation. `parameters`:
-    the signature's, if they have been read.
+    """Canonical form of a call: positional arguments by name where the signature names them, so that both ways to call share a compilation.
+    `parameters`: the signature's, if already read. Raises InputError for an argument that is passed by position and by name.
 
-    What goes to `*args` of the signature has no name, and then neither has what stands before it.
+    Arguments of the signature's `*args` have no name, and neither have the positional arguments before them.
     """
     parameters = parameters_of(signature) if parameters is None else parameters
     if parameters is None:
@@ -62,7 +62,7 @@ def canonical(
 
 
 def has_hooks(called: object) -> bool:
-    """Whether what is called has hooks of its user around its forward."""
+    """Whether `called`, a module or a TrainStep, has the user's hooks around its forward."""
     model = called.model if isinstance(called, TrainStep) else called
     if not isinstance(model, nn.Module):
         return False
@@ -71,7 +71,7 @@ def has_hooks(called: object) -> bool:
 
 
 def parameters_of(signature: Function) -> list[inspect.Parameter] | None:
-    """What a signature takes; None where there is none to read."""
+    """The parameters of a signature; None where Python has no signature."""
     try:
         return list(inspect.signature(signature).parameters.values())
     except (TypeError, ValueError):
@@ -79,7 +79,7 @@ def parameters_of(signature: Function) -> list[inspect.Parameter] | None:
 
 
 def refuse_inputs(signature: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-    """Inputs that no program takes. Raises InputError."""
+    """Refuses inputs that no program takes. Raises InputError."""
     admission.refuse_inputs(input_names(signature, args, kwargs), args, kwargs)
 
 
@@ -87,7 +87,7 @@ InputKey: TypeAlias = tuple[trees.Spec, tuple[tuple[object, ...], ...]]
 
 
 def input_key(args: Sequence[object], kwargs: Mapping[str, object]) -> InputKey:
-    """Structure, shapes, dtypes and plain values of a call's inputs."""
+    """Structure, shapes, dtypes and plain values of a call's inputs, hashable."""
     leaves, spec = trees.flatten((tuple(args), dict(kwargs)))
     return (spec, tuple(_described(leaf) for leaf in leaves))
 
@@ -99,7 +99,7 @@ def _described(leaf: object) -> tuple[object, ...]:
 
 
 def describe_inputs(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Inputs for people, and to compare between ranks: `input_ids int64 [4, 16], labels int64 [4, 16]`."""
+    """Inputs as text for messages, and to compare between ranks: `input_ids int64 [4, 16], labels int64 [4, 16]`."""
     lines = []
     for path, leaf in trees.flatten_with_path((tuple(args), dict(kwargs)))[0]:
         name = "".join(str(entry) for entry in path[1:]).replace("['", ".").replace("']", "").lstrip(".")
@@ -130,10 +130,10 @@ ModuleKey: TypeAlias = tuple[State, bool, tuple[tuple[str, torch.dtype], ...]]
 
 
 def module_key(state: State) -> ModuleKey:
-    """What else of a module decides its program: its state (`Watch.state`), grad mode, autocast."""
+    """What else of a module decides its program: its state (`Watch.state`), grad mode and autocast state."""
     return state, torch.is_grad_enabled(), autocast_state()
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
-    """The autocast regions around the call."""
+    """The autocast regions around the call: (device, dtype) of each enabled one."""
     return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))

@@ -1,9 +1,10 @@
-"""The only file that knows how torch traces: a model to one torch-level graph, and that graph to one ATen graph with its backward.
+"""Tracing: a model to one torch-level graph, and that graph to one ATen graph with its backward. The one file that calls torch's tracers.
 
-Tracing happens on fake CPU tensors of global shape, whatever device the model lives on (meta parameters silently give no gradients, fake
+Tracing happens on fake CPU tensors of global shape, whatever device the model is on (meta parameters silently give no gradients, fake
 cuda tensors abort on a CPU build). Two private entry points of torch are used, and `tests/frontend/test_capture.py` is their canary:
 `torch._dynamo.functional_export._dynamo_graph_capture_for_export` and `torch._functorch.aot_autograd.aot_export_joint_with_descriptors`.
-They are imported where they are used: they take a quarter of the time of `import meshc`, and what runs a saved program needs neither.
+Both are imported in the functions that use them: the import takes a quarter of the time of `import meshc`, and running a saved program
+needs neither.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ SEED_STEP = "meshc_seed_step"
 
 
 class Root(nn.Module):
-    """What is traced: `function(module, *args, **kwargs)`, under the autocast state of the caller."""
+    """The module that is traced: calls `function(module, *args, **kwargs)` under the autocast state of the caller."""
 
     def __init__(self, module: nn.Module, function: Function, autocast: Sequence[tuple[str, torch.dtype]] = ()) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class Root(nn.Module):
     def _within(self, regions: tuple[tuple[str, torch.dtype], ...], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         if not regions:
             return self.function(self.module, *args, **kwargs)
-        with torch.autocast("cpu", regions[0][1]):  # whatever the device: capture runs on the CPU, and `autocast` knows the mesh's
+        with torch.autocast("cpu", regions[0][1]):  # on any device: capture runs on the CPU, and the autocast pass knows the mesh's device
             return self._within(regions[1:], args, kwargs)
 
 
@@ -89,12 +90,11 @@ class TorchGraph:
     """A torch-level graph of the whole model.
 
     inputs    (path, fake tensor) of each tensor input, in order
-    leaves    the flat inputs, python values included
     tensors   fake parameters and buffers by qualified name
-    double    it is a copy in double precision
-    seen      what the trace has shown of Python: the code that has run, all that was read
-    reads     of that what is looked at again at each call
-    numbers   what of that are inputs, by the attributes of the graph that stand for them
+    double    the graph is a copy in double precision
+    seen      what the trace has observed of Python: the code that has run, all that was read
+    reads     places among these that each call checks again
+    numbers   numbers among these that are inputs, by the attributes of the graph that stand for them
     """
 
     module: torch.fx.GraphModule
@@ -122,8 +122,8 @@ class TorchGraph:
 class JointGraph:
     """An ATen graph with its backward.
 
-    placeholders  per placeholder: ("parameter" | "buffer" | "constant" | "input" | "tangent", name or output path)
-    outputs       per output of the graph: ("output" | "gradient" | "buffer", name or path)
+    placeholders  (kind, name or output path) of each placeholder: parameter, buffer, constant, input, number, random or tangent
+    outputs       (kind, name or path) of each output of the graph: output, gradient, buffer or none
     """
 
     module: torch.fx.GraphModule
@@ -133,7 +133,7 @@ class JointGraph:
 
 @contextlib.contextmanager
 def prepared(module: nn.Module) -> Iterator[None]:
-    """Inside, the code of a model runs in the form in which it is traced."""
+    """A context in which a model's code runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
         stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
@@ -150,8 +150,8 @@ def prepared(module: nn.Module) -> Iterator[None]:
 def fake_tensors(
     module: nn.Module, mode: FakeTensorMode | None, double: bool = False
 ) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, str]]]:
-    """Swap fake CPU parameters and buffers of global shape into `module`; the originals come back whatever happens. Without a mode they are
-    tensors of the device meta.
+    """A context with fake CPU parameters and buffers of global shape in `module`; the originals are always put back. Without a mode the
+    fake tensors are of the device meta.
 
     Yields the fake tensors by qualified name, and the aliases (second name -> first name) of tied ones.
     """
@@ -191,7 +191,7 @@ def fake_tensors(
 def _stand_in(
     mode: FakeTensorMode, grad: bool, double: bool, opened: Mapping[str, Mapping[int, Dynamic]], name: str, leaf: object
 ) -> object:
-    """A fake CPU tensor for an input, with the dims marked that are left open; what is no tensor is itself."""
+    """A fake CPU tensor for an input, its open dims marked dynamic; a leaf that is no tensor is returned as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
@@ -203,9 +203,9 @@ def _stand_in(
 
 
 def _rooted(module: nn.Module, function: Callable[..., object], autocast: Sequence[tuple[str, torch.dtype]]) -> Root:
-    """What is traced: a call of `function`, in the module's mode."""
+    """The `Root` of a call of `function`, in the module's mode."""
     root = Root(module, function, autocast)
-    root.training = module.training  # its own flag alone: a model in training may hold layers in evaluation (frozen norms)
+    root.training = module.training  # the root's own flag alone: a model in training may hold layers in evaluation (frozen norms)
     return root
 
 
@@ -224,7 +224,7 @@ def torch_graph(
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
-    `dynamic` has the dims of inputs, by path, whose size is left open; `numbers` says where numbers stand that are inputs.
+    `dynamic` has the open dims of inputs, by path; `numbers` has the places of Python numbers that become inputs.
     """
     from meshc.private import graph_capture
 
@@ -271,7 +271,7 @@ def torch_graph(
 
 
 def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
-    """The trace with torch's symbolic tensors for its inputs, and which symbol stands for which of the user's sizes."""
+    """The trace with torch's symbolic tensors as its inputs, and the symbol of each of the user's dynamic sizes."""
     _refuse_sizes_as_outputs(traced)
     values = [node.meta["val"] for node in placeholders(traced.module.graph)]
     symbolic = [value for value in values if isinstance(value, torch.Tensor)]
@@ -295,7 +295,7 @@ def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) ->
 
 
 def _refuse_sizes_as_outputs(traced: TorchGraph) -> None:
-    """What is no tensor in an output is a constant of the program; a size that calls choose is none."""
+    """Refuses a dynamic size as an output: an output that is no tensor is a constant of the program. Raises CaptureError."""
     for name, leaf in zip(traced.output_tree.paths(), results_of(traced.module.graph), strict=True):
         if isinstance(leaf, torch.fx.Node) and not isinstance(leaf.meta.get("example_value"), torch.Tensor | None):
             raise CaptureError(
@@ -313,7 +313,7 @@ def _output_tree(module: torch.fx.GraphModule, inputs: Sequence[object]) -> Outp
 
 
 def _arrange_outputs(graph: torch.fx.GraphModule, leaves: Sequence[object]) -> OutputTree:
-    """Each output a value of its own, and of caches one that carries no gradient; their tree."""
+    """Makes each output a value of its own, caches without gradient; returns the outputs' tree."""
     tree = _output_tree(graph, leaves)
     _detach_outputs(graph, tree.paths(), tree.caches())
     _own_outputs(graph)
@@ -321,7 +321,7 @@ def _arrange_outputs(graph: torch.fx.GraphModule, leaves: Sequence[object]) -> O
 
 
 def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[str]) -> None:
-    """Caches take no gradient."""
+    """Detaches the outputs that are caches: no gradient flows into them."""
     if not paths:
         return
     given = results_of(module.graph)
@@ -338,8 +338,8 @@ def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[
 
 
 def _own_outputs(module: torch.fx.GraphModule) -> None:
-    """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives the others no tangent,
-    since it would make them anew from what they are views of."""
+    """An output that shares memory with an input, a parameter or another output becomes a copy: AOTAutograd gives such outputs no tangent,
+    since it would rebuild them as views of their base."""
     output = output_of(module.graph)
     taken = {storage_of(node) for node in module.graph.nodes if node.op in ("placeholder", "get_attr")}
     leaves = list(results_of(module.graph))
@@ -357,8 +357,8 @@ def _own_outputs(module: torch.fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def _dynamo_settings() -> Iterator[None]:
-    """Recurrent layers are traced, and defaults are read where they stand; oneDNN's own variants of operators and whole layers in one (no
-    rule knows them) are off meanwhile."""
+    """A context for tracing: recurrent layers are traced, guards on default arguments are kept; oneDNN's variants of operators and the fast
+    path that fuses whole layers are off, since no rule knows their operators."""
     enabled, whole_layers = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     with torch._dynamo.config.patch(allow_rnn=True, skip_guards_on_constant_func_defaults=False):
         torch._C._set_mkldnn_enabled(False)
@@ -407,7 +407,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
     entered: list[tuple[PortKind, str]] = []
     for node in placeholders(module.graph):
         if _is_python_value(node, traced):
-            module.graph.erase_node(node)  # a flag: tracing has read it, and nothing of the graph does
+            module.graph.erase_node(node)  # a flag: read by the trace, and by no node of the graph
         else:
             entered.append(_input_name(node.meta["desc"], qualified, traced))
     output = output_of(module.graph)
@@ -416,7 +416,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
 
 
 def _drop_plain_inputs(graph: torch.fx.Graph) -> None:
-    """Numbers, truths and strings among the inputs are constants of the trace."""
+    """Numbers, booleans and strings among the inputs become constants of the graph."""
     for node in placeholders(graph):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             node.replace_all_uses_with(node.meta.get("val"))  # type: ignore[arg-type]  # it takes constants too
@@ -431,7 +431,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
         return "parameter", name
     if isinstance(description, BufferAOTInput):
         name = qualified(description.target)
-        if name not in traced.tensors:  # a tensor that the model holds beside its parameters and buffers goes by its place in the trace
+        if name not in traced.tensors:  # a tensor of the model beside its parameters and buffers is named by its attribute in the trace
             if description.target in traced.numbers:
                 return "number", traced.numbers[description.target].name
             if name == SEED_STEP:
@@ -450,7 +450,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
 
 
 def _stranger(target: str, traced: TorchGraph) -> str:
-    """What to say of a parameter of another module than the one that is compiled, which a function reaches by itself."""
+    """The message for a parameter of another module than the compiled one, which a function reads directly."""
     readers = [user for node in traced.module.graph.find_nodes(op="get_attr", target=target) for user in node.users]
     where = f"\n  in your model: {source_of(readers[0])}" if readers else ""
     shape = list(getattr(traced.module, target).shape)
@@ -493,5 +493,5 @@ def _output_name(description: object, qualified: Callable[[str], str], traced: T
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a trace stands for one of the model's, and has no values."""
+    """Whether a tensor is a fake tensor of a trace, without values."""
     return isinstance(tensor, FakeTensor)

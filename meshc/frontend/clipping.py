@@ -1,7 +1,7 @@
-"""Clipping of gradients: by the norm of all, or of groups of parameters by patterns of their names.
+"""Gradient clipping by the norm of all gradients, or of groups of parameters by patterns of their names.
 
     clip_grad_norm=1.0                                       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    clip_grad_norm={"embed.*": 0.1, "layers.*": 1.0}         each group by its own norm; what no pattern names is not clipped
+    clip_grad_norm={"embed.*": 0.1, "layers.*": 1.0}         each group by its own norm; a parameter without a pattern is not clipped
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Clip: TypeAlias = float | Mapping[str, float] | None
 
 
 def check(clip: Clip, names: Iterable[str]) -> None:
-    """Raises PlanError for a norm that is none, patterns that name nothing and parameters that two name."""
+    """Raises PlanError for a limit that is no norm, a pattern that names no parameter, and a parameter that two patterns name."""
     limits = clip.values() if isinstance(clip, Mapping) else [] if clip is None else [clip]
     wrong = [limit for limit in limits if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0]
     if wrong:
@@ -37,7 +37,7 @@ def check(clip: Clip, names: Iterable[str]) -> None:
 
 
 def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]:
-    """The largest norm of each group, and which of these parameters are in it."""
+    """(largest norm, names of its parameters) of each group that has any."""
     if clip is None:
         return []
     patterns = clip if isinstance(clip, Mapping) else {"*": clip}
@@ -47,7 +47,7 @@ def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]
 
 
 def clip_(module: nn.Module, clip: Clip) -> Tensor | None:
-    """On one device: the norm of all gradients as they were, which are then clipped; None if nothing is."""
+    """Clip gradients on one device. Returns the norm of all gradients before clipping; None if nothing is clipped."""
     parameters = dict(module.named_parameters())
     if not isinstance(clip, Mapping):
         return None if clip is None else torch.nn.utils.clip_grad_norm_(parameters.values(), clip)

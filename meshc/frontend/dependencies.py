@@ -1,5 +1,4 @@
-"""What of Python a program depends on, as data: what its trace has read, by place, and what stood there. Who finds the same at these
-places, another rank or another start, would have made the same trace.
+"""Python state that a program depends on, as data: the places that its trace has read, and the value at each.
 
     model.layers.0.norm.eps                     1e-05
     model.config.hidden_act                     'silu'
@@ -7,12 +6,14 @@ places, another rank or another start, would have made the same trace.
     beta of the closure of loss                 0.5
     the variable MY_SWITCH                      not set
 
-Places are those that guards of Dynamo name (`read_places.py`), and those of the code that has run, which it guards in part: a method where
-its class has it, a function under its name in its module. Parameters and buffers are no part of it: ranks compare their names and shapes,
+A process with equal values at these places, another rank or another start, would trace the same program.
+
+Places are those that Dynamo's guards name (`read_places.py`), and those of the code that has run, which Dynamo guards only in part: a
+method in its class, a function under its name in its module. Parameters and buffers are excluded: ranks compare their names and shapes,
 and their values are rank 0's.
 
-`why` says of what nobody else can know whether it is the same: code that stands nowhere, or that asks for what is its process's own (its
-rank, the time, Python's random numbers), and constants of the trace without a place.
+`why` names what no other process can compare: code without a place, or code that reads what is its process's own (its rank, the time,
+Python's random numbers), and constants of the trace without a place.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from meshc.ir import trees
 from meshc.ir.functions import Function, Keywords
 
 _COMPARED_BEFORE: Final = frozenset(("_parameters", "_buffers", "training"))
-"""Attributes of a model's modules that ranks and starts compare by themselves."""
+"""Attributes of a model's modules that ranks and starts compare separately."""
 _SHOWN: Final = 5
 
 
 class Here:
-    """Places as this process has them."""
+    """Values at places, as this process has them."""
 
     def __init__(self, model: nn.Module, function: Function, args: Sequence[object], kwargs: Keywords) -> None:
         self.there = Resolved({MODEL: model, FUNCTION: function, INPUTS: trees.flatten((tuple(args), dict(kwargs)))})
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
     def text(self, place: Place, by_items: bool) -> str:
-        """What stands at a place. by_items: what a list holds has places of its own."""
+        """The value at a place as text. `by_items`: the items of a list have places of their own."""
         if place.root not in sys.modules and place.root not in (MODEL, FUNCTION, INPUTS):
-            with contextlib.suppress(Exception):  # as the trace has, which came to it
+            with contextlib.suppress(Exception):  # as the trace did when it reached this module
                 importlib.import_module(place.root)
         value = self.there.at(place)[0]
         if read_places.is_own(place.root):
@@ -63,16 +64,16 @@ class Here:
         return portable(value, whole=not by_items)
 
     def name(self, place: Place) -> str:
-        """What a place is called."""
+        """The name of a place, as in messages."""
         return self.there.at(place)[1]
 
     def texts(self, places: Collection[Place]) -> dict[str, str]:
-        """What stands where, by what people call it."""
+        """Values as texts, by the names of their places."""
         lists = _bases_of_items(places)
         return {self.name(place): self.text(place, place in lists) for place in places}
 
     def lines(self, places: Iterable[Place]) -> str:
-        """A digest of where the code stands that is at these places: messages and comments name its lines."""
+        """A digest of the source lines of the code at these places; messages and comments of a program name those lines."""
         codes = dict.fromkeys(function.__code__ for place in places if (function := function_of(self.there.at(place)[0])) is not None)
         rows = [(code.co_filename, code.co_firstlineno, code.co_linetable) for code in codes if not traced_code.is_stock(code)]
         return traced_code.digest_of(repr(rows).encode())
@@ -80,10 +81,9 @@ class Here:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """
-    values       what stands where, in the order in which it was read
+    """values       the value at each place, as text, in the order in which the trace read them
     environment  variables of the environment that code may have read
-    why          why nobody else can have the program; "" if they can
+    why          why no other process can reuse the program; "" if one can
     """
 
     values: Mapping[Place, str]
@@ -91,7 +91,7 @@ class Dependencies:
     why: str
 
     def described(self) -> dict[str, object]:
-        """As JSON holds it."""
+        """The dependencies as JSON."""
         return {
             "places": read_places.described(self.values), "values": [*self.values.values()], "environment": dict(self.environment),
             "why": self.why,
@@ -99,12 +99,12 @@ class Dependencies:
 
     @staticmethod
     def read(told: Mapping[str, Any]) -> Dependencies:
-        """What `described` gave."""
+        """The inverse of `described`."""
         values = dict(zip(read_places.read(told["places"]), told["values"], strict=True))
         return Dependencies(values, told["environment"], told["why"])
 
     def differences(self, here: Here) -> Iterator[str]:
-        """Where this process differs from the one that has traced, a line each: `model.temperature: 2.0 here, and 1.0 there`."""
+        """Where this process differs from the one that traced, a line each: `model.temperature: 2.0 here, and 1.0 there`."""
         lists = _bases_of_items(self.values)
         for place, there in self.values.items():
             mine = here.text(place, place in lists)
@@ -118,7 +118,7 @@ class Dependencies:
 def of_trace(
     read: Iterable[Place], numbers: Collection[Place], code: Iterable[types.CodeType], unplaced: Sequence[str], here: Here
 ) -> Dependencies:
-    """Of one trace. read: what it has read, of which `numbers` are inputs; unplaced: constants that stand nowhere."""
+    """Dependencies of one trace. `read`: the places it has read, of which `numbers` are inputs; `unplaced`: constants without a place."""
     ran = [one for one in code if not traced_code.is_stock(one)]
     there, places = here.there, dict.fromkeys((Place(FUNCTION, ()), *read))
     places |= dict.fromkeys(read_values.methods(there, list(places), ran, installed=True))
@@ -146,7 +146,7 @@ def _bases_of_items(places: Iterable[Place]) -> frozenset[Place]:
 
 
 def _is_compared_before(place: Place) -> bool:
-    """Whether ranks and starts compare it by itself, or it is of torch's own and by a number that processes have otherwise."""
+    """Whether ranks and starts compare the place separately, or it is torch's own and found by a number that differs between processes."""
     if place.root == MODEL:
         return any(kind == ATTRIBUTE and what in _COMPARED_BEFORE for kind, what in place.steps)
     return read_places.is_own(place.root) and any(kind == NTH for kind, _ in place.steps)
@@ -157,7 +157,7 @@ def _is_input(place: Place, here: Here) -> bool:
 
 
 class _Globals:
-    """Code of functions, also of those inside them, with the globals that it reads."""
+    """Code objects of functions, nested ones included, with the globals that each reads."""
 
     def __init__(self, functions: Iterable[types.FunctionType | None]) -> None:
         self.by_code: dict[types.CodeType, Mapping[str, object]] = {}
@@ -170,7 +170,7 @@ class _Globals:
 
 
 def _by_name(code: types.CodeType, modules: Mapping[str, str], there: Resolved) -> Place | None:
-    """Where code stands that no place holds: under its name in the module of its file, or inside the function of that name."""
+    """The place of code that no known place holds: under its name in the module of its file, or inside the function of that name."""
     module = modules.get(os.path.abspath(code.co_filename))
     if module is None:
         return None
@@ -178,7 +178,7 @@ def _by_name(code: types.CodeType, modules: Mapping[str, str], there: Resolved) 
     steps = tuple(step for owner in owners for step in ((ATTRIBUTE, owner), (ATTRIBUTE, "__dict__")))
     place = Place(module, (*steps, (ITEM if steps else ATTRIBUTE, name)))
     found, seen = [place], set[types.FunctionType]()
-    for place in found:  # grows: what decorators have made of it holds it
+    for place in found:  # grows: a decorator's wrapper holds the function
         function = function_of(there.at(place)[0])
         if function is None or function in seen:
             continue

@@ -1,4 +1,4 @@
-"""A traced model in double precision, which `verify(dtype=torch.float64)` compares."""
+"""Double-precision copy of a traced model, which `verify(dtype=torch.float64)` compares with."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from unittest import mock
 import torch
 
 WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-"""What a copy in double precision has for each dtype; others stay as they are."""
+"""dtype -> its dtype in a copy in double precision; all others stay as they are."""
 
 
 def wide(dtype: torch.dtype, double: bool) -> torch.dtype:
-    """What stands for a dtype; itself, unless it is a copy in double precision."""
+    """The dtype that stands for `dtype` in the copy, with `double`; else `dtype` itself."""
     return WIDER.get(dtype, dtype) if double else dtype
 
 
 @contextmanager
 def double_by_default(double: bool) -> Iterator[None]:
-    """Inside, what nobody says the dtype of (`torch.eye(4)`, `torch.tensor(0.5)`) is double, as the copy that makes it; and a norm in
-    float32, which torch refuses of what is double."""
+    """A context in which tensors without a given dtype (`torch.eye(4)`, `torch.tensor(0.5)`) are double, as in the copy; and so is a norm
+    with dtype float32, which torch refuses for double operands."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(wide(before, double))
     try:
@@ -47,13 +47,13 @@ def _wide_norms() -> Iterator[None]:
 
 
 def widen(module: torch.fx.GraphModule) -> None:
-    """Casts to float32 inside the model become casts to float64, complex64 likewise: what `verify(dtype=torch.float64)` compares is so
-    throughout."""
+    """Casts to float32 inside the model become casts to float64, complex64 likewise, so that `verify(dtype=torch.float64)` compares in
+    double throughout."""
 
     def wider(argument: object) -> Any:
         return WIDER.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
-    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # itself, and checkpointed regions
+    for body in [child for child in module.modules() if isinstance(child, torch.fx.GraphModule)]:  # with checkpointed regions
         for node in body.graph.nodes:
             node.args = torch.fx.node.map_aggregate(node.args, wider)
             node.kwargs = torch.fx.node.map_aggregate(node.kwargs, wider)

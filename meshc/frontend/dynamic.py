@@ -1,4 +1,4 @@
-"""Dynamic sizes as the user says them: `Options(dynamic={"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}})`.
+"""Dynamic sizes from the user's options: `Options(dynamic={"input_ids": {0: Dim("batch", max=64), 1: Dim("seq", max=2048)}})`.
 
 The form is that of torch.export's `dynamic_shapes`: for each input, by path, its dims with a `torch.export.Dim`, as a dict, or as a tuple
 or list with None for dims that are fixed. Dims of one name have one size. Sizes are those of the whole input, also with inputs="local".
@@ -18,7 +18,7 @@ UNBOUNDED = 1 << 31
 
 @dataclass(frozen=True)
 class DynamicDims:
-    """dims: input path -> dim -> name; ranges: name -> (least, greatest)."""
+    """dims: input path -> dim -> name of its size; ranges: name -> (least, greatest)."""
 
     dims: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class DynamicDims:
         return bool(self.dims)
 
     def sizes(self, inputs: Sequence[tuple[str, Sequence[int]]]) -> dict[str, int]:
-        """The sizes that inputs, (path, whole shape), have. Raises InputError for sizes out of range or that differ, naming all."""
+        """The dynamic sizes by name. `inputs`: (path, whole shape). Raises InputError, naming all sizes out of range or inconsistent."""
         found: dict[str, tuple[int, str]] = {}
         faults: list[str] = []
         for path, shape in inputs:
@@ -48,7 +48,7 @@ class DynamicDims:
         return {name: size for name, (size, _) in found.items()}
 
     def named(self, path: str, described: tuple[object, ...]) -> tuple[object, ...]:
-        """What a key says of an input (`calling.input_key`), with names for its dynamic sizes."""
+        """An input's entry of a key (`calling.input_key`), with names in the place of its dynamic sizes."""
         row = self.dims.get(path)
         if not row or described[0] != "tensor":
             return described
@@ -56,7 +56,7 @@ class DynamicDims:
         return (kind, tuple(row.get(dim, size) for dim, size in enumerate(cast(Sequence[int], shape))), *rest)
 
     def settled(self, inputs: Sequence[tuple[str, Sequence[int]]], fixed: set[int], least: int) -> dict[str, Dynamic]:
-        """Each size with the integer that stands for it in passes: a prime near the example's that fits nothing else.
+        """The integer that stands for each size in passes: a prime near the example's size that equals no other size.
 
         `fixed` are the sizes of everything else in the model, `least` the number of pieces into which a plan may split a dim.
         """
@@ -79,7 +79,7 @@ def _said(low: int, high: int) -> str:
 
 
 def read(given: object) -> DynamicDims:
-    """What `Options(dynamic=...)` says. Raises PlanError."""
+    """The dims and ranges of `Options(dynamic=...)`. Raises PlanError."""
     if given is None:
         return DynamicDims()
     if not isinstance(given, Mapping):

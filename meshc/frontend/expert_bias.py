@@ -1,4 +1,4 @@
-"""The bias of a router that balances experts without a loss: up where an expert had fewer tokens than the mean, down where it had more.
+"""Auxiliary-loss-free load balancing: a router's bias goes up where an expert had fewer tokens than the mean, and down where it had more.
 
     bias[i] += u * sign(mean(tokens) - tokens[i])            after a step; tokens of the whole batch, [experts]
 
@@ -19,11 +19,11 @@ from meshc.errors import PlanError
 from meshc.frontend.expert_slots import is_stock
 
 BIAS: Final = "e_score_correction_bias"
-"""What stock models call it."""
+"""The buffer's name in stock models."""
 
 
 def biases_of(model: nn.Module) -> dict[str, str]:
-    """Path of a layer's experts -> the name of its router's bias, of experts that have one: beside them, or in their router."""
+    """Path of a layer's experts -> the name of its router's bias, beside the experts or in the router, for each layer with such a bias."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         if is_stock(module):
@@ -37,7 +37,7 @@ def biases_of(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_without_bias(model: nn.Module) -> None:
-    """Raises PlanError for a model of which no router has such a buffer."""
+    """Raises PlanError for a model without such a buffer."""
     if not biases_of(model):
         raise PlanError(
             f"Options(expert_bias_update=): no router of the model has a buffer {BIAS}, a number for each of its experts, such as those of "
@@ -46,19 +46,19 @@ def refuse_without_bias(model: nn.Module) -> None:
 
 
 def updated(bias: Tensor, tokens: Tensor, step: float) -> Tensor:
-    """The bias after a step, by how many tokens have chosen each expert."""
+    """The bias after a step. `tokens`: how many tokens have chosen each expert."""
     return bias + step * torch.sign(tokens.sum() - tokens * tokens.numel()).to(bias.dtype)
 
 
 class Counted:
-    """How often each expert of a model on one device is chosen, between two `update`s."""
+    """Counts of the choices of each expert, for a model on one device, between two `update`s."""
 
     def __init__(self, model: nn.Module, step: float) -> None:
         self.buffers, self.step = {path: model.get_buffer(name) for path, name in biases_of(model).items()}, step
         self.tokens = {path: torch.zeros(len(buffer), dtype=torch.int64) for path, buffer in self.buffers.items()}
 
     def count(self, path: str, choice: Tensor) -> None:
-        if torch.is_grad_enabled():  # a run that trains
+        if torch.is_grad_enabled():  # in training
             self.tokens[path] += choice.flatten().bincount(minlength=len(self.tokens[path]))
 
     def update(self) -> None:
@@ -70,7 +70,7 @@ class Counted:
 
 @contextmanager
 def counted(model: nn.Module, step: float | None) -> Iterator[Counted | None]:
-    """While a model runs on one device, what its experts are asked for; nothing without a step."""
+    """A context in which the experts' choices of a model on one device are counted; yields None if `step` is None."""
     if step is None:
         yield None
         return

@@ -1,10 +1,10 @@
-"""What routed experts take at most, as `meshc.Options` says it, and what becomes of tokens that they do not take.
+"""Capacity of routed experts, from `meshc.Options`, and the treatment of tokens beyond it (dropped, passed through, or an error).
 
     C = ceil(k T / E x capacity)     T tokens of a group choose k of E experts each; an expert takes C of them
 
-A group is a row of the batch, or as many tokens as `expert_group` says, in the order of the batch. So a token that is dropped is dropped on
-every mesh, with any number of microbatches, and on one device (`one_device.py`). GShard (Lepikhin et al., arXiv 2006.16668) and Switch
-Transformers (Fedus et al., arXiv 2101.03961) have the formula.
+A group is a row of the batch, or `expert_group` tokens, in the order of the batch. So a token that is dropped is dropped on every mesh,
+with any number of microbatches, and on one device (`one_device.py`). The formula is that of GShard (Lepikhin et al., arXiv 2006.16668)
+and Switch Transformers (Fedus et al., arXiv 2101.03961).
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ PRIORITY: Final = ("position", "weight")
 
 @dataclass(frozen=True)
 class Capacity:
-    """
-    factor    of what falls to an expert if all are chosen alike
-    overflow  "drop": what an expert does not take counts nothing; "pass": the token itself counts in the place of what the expert would
-              have made of it; "error": the step raises
+    """factor    capacity in multiples of an expert's share of the choices if all experts are chosen alike
+    overflow  "drop": a choice beyond the capacity counts nothing; "pass": the token itself counts in the place of the expert's output;
+              "error": the step raises
     group     tokens of a group; None: those of a row of the batch
-    priority  whom an expert takes: "position", the first in the group; "weight", those whose weight is highest
+    priority  which tokens an expert takes: "position", the first in the group; "weight", those with the highest weights
     """
 
     factor: float
@@ -50,7 +49,7 @@ class Capacity:
             raise PlanError(f"Options(expert_group={self.group}): at least 1 token, or None, the tokens of a row of the batch")
 
     def tokens(self, tokens: int, batch: int) -> int:
-        """Of a group, of so many tokens in so many rows of the batch. Raises CaptureError."""
+        """Tokens of a group, for `tokens` tokens in `batch` rows. Raises CaptureError where the tokens are no multiple of a group."""
         each = self.group or tokens // batch
         if tokens % batch or tokens % each:
             what = f"groups of {each} tokens" if self.group else f"{batch} rows"
@@ -61,7 +60,7 @@ class Capacity:
         return each
 
     def places(self, tokens: int, chosen: int, experts: int) -> int:
-        """How many tokens of a group of so many an expert takes. Raises CaptureError."""
+        """The capacity: how many tokens of a group of `tokens` tokens an expert takes. Raises CaptureError for a capacity below 1."""
         evenly = chosen * tokens / experts * self.factor
         if evenly < 1:
             least = experts / (chosen * tokens)
@@ -72,7 +71,7 @@ class Capacity:
         return ceil(evenly)
 
     def taken(self, choice: Tensor, weights: Tensor, batch: int, experts: int) -> Tensor:
-        """Of choices [t, k] and their weights those that experts take; -1 for the others."""
+        """Choices [t, k] with -1 for those beyond the capacity, given their weights."""
         tokens, chosen = choice.shape
         each = self.tokens(tokens, batch)
         places, strict = self.places(each, chosen, experts), self.overflow == "error"
@@ -86,7 +85,7 @@ class Capacity:
 
 
 def asked(factor: float | None, overflow: str, group: int | None, priority: str) -> Capacity | None:
-    """Of options. Raises PlanError."""
+    """The capacity that options set; None without `expert_capacity`. Raises PlanError."""
     if factor is not None:
         return Capacity(factor, overflow, group, priority)
     alone = {"overflow": overflow != OVERFLOW[0], "expert_group": group is not None, "expert_priority": priority != PRIORITY[0]}

@@ -1,4 +1,4 @@
-"""What a training step tells of its routed experts: `program.metrics["experts"]`."""
+"""Load of routed experts in a training step: `program.metrics["experts"]`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshc.frontend.train_step import DROPPED, ROUTED
 
 @dataclass(frozen=True, eq=False)
 class ExpertLoad:
-    """Of one layer in the last step, over the whole batch.
+    """The load of one layer's experts in the last step, over the whole batch.
 
     tokens   [experts], int64: how many tokens have chosen each expert
-    dropped  a number, int64: how many of these choices were not taken (`Options(expert_capacity=)`); None: all are
+    dropped  a number, int64: choices beyond the capacity (`Options(expert_capacity=)`); None: there is no capacity
     """
 
     tokens: Tensor
@@ -23,12 +23,12 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """What the most chosen expert has, in multiples of what each would have if all were chosen alike: 1 to the number of experts."""
+        """Tokens of the most chosen expert over the mean per expert: from 1 to the number of experts."""
         return float(self.tokens.max()) * self.tokens.numel() / max(float(self.tokens.sum()), 1.0)
 
 
 def with_loads(metrics: Mapping[str, Tensor]) -> dict[str, object]:
-    """A step's metrics; those of experts under one name, by the path of their module."""
+    """A step's metrics, with those of experts as `ExpertLoad`s under "experts", by the path of their module."""
     found: dict[str, object] = {name: value for name, value in metrics.items() if not name.startswith((ROUTED, DROPPED))}
     paths = [name.removeprefix(ROUTED) for name in metrics if name.startswith(ROUTED)]
     if paths:

@@ -1,4 +1,4 @@
-"""The loop over experts in a module's forward, found and read: modules that it calls, or rows of stacked weights that it multiplies by."""
+"""Recognition of the loop over experts in a module's forward: over modules that it calls, or over rows of stacked weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshc.frontend.loop_reader import CALL, Loop, Reader, compiled
 
 
 def loop_of(module: nn.Module) -> Loop | None:
-    """The loop over experts in a module's forward; None: there is none that is read."""
+    """The loop over experts in a module's forward; None if there is no such loop, or one that is not understood."""
     function = type(module).forward
     if not isinstance(function, FunctionType) or "forward" in module.__dict__ and CALL not in module.__dict__:
         return None
@@ -31,7 +31,7 @@ def loop_of(module: nn.Module) -> Loop | None:
 
 @cache
 def _tree(function: FunctionType) -> ast.FunctionDef | None:
-    """Of a plain function without decorators and names of functions around it, at its lines in its file."""
+    """The syntax tree of a plain function, without decorators and free variables, at its lines in its file; None for any other."""
     if function.__code__.co_freevars:
         return None
     try:
@@ -42,12 +42,12 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
     if not isinstance(found, ast.FunctionDef) or found.decorator_list:
         return None
     if any(isinstance(each, ast.Attribute) and each.attr.startswith("__") and not each.attr.endswith("__") for each in ast.walk(found)):
-        return None  # names that mean their class's
+        return None  # private names, which Python mangles by class
     ast.increment_lineno(found, first - 1)
     if not any(isinstance(each, ast.For) for each in found.body):
         return None
     same = _told(compiled(found, found.body, function)) == _told(function.__code__)
-    return found if same else None  # the file has been changed since
+    return found if same else None  # else the file has changed since the import
 
 
 def _told(code: CodeType) -> object:

@@ -1,11 +1,11 @@
-"""How rows are laid out for routed experts: one for each choice, or in groups of experts, of one rank each.
+"""Layouts of token rows for routed experts: one row for each choice, or dispatch to groups of experts, one group per rank.
 
-    Rows      [t * k, ..]              a row for each expert of each token, whichever they are
-    Groups    [q, t * m, ..]           for each group of experts a row for each that a token could have chosen there
-    Places    [q, b * p, ..]           for each group as many rows of each row of the batch as a bound leaves it, or its experts take
+    Rows      [t * k, ..]              a row for each expert of each token, on whatever rank the expert is
+    Groups    [q, t * m, ..]           per group of experts, a row for each choice that a token could have made in the group
+    Places    [q, b * p, ..]           per group, as many rows of each row of the batch as a bound or the experts' capacity allows
 
-All have `to`, tokens as rows; `product`, rows by the matrix that each has chosen; `bias`, what each has chosen of vectors; `weights` of the
-rows; and `back`, the sum over what was made of a token. A row that has chosen nothing is neither read nor counted.
+All have `to`, the dispatch of tokens to rows; `product`, rows times the matrix of the expert that each has chosen; `bias`, likewise for
+vectors; `weights` of the rows; and `back`, the combine: a sum over each token's rows. A row without a choice is neither read nor counted.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from meshc.ops.routed import routed_mm
 
 @dataclass(frozen=True)
 class Form:
-    """How the experts of a module are traced.
+    """The form in which the experts of a module are traced.
 
-    count     of groups
-    bound     places that a group has in a row of the batch, in multiples of what falls to it if all are chosen alike; None: the worst case
+    count     number of groups
+    bound     places of a group per row of the batch, in multiples of its share if all experts are chosen alike; None: the worst case
     batch     rows of the batch
-    capacity  what an expert takes; None: whatever chooses it
-    copies    places that a group has for copies of others' experts
+    capacity  of each expert; None: unlimited
+    copies    places of a group for copies of other groups' experts
     """
 
     count: int = 1
@@ -45,16 +45,16 @@ class Form:
     copies: int = 0
 
     def each(self, experts: int) -> int:
-        """How many of so many experts a group has, without copies."""
+        """Experts of a group, of `experts` experts in all, without copies."""
         return -(-experts // self.count)
 
 
 FORM: Final = "_meshc_form"
-"""What a module of experts has while it is traced otherwise than with a row for each choice: how."""
+"""Attribute of a module of experts while it is traced with another form than a row for each choice: that `Form`."""
 
 
 class Rows:
-    """A row for each expert of each token: [t * k, ..], whichever they are. `some`: others than all are chosen, where the weight is 0."""
+    """A row for each expert of each token: [t * k, ..]. `some`: a choice may be -1, with a weight of 0."""
 
     def __init__(self, choice: Tensor, weights: Tensor, some: bool = False) -> None:
         self.some = some
@@ -75,24 +75,24 @@ class Rows:
 
 
 class _InGroups:
-    """Rows of each group of experts, [q, r, ..], in the places that a way to lay them out has."""
+    """Rows of each group of experts, [q, r, ..], in the places of a layout."""
 
     choice: Tensor
     each: int
     filled: float
     copies: Tensor | None
-    """Of which slots a group has copies behind its own experts [q, n]; None: there are no places for any."""
+    """Slots that a group has copies of, behind its own experts [q, n]; None: there are no places for copies."""
 
     def product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         return group_mm(rows.to(matrices.dtype), self._places(matrices), self.choice, self.each, self.filled)
 
     def bias(self, bias: Tensor) -> Tensor:
-        """As a product too: rows of one that is 1 with matrices of one row."""
+        """The bias as a product too: rows of one element that is 1, with matrices of one row."""
         ones = torch.ones(*self.choice.shape, 1, dtype=bias.dtype, device=bias.device)
         return group_mm(ones, self._places(bias.unsqueeze(1)), self.choice, self.each, self.filled)
 
     def _places(self, matrices: Tensor) -> Tensor:
-        """Those of all places, group by group, where some are for copies."""
+        """The matrices of all places, group by group, with those of copies."""
         if self.copies is None:
             return matrices
         groups, spare = self.copies.shape
@@ -101,7 +101,7 @@ class _InGroups:
 
 
 class Groups(_InGroups):
-    """For each group of experts a row for each that a token could have chosen there: [q, t * m, ..]."""
+    """Per group of experts, a row for each choice that a token could have made in the group: [q, t * m, ..]."""
 
     def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: Form, copies: Tensor | None) -> None:
         self.groups, self.copies = form.count, copies
@@ -124,7 +124,7 @@ class Groups(_InGroups):
 
 
 class Places(_InGroups):
-    """For each group of experts as many rows of each row of the batch as a bound leaves it, or they take: [q, b * p, ..]."""
+    """Per group of experts, as many rows of each row of the batch as a bound or the capacity allows: [q, b * p, ..]."""
 
     def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: Form, copies: Tensor | None) -> None:
         tokens, self.chosen = choice.shape
@@ -167,17 +167,17 @@ Layout = Rows | Groups | Places
 
 @dataclass(frozen=True)
 class Where:
-    """Where the experts of a layer lie.
+    """The placement of a layer's experts.
 
-    slots   of each its own slot [experts]
-    copies  of the places of all ranks for copies the slot that each is a copy of, [ranks or more, n]; None: there are none
+    slots   the slot of each expert [experts]
+    copies  the slot that each place for copies has a copy of, [ranks or more, n]; None: there are no copies
     """
 
     slots: Tensor
     copies: Tensor | None
 
     def places(self, choice: Tensor, experts: int, form: Form) -> tuple[Tensor, Tensor | None]:
-        """Choices of experts [t, k] as those of places, and what the groups have copies of [groups, n]."""
+        """Choices of experts [t, k] as choices of places, and the slots that each group has copies of [groups, n]."""
         slots = choices_to_slots(choice, self.slots)
         if self.copies is None or form.count == 1:
             return slots, None
@@ -187,8 +187,8 @@ class Where:
 
 
 def laid_out(choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False, copies: Tensor | None = None) -> Layout:
-    """Choices [t, k] among so many experts, or the places that these and their `copies` [groups, n] have, and their weights. With a
-    capacity, or if `some` says so, -1 chooses none."""
+    """The layout for choices [t, k] among `experts` experts (or among the places of experts and their `copies` [groups, n]) and their
+    weights. With a capacity, or with `some`, -1 chooses none."""
     if form.count == 1:
         return Rows(choice, weights, some or form.capacity is not None)
     if form.bound is None and form.capacity is None:
@@ -200,8 +200,8 @@ def routed_sum(
     made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False,
     where: Where | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum over what experts make of tokens [t, h] that choose them, by weight; `made` makes it of tokens and how their rows lie.
-    `where`: they lie, if not where their numbers say."""
+    """Dispatch, experts and combine: the sum over the experts of each token [t, h], by weight. `made` computes the experts' sum of tokens
+    in a layout. `where`: the experts' placement, if other than by their numbers."""
     taken = choice if form.capacity is None else form.capacity.taken(choice, weights, form.batch, experts)
     lies, copies = (taken, None) if where is None else where.places(taken, experts, form)
     if form.capacity is None:

@@ -1,16 +1,16 @@
-"""Where the experts of a layer lie: a buffer of its module that says which slot of the stacked weights each expert has.
+"""Placement of a layer's experts: a buffer of its module with the slot of the stacked weights in which each expert is stored.
 
     gate_up_proj [8, ..]    meshc_slots [0 1 2 3 4 5 6 7]        as the model has them
                             meshc_slots [0 4 2 3 1 5 6 7]        experts 1 and 4 have changed places
 
-With `Options(expert_placement="movable")` a model's experts get one. While it is traced its choices go by it, so that every program of the
-model reads experts where they are. State dicts do not have it: they hold experts in the model's order. Experts that are modules, which a
-loop goes over, stay where the plan stores them: a program stacks them by slot.
+With `Options(expert_placement="movable")` each layer of experts gets such a buffer. A trace maps choices through it, so that every program
+of the model reads experts from their slots. State dicts do not have it: there, experts are in the model's order. Experts that are modules,
+which a loop goes over, stay where the plan stores them: a program stacks them by slot.
 
-    meshc_copies [[-1], [0], ..]            rank 1 has a copy of what lies in slot 0 [ranks, expert_copies]
+    meshc_copies [[-1], [0], ..]            rank 1 has a copy of the expert in slot 0 [ranks, expert_copies]
 
-`Options(expert_copies=n)` gives each rank n places for copies of experts that lie elsewhere, and a second buffer says which: -1, none. A
-copy is made of the expert's weights in each step, and its gradient is added to theirs, so that weights and state are there once.
+`Options(expert_copies=n)` gives each rank n places for copies of experts of other ranks, and a second buffer with their slots: -1, none. A
+copy of the expert's weights is built in each step, and its gradient is added to theirs, so that weights and state are stored once.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from meshc.frontend.expert_rows import Where
 SLOTS: Final = "meshc_slots"
 """The buffer's name."""
 COPIES: Final = "meshc_copies"
-"""Likewise of what says which experts have copies."""
+"""The name of the buffer with the slots of copies."""
 WEIGHTS: Final = ("gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
-"""What stock experts keep of each expert, as a row of dim 0."""
+"""Parameters of stock experts with a row of dim 0 for each expert."""
 
 
 def is_stock(module: nn.Module) -> bool:
-    """Whether it is the experts of a stock layer, all in one module."""
+    """Whether a module holds all experts of a stock layer."""
     return hasattr(module, "_is_expert_parallel")
 
 
 def slots_of(module: nn.Module) -> Tensor | None:
-    """Of experts that may be moved the slot of each, [experts]."""
+    """The slot of each expert, [experts]; None for experts that cannot be moved."""
     return module._buffers.get(SLOTS)
 
 
 def where_of(module: nn.Module) -> Where | None:
-    """Of experts that may be moved, where they lie."""
+    """The placement of experts that may be moved; None for others."""
     slots = slots_of(module)
     return None if slots is None else Where(slots, module._buffers.get(COPIES))
 
 
 def spare_of(module: nn.Module) -> int:
-    """How many places each rank has for copies of these experts."""
+    """Places of each rank for copies of these experts."""
     copies = module._buffers.get(COPIES)
     return 0 if copies is None else copies.shape[1]
 
@@ -60,24 +60,24 @@ def is_slots(name: str) -> bool:
 
 
 def is_where(name: str) -> bool:
-    """Whether a buffer says where experts lie, or which have copies."""
+    """Whether a buffer holds experts' slots, or the slots of copies."""
     return name.rpartition(".")[2] in (SLOTS, COPIES)
 
 
 def weights_of(module: nn.Module) -> list[str]:
-    """Names of the parameters of experts that have a row for each."""
+    """Names of a module's parameters that have a row for each expert."""
     return [name for name in WEIGHTS if isinstance(module._parameters.get(name), Tensor)]
 
 
 def untouched(where: Tensor) -> Tensor:
-    """Slots of as many experts, each where its number says; or copies, of none."""
+    """The initial value of a buffer like `where`: expert i in slot i; or no copies."""
     return torch.arange(where.numel(), dtype=torch.int64) if where.dim() == 1 else torch.full(where.shape, -1, dtype=torch.int64)
 
 
 def give_slots(model: nn.Module, loops: Mapping[str, int], ranks: int, copies: int) -> None:
-    """Every layer of experts gets its slots, where none has moved yet: of stock experts, and of `loops`, how many experts there are by the
-    path of the module that loops over them; and places for so many `copies` on each of `ranks`. Raises PlanError for a model without such
-    a layer, or with two that have one weight between them."""
+    """Register the initial slots on every layer of experts: on stock experts, and on `loops` (number of experts by the path of the module
+    that loops over them); and `copies` places for copies on each of `ranks`. Raises PlanError for a model without such a layer, or with two
+    that share a weight."""
     owner: dict[int, str] = {}
     for path, module in model.named_modules():
         for name in weights_of(module) if is_stock(module) else ():

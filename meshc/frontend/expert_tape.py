@@ -1,12 +1,12 @@
-"""What one expert does with its rows, as a list of calls, proved to be the same for each row by itself.
+"""Tape of one expert's forward, as a list of calls, with a proof that each row is computed independently of the others.
 
     class Expert(nn.Module):                                  linear(x, w1.weight)
         def forward(self, x):                                 silu(0)
             return self.w2(F.silu(self.w1(x)) * self.w3(x))   linear(x, w3.weight) ..
 
-The forward runs once on rows without values. Torch's functions are noted as they are called, and of the operators below them each must be
-one that keeps rows apart: pointwise, a product with a weight, a view or a reduction within a row. Played on rows of all experts, a
-product is by the weight of the expert that a row has chosen.
+The forward runs once on rows without values. Torch functions are recorded as they are called, and each ATen operator below them must be
+one that keeps rows apart: pointwise, a product with a weight, a view or a reduction within a row. When the tape is replayed on the rows of
+all experts, a product uses the weight of the expert that a row has chosen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshc.private import TorchDispatchMode
 aten = torch.ops.aten
 
 ROWS: Final = 7919
-"""Rows of the run: a prime, larger than what a dim of a model is likely to be by chance."""
+"""Rows of the recorded run: a prime, larger than a dim of a model is likely to be."""
 VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 DIM: Final[Mapping[object, int]] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
@@ -37,21 +37,21 @@ DIM: Final[Mapping[object, int]] = {
     aten.linalg_vector_norm.default: 2, aten.norm.ScalarOpt_dim: 2, aten.topk.default: 2, aten.sort.default: 1, aten.var.correction: 1,
     aten.std.correction: 1,
 }  # fmt: skip
-"""Operators that work along a dim, and where among their operands they say which."""
+"""Operators that work along a dim -> position of the dim among their operands."""
 LAST: Final = (aten.topk.default, aten.sort.default)
-"""Of those they that take the last dim where none is said."""
+"""Those whose default is the last dim."""
 PRODUCTS: Final[Mapping[object, int]] = {
     aten.mm.default: 0, aten.linear.default: 0, aten.addmm.default: 1, aten.mv.default: 0, aten.embedding.default: 1,
     aten.convolution.default: 0,
 }  # fmt: skip
-"""Operators of one operand's rows and of others that are the same for all, and which that is."""
+"""Operators on rows and on operands shared by all rows -> position of the operand that is rows."""
 WITHOUT_SUM: Final[Mapping[object, int]] = {
     aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
 }  # fmt: skip
-"""Losses that are pointwise where they are asked for no sum, and where they say so."""
+"""Losses that are pointwise with reduction "none" -> position of the reduction."""
 TOGETHER: Final = (aten.bmm.default, aten.expand.default)
-"""Operators that take the same row of each operand."""
+"""Operators that combine equal rows of their operands."""
 EACH: Final = (
     aten.clone.default, aten.detach.default, aten._to_copy.default, aten.alias.default, aten.native_dropout.default, aten.bernoulli_.float,
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.fill_.Scalar,
@@ -61,12 +61,12 @@ DRAWS: Final = (aten.native_dropout.default, aten.bernoulli_.float)
 
 
 class NotRows(Exception):
-    """Why an expert's forward is not known to be the same for each row by itself."""
+    """Raised where an expert's forward is not known to compute each row independently; the text says why."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A value of the tape: 0 is the rows that the expert is given."""
+    """A value of the tape, by number: 0 is the expert's input rows."""
 
     number: int
 
@@ -87,12 +87,11 @@ class Step(NamedTuple):  # of torch 2.11 Dynamo calls no function that a frozen 
 
 @dataclass(frozen=True)
 class Tape:
-    """
-    steps    in order
-    result   of the expert
-    weights  paths of its parameters that are read
-    draws    it has dropout that is on
-    writes   it changes values in place
+    """steps    calls in order
+    result   the expert's output
+    weights  paths of the parameters that are read
+    draws    the forward has active dropout
+    writes   the forward changes values in place
     """
 
     steps: tuple[Step, ...]
@@ -103,7 +102,7 @@ class Tape:
 
 
 def record(expert: nn.Module) -> Tape:
-    """Of an expert that is a module; or, without modules in it, that multiplies by its own parameters itself. Raises NotRows."""
+    """The tape of an expert: a module with layers, or one that multiplies by its own parameters. Raises NotRows."""
     widths = dict.fromkeys(each.in_features for each in expert.modules() if isinstance(each, nn.Linear))
     widths = widths or dict.fromkeys(size for each in expert.parameters() for size in reversed(each.shape))
     first: Exception | None = None
@@ -112,7 +111,7 @@ def record(expert: nn.Module) -> Tape:
             return _run(expert, width)
         except NotRows:
             raise
-        except Exception as error:  # of another width than what it is given
+        except Exception as error:  # another width than that of the expert's input
             first = first or error
     raise NotRows(f"it does not run on rows: {first}" if first else "it has no nn.Linear")
 
@@ -136,7 +135,7 @@ def _run(expert: nn.Module, width: int) -> Tape:
 
 
 class _Noted(TorchFunctionMode):
-    """Notes the functions that make tensors."""
+    """Records the torch functions that return tensors."""
 
     def __init__(self, parameters: Mapping[int, str]) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class _Noted(TorchFunctionMode):
         self.read: list[tuple[str, ...]] = []
 
     def give(self, made: Tensor) -> Ref:
-        self.kept.append(made)  # an id is of what is still there
+        self.kept.append(made)  # kept alive, so that no other tensor has its id
         self.numbers[id(made)] = len(self.kept) - 1
         return Ref(len(self.kept) - 1)
 
@@ -194,7 +193,7 @@ def _tensors(made: object) -> Iterator[Tensor]:
 
 
 class Proof(TorchDispatchMode):
-    """Refuses what may let one row know of another. Rows are the first dim; `folded`: or what is major in it."""
+    """Raises NotRows for an operator that may let one row depend on another. Rows are the first dim; `folded`: or the major part of it."""
 
     draws = writes = False
 
@@ -208,7 +207,7 @@ class Proof(TorchDispatchMode):
         if rows:
             self.draws = self.draws or func in DRAWS
             self.writes = self.writes or func._schema.is_mutable
-            results = made[:1] if func is aten.nll_loss_forward.default else made  # beside it, the sum of the classes' weights
+            results = made[:1] if func is aten.nll_loss_forward.default else made  # the second result is the sum of the classes' weights
             if not self._apart(func, args) or not all(self._is_rows(each) for each in _tensors(results)):
                 raise NotRows(f"{func} is not known to keep its rows apart")
         return made
@@ -235,7 +234,7 @@ class Proof(TorchDispatchMode):
         if func is aten.transpose.int:
             return all(dim % args[0].dim() != 0 for dim in args[1:])
         if func in VIEWS:
-            return True  # of rows, and rows: what comes first of a row stays first
+            return True  # rows in, rows out: a view keeps the first dim major
         if func is aten.constant_pad_nd.default:
             return len(args[1]) < 2 * args[0].dim() or not any(args[1][-2:])  # the last pair is of the first dim
         if func is aten.native_layer_norm.default:
@@ -257,7 +256,7 @@ class Proof(TorchDispatchMode):
 def play(
     tape: Tape, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Callable[[Weight], Tensor]
 ) -> Tensor:
-    """What the expert makes of rows [n, h]. `product(rows, matrices, bias)` is of matrices [experts, in, out] and biases [experts, out]."""
+    """The expert's output for rows [n, h]. `product(rows, matrices, bias)` takes matrices [experts, in, out] and biases [experts, out]."""
     values: dict[int, Any] = {0: rows}
     for step in tape.steps:
         args = [_found(each, values, weight) for each in step.args]

@@ -1,9 +1,9 @@
-"""Models that `torch.export` holds as a graph, made ready to be traced: an ExportedProgram, or what its `module()` gives.
+"""Models exported by `torch.export`, prepared for tracing: an ExportedProgram, or its `module()`.
 
-    _guards_fn(x)                                  gone: meshc compares what a call passes with what was exported itself
-    torch.ops.aten.dropout.default(h, 0.1, True)   torch.nn.functional.dropout(h, 0.1, True): what meshc numbers, or has an operator for
+    _guards_fn(x)                                  removed: meshc itself compares a call's inputs with those of the export
+    torch.ops.aten.dropout.default(h, 0.1, True)   torch.nn.functional.dropout(h, 0.1, True): numbered draws, or an operator of meshc's
 
-What the graph has settled stays so: the mode it was exported in, and every size that was not left open.
+What the export has fixed stays fixed: the mode, and every size that was not dynamic.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ RESTORED: Final[Mapping[object, Function]] = {
     aten.rand_like.default: torch.rand_like,
     aten.randn_like.default: torch.randn_like,
 }
-"""Operators of exported graphs, and torch's functions that mean the same with the same arguments."""
+"""Operators of exported graphs -> torch's functions with the same meaning and arguments."""
 
 
 def opened(what: Any) -> Any:
-    """What is compiled in the place of `what`: of an ExportedProgram its module, ready to be traced; a module of one is made so in place;
-    all else is as it was. Raises CaptureError for what such a graph holds that cannot be numbered or followed."""
+    """What is compiled in the place of `what`: for an ExportedProgram its module, prepared for tracing; the module of one is prepared in
+    place; anything else is returned as it is. Raises CaptureError for regions and random operators that cannot be traced from such a
+    graph."""
     if _is_a(what, PROGRAM):
         what = what.module()
     model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what
@@ -53,18 +54,18 @@ def opened(what: Any) -> Any:
 
 
 def examples(what: Any) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The inputs that an ExportedProgram was exported with, if it holds them; of all else none."""
+    """(args, kwargs) of the example inputs of an ExportedProgram; empty for anything else."""
     held = what.example_inputs if _is_a(what, PROGRAM) else None
     return ((), {}) if held is None else (tuple(held[0]), dict(held[1]))
 
 
 def is_module(what: object) -> bool:
-    """Whether it is the module of an ExportedProgram."""
+    """Whether `what` is the module of an ExportedProgram."""
     return _is_a(what, MODULE)
 
 
 def refuse_other_inputs(model: nn.Module, named: Sequence[tuple[str, object]]) -> None:
-    """What a call passes that is not what the module of an ExportedProgram was made for. `named`: paths and leaves. Raises InputError."""
+    """Refuses inputs that differ from those of the export of an ExportedProgram's module. `named`: paths and leaves. Raises InputError."""
     graph: Any = model.graph
     takes = inspect.signature(model.forward).parameters
     leaves = [(name, leaf) for name, leaf in named if re.split(r"[.\[]", name)[0] in takes]

@@ -1,6 +1,6 @@
-"""Exceptions that meshc did not raise on purpose, at the edge of a phase of compiling: one error with the user's line, and what to do.
+"""Unexpected exceptions at the edge of a compilation phase: one error with the user's line, and what to do.
 
-The line is found in the frames of the traceback: what they hold of graph nodes says which value was being worked on.
+The line is found in the frames of the traceback: a graph node in a frame's locals is the value that was being processed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST: Final = 300
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Errors of meshc pass; any other becomes a CompilerFault that says in which phase it came up, with the original as its cause."""
+    """A context in which any exception but meshc's own becomes a CompilerFault that names the phase, with the original as its cause."""
     try:
         yield
     except MeshcError:
@@ -44,12 +44,12 @@ ON_ONE_DEVICE: Final[tuple[tuple[str, str], ...]] = (
     ("randomness error mode", RANDOMNESS),
     ("", "call the model itself with these inputs, and mend what it raises"),
 )  # fmt: skip
-"""What a model raises without a program (a part of the text), and what to do."""
+"""(part of the text of an error that the model itself raises, what to do)."""
 
 
 @contextmanager
 def on_one_device() -> Iterator[None]:
-    """Around calls of a model that a program is compared with: what it raises is a StateError with the user's line."""
+    """A context for calls of the model that a program is compared with: a RuntimeError becomes a StateError with the user's line."""
     try:
         yield
     except RuntimeError as error:
@@ -83,7 +83,7 @@ def _message(name: str, error: Exception) -> str:
 
 
 def _worked_on(error: BaseException) -> tuple[str, str]:
-    """The value that was being worked on and its line in the user's model, each "" if it is not known."""
+    """The value that was being processed and its line in the user's model, each "" if unknown."""
     node, record = _in_frames(error.__traceback__)
     if record is not None and record.source.file:
         return node.name if node is not None else "", str(record.source)
@@ -98,7 +98,7 @@ def _line(source: Source) -> str:
 
 
 def _in_frames(trace: TracebackType | None) -> tuple[Node | None, Record | None]:
-    """The graph node that the innermost frame with one holds; its record too, if it has one."""
+    """The graph node in the innermost frame that has one, and its record, if any."""
     found: Node | None = None
     while trace is not None:
         values = trace.tb_frame.f_locals

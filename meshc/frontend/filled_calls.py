@@ -1,10 +1,10 @@
-"""Inputs filled up to sizes of which there are few, and outputs cut to what was asked for, by what their dims are.
+"""Calls padded to a small set of sizes, and outputs cut back to the sizes of the call, by letters of their dims.
 
     input_ids  "rt"        [3, 11] -> [4, 16]       rows, and the tokens of this call
     attention_mask  "rk"   [3, 11] -> [4, 16]       rows, and the keys that attention sees
     logits  "rt"           [4, 16, vocab] -> [3, 11, vocab]
 
-A row that is filled up repeats another, and so does a token; a key or a source token that is filled up is masked.
+A padded row or token repeats the last one; a padded key or source token is masked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meshc.errors import InputError
 from meshc.ir import trees
 
 Letters = Mapping[str, str]
-"""By name of an input or output: its dims from the first, `r` rows, `t` tokens of this call, `k` keys, `s` tokens of the encoder."""
+"""Name of an input or output -> letters of its dims: `r` rows, `t` tokens of this call, `k` keys, `s` tokens of the encoder."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is known of a kind of model. masks: inputs that say which keys, or source tokens, there are."""
+    """Letters of the inputs and outputs of a kind of model. masks: inputs that mark valid keys, or source tokens."""
 
     inputs: Letters
     masks: Letters
@@ -61,23 +61,23 @@ SEEN: Final = Table(
     {"decoder_attention_mask": "rk"},
     BOTH.outputs,
 )
-"""A decoder with an encoder of sound or pictures, of which rows alone are filled up: what attends to it may have no mask, and one that is
-passed is of what the encoder got."""
+"""A decoder with an encoder of sound or images, of which rows alone are padded: attention to the encoder may have no mask, and a mask that
+is passed is that of the encoder's input."""
 PAIRS: Final = "r.tk"
 """A mask of pairs, [rows, heads or 1, tokens, keys]."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of each letter what a call has, and what it is filled up to."""
+    """have: the size of each letter in a call; filled: its padded size."""
 
     have: Mapping[str, int]
     filled: Mapping[str, int]
 
     def longer(self, table: Table, name: str, value: object) -> object:
-        """An input, filled up; what is no tensor of rows is itself."""
+        """An input, padded; a leaf that is no tensor of rows is returned as it is."""
         if name in table.masks:
-            if isinstance(value, dict):  # by kind of layer, which transformers has in a set: each process in an order of its own
+            if isinstance(value, dict):  # by kind of layer, from a set of transformers': its order differs between processes
                 value = dict(sorted(value.items()))
             return trees.mapped(lambda mask: self._mask(table.masks[name], mask), value)
         letters = table.inputs.get(name)
@@ -86,7 +86,7 @@ class Sizes:
     def _repeated(self, letters: str, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.dim() > 3:
             return leaf
-        begin = max(leaf.dim() - len(letters), 0) if not leaf.dtype.is_floating_point else 0  # positions of several kinds stand before
+        begin = max(leaf.dim() - len(letters), 0) if not leaf.dtype.is_floating_point else 0  # a dim of kinds of positions comes first
         for dim, letter in enumerate(letters, begin):
             if letter != "." and leaf.shape[dim] == self.have[letter]:
                 leaf = repeated(leaf, dim, self.filled[letter])
@@ -106,8 +106,8 @@ class Sizes:
         return mask
 
     def cut(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
-        """What cuts leaves of an output. kept: how many tokens have logits. Raises InputError for one that nobody knows how to cut, where
-        something was filled up; a call with images is as it was passed."""
+        """A function that cuts leaves of the output `name` to the call's sizes. `kept`: how many tokens have logits. It raises InputError
+        for an output without letters, unless nothing was padded (a call with images)."""
         as_passed = all(self.filled[letter] == size for letter, size in self.have.items())
 
         def cut(leaf: object) -> object:
@@ -129,6 +129,6 @@ class Sizes:
 
 
 def repeated(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """The last place of a dim repeated, up to a size."""
+    """The last index of `dim` repeated, up to `size`."""
     have = tensor.shape[dim]
     return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device).clamp(max=have - 1))

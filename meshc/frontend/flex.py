@@ -1,7 +1,7 @@
-"""torch's `flex_attention` on CPU tensors that take gradients: while a model is traced, and while it is the reference.
+"""torch's `flex_attention` with gradients on CPU tensors, for traces and for the reference.
 
-torch refuses to differentiate it on a CPU for lack of a fused kernel, though what it runs there, scores written out, has a gradient like
-any other. Inside these contexts it does not; all else that torch checks of shapes and masks it still checks.
+torch refuses to differentiate it on a CPU for lack of a fused kernel, although its written-out form there has a gradient like any other
+operator's. These contexts lift that refusal; all other checks of shapes and masks remain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STOCK = "transformers.masking_utils"
 
 
 def masks_as_inputs() -> None:
-    """From here on a block mask among a model's inputs is the tensors that it holds, as torch lays it out for a trace."""
+    """Register torch's BlockMask as a tree: from here on a block mask among a model's inputs is its tensors, in torch's own order."""
     loaded = sys.modules.get(MODULE)
     if loaded is not None and not trees.is_known(loaded.BlockMask):
         kind = loaded.BlockMask
@@ -31,7 +31,7 @@ def masks_as_inputs() -> None:
 
 @contextmanager
 def traced_flex() -> Iterator[None]:
-    """Inside, a trace takes `flex_attention` as one call. A process that never imported it is left alone."""
+    """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
     stock = {"create_block_mask": _plain_block_mask, "fast_all": _perhaps_not}
     with _replaced(MODULE, _validate_device=_any_device, _apply_kernel_options=_no_options), _replaced(STOCK, **stock):
         yield
@@ -39,8 +39,8 @@ def traced_flex() -> Iterator[None]:
 
 @contextmanager
 def written_out_flex() -> Iterator[None]:
-    """Inside, `flex_attention` runs torch's own written-out form as plain operators: torch compiles the call for that, which does not go
-    together with dispatch modes, such as those that answer random calls."""
+    """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
+    not work under dispatch modes, such as those that answer random calls."""
     with _replaced(
         MODULE,
         _validate_device=_any_device,
@@ -53,7 +53,7 @@ def written_out_flex() -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: str, **names: object) -> Iterator[None]:
-    """Inside, these names of a module that is loaded are others."""
+    """A context in which attributes of a module, if imported, have these values."""
     loaded = sys.modules.get(module)
     before = {name: found(f"{module}:{name}") for name in names} if loaded is not None else {}
     for name in before:
@@ -70,24 +70,25 @@ def _any_device(query: object, key: object, value: object) -> None:
 
 
 def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> object:
-    """Stock models compile the making of a mask, which a trace does not go into."""
+    """`create_block_mask` without compilation: stock models compile it, which a trace does not enter."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(*call, **named)
 
 
 def _perhaps_not(mask: Tensor) -> bool:
-    """Whether a padding mask is all true, asked so as to leave it out: a trace is for all of them."""
+    """The answer to whether a padding mask is all true, which would drop the mask: no, since a trace serves all masks."""
     return False
 
 
 def _no_options(*call: object, **named: object) -> dict[str, object]:
-    """They choose kernels; and torch refuses the greatest scores on a CPU there, which its written-out form gives."""
+    """Drops kernel options: they choose kernels, and torch refuses to return the greatest scores on a CPU, which its written-out form
+    has."""
     return {"BACKEND": "AUTO"}
 
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As around torch's operator: autocast casts queries, keys and values and nothing inside, and the greatest scores have no gradient."""
+    """As torch's operator: autocast casts queries, keys and values and nothing inside, and the greatest scores have no gradient."""
     from meshc.private import math_attention
 
     kind = q.device.type

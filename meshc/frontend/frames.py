@@ -1,4 +1,4 @@
-"""Which lines of a stack are the user's: those that are neither torch's nor meshc's, nor of Python's own library."""
+"""User frames of a stack: those in files that are neither torch's nor meshc's, nor of Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshc.package import FOLDER
 
 OURS = f"{FOLDER}{os.sep}"
 TORCH = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (torch.__file__, os.path.realpath(torch.__file__)))
-"""Torch's own folder, as modules are found in it and without links. A library that builds on torch is its user's, whatever it is called."""
+"""Torch's own folder, as imported and with links resolved. A library that builds on torch counts as the user's, whatever its name."""
 PACKAGES = frozenset(("site-packages", "dist-packages"))
 STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
@@ -24,18 +24,18 @@ def is_torch(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's, or of a package that they have installed."""
+    """Whether a file is the user's, or of an installed package other than torch and meshc."""
     standard = file.startswith(STANDARD) and not is_installed(file)
     return not is_torch(file) and not file.startswith(OURS) and not standard
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is of a package that pip, or the system, has installed."""
+    """Whether a file is of a package installed by pip or the system."""
     return not PACKAGES.isdisjoint(file.split(os.sep))
 
 
 def innermost(stack: traceback.StackSummary) -> Source | None:
-    """The user's line that a stack ends in, as far as torch and meshc go."""
+    """The innermost user frame of a stack; None if there is none."""
     for frame in reversed(stack):
         if is_users(frame.filename) and frame.lineno is not None:
             return Source(frame.filename, frame.lineno, (frame.line or "").strip())
@@ -43,9 +43,9 @@ def innermost(stack: traceback.StackSummary) -> Source | None:
 
 
 def within_torchs_forward(stack: traceback.StackSummary) -> bool:
-    """Whether a stack ends in the forward of a module of torch's own, behind the user's last line. What such a module keeps in Python (the
-    flat list of an RNN's weights) is made of its parameters, and made again by the next call that needs it. Or in torch.func's
-    `functional_call`, which puts back what it changes."""
+    """Whether a stack ends in the forward of one of torch's own modules, behind the user's last line, or in torch.func's `functional_call`.
+    What such a module stores in Python (the flat list of an RNN's weights) is derived from its parameters and rebuilt by the next call that
+    needs it; `functional_call` restores what it changes."""
     for frame in reversed(stack):
         if is_users(frame.filename) or frame.filename.startswith(OURS):
             return False
@@ -55,6 +55,6 @@ def within_torchs_forward(stack: traceback.StackSummary) -> bool:
 
 
 def warn_at_users_line(text: str) -> None:
-    """A warning at the innermost line of the user's that led here."""
+    """Issue a UserWarning at the innermost user frame of the current stack."""
     users = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
     warnings.warn_explicit(text, UserWarning, *((users[-1].filename, users[-1].lineno or 0) if users else ("", 0)))

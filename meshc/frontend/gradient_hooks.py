@@ -1,10 +1,10 @@
-"""What users hang on a parameter's gradient, as functions of it.
+"""Users' hooks on a parameter's gradient, as functions of the gradient.
 
     w.register_hook(lambda g: 0.1 * g)                               gradient -> gradient
     w.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))   parameter, whose `.grad` it changes
 
-In a step they run on the whole gradient of the whole batch, behind backward and ahead of clipping; here on plain tensors, for one device.
-What they draw (noise) are the draws of the step under a name of the parameter, so that they are the same on every mesh.
+In a step the hooks run on the whole gradient of the whole batch, after backward and before clipping; here on plain tensors, for one
+device. Random numbers (noise) that a hook draws are draws of the step under a name of the parameter, the same on every mesh.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ATTRIBUTES: Any = Tensor  # to a type checker, `Tensor.grad` is a value, not a 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Of one parameter, in the order in which autograd runs them: those of its gradient, then those of the parameter that has got it.
+    """The hooks of one parameter, in the order in which autograd runs them: on its gradient, then on the parameter after accumulation.
 
-    numbers  what torch counts each by: a hook that is taken away and given again has another
+    numbers  torch's id of each hook: a hook that is removed and registered again has another
     """
 
     of_gradient: tuple[Function, ...]
@@ -42,7 +42,8 @@ class Hooks:
     numbers: tuple[int, ...] = ()
 
     def __call__(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient that they make of one, which they may change in place."""
+        """The gradient after all hooks, which may change `gradient` in place. Raises CompileError for hooks that torch or a step
+        refuses."""
         for hook in self.of_gradient:
             made = hook(gradient)
             gradient = gradient if made is None else made
@@ -57,12 +58,12 @@ class Hooks:
         return gradient
 
     def names(self) -> str:
-        """What messages call them: the function, and the line that it is on."""
+        """The hooks in messages: function name and line of each."""
         return ", ".join(_name(hook) for hook in (*self.of_gradient, *self.of_parameter))
 
 
 def hooks_of(parameter: Tensor) -> Hooks | None:
-    """What hangs on a parameter's gradient."""
+    """The hooks of a parameter; None if it has none."""
     first, second = _table(parameter, "_backward_hooks"), _table(parameter, "_post_accumulate_grad_hooks")
     if not first and not second:
         return None
@@ -70,13 +71,13 @@ def hooks_of(parameter: Tensor) -> Hooks | None:
 
 
 def hooks_in(module: nn.Module) -> dict[str, Hooks]:
-    """By parameter, of those that have some."""
+    """Hooks by parameter name, for parameters that have some."""
     found = {name: hooks_of(parameter) for name, parameter in module.named_parameters()}
     return {name: hooks for name, hooks in found.items() if hooks is not None}
 
 
 def move(old: Tensor, new: Tensor) -> None:
-    """What hangs on `old` hangs on `new` too; handles (`handle.remove()`) act on both."""
+    """Hooks of `old` become hooks of `new` too; handles (`handle.remove()`) act on both."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if _table(old, name):
             setattr(new, name, getattr(old, name))
@@ -101,7 +102,7 @@ def _place(hook: Function) -> Source:
 
 
 class Drawing(ReferenceRandom):
-    """Answers what a parameter's hooks draw in a step; `seed_step` is the two numbers, or what a trace has for them."""
+    """Answers random calls of a parameter's hooks in a step; `seed_step` is (seed, step), or the trace's tensor of both."""
 
     def __init__(self, name: str, seed_step: Tensor) -> None:
         super().__init__(0)
@@ -114,14 +115,14 @@ class Drawing(ReferenceRandom):
 
 
 def run(module: nn.Module, hooks: Mapping[str, Hooks], seed: int, step: int) -> None:
-    """On one device: the gradients of a module become what hooks make of them."""
+    """On one device: replace the gradients of a module by the results of `hooks`."""
     for name, parameter in module.named_parameters():
         if name in hooks and parameter.grad is not None:
             with torch.no_grad(), Drawing(name, random.seed_step(seed, step, "cpu")):
                 parameter.grad = hooks[name](parameter, parameter.grad)
 
 
-# A parameter that has a gradient.
+# A parameter with a gradient.
 
 
 class _Holding(TorchFunctionMode):
@@ -152,7 +153,7 @@ class _Holding(TorchFunctionMode):
 
 @contextmanager
 def _nobody_steps() -> Iterator[None]:
-    """A context in which an optimizer's step is refused: a step that updates as gradients come is one of several."""
+    """A context in which an optimizer's step is refused: a hook that steps an optimizer as gradients arrive."""
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
         raise CompileError(

@@ -1,10 +1,10 @@
-"""Products of runs that a model calls for itself, while it is traced and while it is the reference: of whatever floating-point type.
+"""Grouped matrix products that a model calls itself, in any floating-point dtype, in traces and in the reference.
 
     torch._grouped_mm(rows [r, k], matrices [g, k, n], offs=ends [g])         meshc::grouped_mm(rows, matrices, ends)
     torch.nn.functional.grouped_mm(..)                                        likewise
 
-torch computes them in float32 on a CPU, and takes no more than bfloat16 where a call has no values, as in a trace; in float64, in which
-programs are verified, it has none. Calls of another form go torch's own way.
+torch computes them in float32 on a CPU, accepts only bfloat16 on fake tensors, and has no float64 version, in which programs are verified.
+Calls of another form go to torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Given: TypeAlias = Tensor | None
 
 @contextmanager
 def grouped_calls() -> Iterator[None]:
-    """Inside, both of torch's functions are the operator."""
+    """A context in which both of torch's functions call meshc's operator."""
     with _standing(torch, "_grouped_mm", _of_torch), _standing(torch.nn.functional, "grouped_mm", _of_functional):
         yield
 

@@ -1,4 +1,4 @@
-"""Loops over experts that write the expert out, whose weights are rows of stacked parameters: the expert as a function of its own.
+"""Experts written out inside a loop over rows of stacked parameters, extracted as a function of one expert's rows.
 
     for e in hit:                                              def made(self, rows):      # self: with the weights of one expert
         slot, token = torch.where(mask[e])                         gate, up = F.linear(rows, self.gate_up_proj).chunk(2, dim=-1)
@@ -8,8 +8,8 @@
         made = F.linear(h, self.down_proj[e])
         out.index_add_(0, token, made * weights[token, slot, None])
 
-An expression is the expert's if it is made of its rows, of rows of stacked parameters, of the module's other attributes and of what the
-file has names for, and of nothing else.
+An expression is the expert's if it reads its rows, rows of stacked parameters, other attributes of the module and global names of the
+file, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from meshc.frontend.loop_reader import Inline, Reader
 from meshc.frontend.loop_terms import Term, Unread, numbers_of, path_of
 
 ROWS: Final = "_meshc_rows"
-"""What the function calls its rows."""
+"""The function's parameter of rows."""
 LINEAR: Final = "_meshc_linear"
-"""Likewise `F.linear`."""
+"""The function's name of `F.linear`."""
 CLOSED: Final = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
-"""Expressions with names of their own, or that do something beside having a value."""
+"""Expressions that bind names, or have effects beside their value."""
 
 
 def stacked(module: nn.Module) -> dict[str, int]:
-    """Its own parameters that may be matrices of experts [experts, .., ..], by how many those are."""
+    """Number of experts by name, of the module's own parameters that may be experts' matrices [experts, .., ..]."""
     return {name: each.shape[0] for name, each in module._parameters.items() if each is not None and each.dim() == 3 and each.shape[0] > 1}
 
 
 class OneExpert(nn.Module):
-    """What a loop's function takes for the module: stacked weights are one expert's, without values; all else is the module's."""
+    """The `self` of the extracted function: stacked weights are one expert's, without values; other attributes are the module's."""
 
     def __init__(self, module: nn.Module, inline: Inline) -> None:
         super().__init__()
@@ -62,10 +62,9 @@ class OneExpert(nn.Module):
 
 
 class InlineReader(Reader):
-    """
-    weights     names of stacked parameters that the loop's expert has read
+    """weights     names of stacked parameters that the loop's expert has read
     statements  of the expert's function so far
-    source      of what all rows are
+    source      the expression of all rows
     """
 
     def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef) -> None:
@@ -89,7 +88,7 @@ class InlineReader(Reader):
         code = next(each for each in whole.co_consts if isinstance(each, CodeType))
         return Inline(tuple(self.weights), FunctionType(code, {**self.function.__globals__, LINEAR: F.linear}, "expert"))
 
-    # What an expression is, and what it is in the function.
+    # Expressions, and their form in the function.
 
     def term(self, x: ast.expr) -> Term:
         if not isinstance(x, ast.Name):
@@ -111,19 +110,19 @@ class InlineReader(Reader):
         return found if found is None else replace(found, code=code)
 
     def of_rows(self, code: ast.expr) -> bool:
-        """Whether rows are in it, or what was made of them."""
+        """Whether the expression reads rows, or values computed from rows."""
         made = {ROWS, *(name for name, known in self.known.items() if known.kind == "made")}
         return any(isinstance(each, ast.Name) and each.id in made for each in ast.walk(code))
 
     def is_matrix(self, x: ast.expr) -> bool:
-        """`self.W[e]`"""
+        """Whether the expression is `self.W[e]`."""
         if not isinstance(x, ast.Subscript) or self.known.get(getattr(x.slice, "id", ""), Term("")).kind != "index":
             return False
         path = path_of(x.value)
         return path is not None and len(path) == 1 and path[0] in self.stacked
 
     def code(self, x: ast.expr) -> ast.expr:
-        """An expression of the loop's expert, as its function has it. Raises Unread where it is made of something else too."""
+        """An expression of the loop's expert, in its form in the function. Raises Unread where it reads anything else."""
         if isinstance(x, ast.Name):
             return self.name(x)
         if isinstance(x, CLOSED):
@@ -137,7 +136,7 @@ class InlineReader(Reader):
         if isinstance(x, ast.Attribute):
             path = path_of(x)
             if path is not None and (not path or path[0] in self.stacked):
-                raise Unread  # of all experts
+                raise Unread  # weights of all experts
             return copy.deepcopy(x) if path is not None else ast.Attribute(self.code(x.value), x.attr, ast.Load())
         turned = _turned(x.right) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.MatMult) else None
         if turned is not None and self.is_matrix(turned):
@@ -146,7 +145,7 @@ class InlineReader(Reader):
         return self.whole(x)
 
     def whole(self, x: Any) -> Any:
-        """A node with each of its expressions as the function has it."""
+        """A node with each of its expressions in its form in the function."""
         fields: dict[str, Any] = {}
         for name, value in ast.iter_fields(x):
             if isinstance(value, ast.expr):
@@ -170,7 +169,7 @@ class InlineReader(Reader):
         return x
 
     def rows(self, x: ast.Subscript) -> ast.expr | None:
-        """`x[token]`; None: it is something else."""
+        """The rows that `x[token]` is in the function; None for another expression."""
         try:
             term = super().term(x)
         except Unread:
@@ -198,7 +197,7 @@ class InlineReader(Reader):
             term = self.term(ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value))
             if term.kind != "weighed":
                 raise
-            self.known = {other: known for other, known in self.known.items() if known.kind != "made"}  # other names of what is weighed
+            self.known = {other: known for other, known in self.known.items() if known.kind != "made"}  # other names of the weighted value
             self.known[name] = term
 
     def assigned(self, target: ast.expr, value: ast.expr) -> None:
@@ -213,7 +212,7 @@ class InlineReader(Reader):
 
 
 def _turned(x: ast.expr) -> ast.expr | None:
-    """Of `w.T` and what else means that w; None: it is something else."""
+    """The `w` of `w.T`, `w.t()` and `w.transpose(0, 1)`; None for another expression."""
     if isinstance(x, ast.Attribute):
         return x.value if x.attr in ("T", "mT") else None
     if not isinstance(x, ast.Call) or not isinstance(x.func, ast.Attribute) or x.keywords:

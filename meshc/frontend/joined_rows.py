@@ -1,8 +1,8 @@
-"""Rows that a mask selects as columns, beside rows that all count, and written to where numbers say: a graph's edges, with self-loops.
+"""Rows that a mask selects as columns, joined with rows that all count, and scattered by index: a graph's edges, with self-loops.
 
     e = edges[:, keep]                      a row for each entry of the mask, moved to the front
     e = torch.cat([e, loops], dim=1)        all of them and the loops, with a mask that is true of loops
-    i, j = e[0], e[1]                       rows of numbers;  torch.ones(e.size(1)) has as many rows
+    i, j = e[0], e[1]                       rows of indices;  torch.ones(e.size(1)) has as many rows
     out.scatter_add_(0, i, s)               out.scatter_add(0, where(mask, i, 0), where(mask, s, 0))
     out.scatter_reduce_(0, i, s, "amax")    rows that do not count are written to one more row, which is cut off
 """
@@ -24,13 +24,11 @@ from meshc.ops.signatures import bound, filled
 
 JOINS: Final = ("cat", "concat", "concatenate")
 SAME: Final = ("to", "clone", "contiguous", "detach", "long", "int", "float", "double")
-"""Calls that say nothing of dims."""
+"""Calls that keep all dims."""
 
 
 class JoinedRows(Places):
-    """
-    counts  by a number of rows, as torch writes it, which rows those are
-    """
+    """counts  by a number of rows, as torch's symbolic expression: the selection with so many rows"""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
@@ -44,11 +42,11 @@ class JoinedRows(Places):
                 self.counts.setdefault(size.node.expr, rows.chosen)
 
     def as_many(self, size: Any) -> Chosen | None:
-        """The rows that there are so many of."""
+        """The selection with `size` rows; None for a fixed or unknown size."""
         return None if is_fixed(size) else self.counts.get(size.node.expr)
 
     def size_of_all(self, size: Any) -> int:
-        """A size that is made of numbers of selected rows, of all rows."""
+        """A size computed from numbers of selected rows, with the numbers of all rows in their place."""
         if is_fixed(size):
             return int(size)
         _refuse_open(size)
@@ -85,10 +83,10 @@ class JoinedRows(Places):
             return replace(held, value=self._call(node, node.target, held.value, *more, **node.kwargs))
         raise NotFollowed(f"{name}() takes columns that a mask selects")
 
-    # Beside others.
+    # Joined with other rows.
 
     def joined(self, node: Node) -> bool:
-        """`torch.cat` of rows with others along the dim that they lie in; False if it is along another."""
+        """`torch.cat` of rows with others along the dim of the rows; False if it is along another dim."""
         named = bound(torch.cat, node.args, node.kwargs)
         given: Any = named["tensors"]
         dim = named.get("dim", 0) % value_of(node).dim()
@@ -105,7 +103,7 @@ class JoinedRows(Places):
         return True
 
     def beside(self, like: Node, counted: tuple[Chosen | int, ...]) -> Chosen:
-        """What is selected of rows one after the other, and of numbers of rows that all count."""
+        """The selection of concatenated rows: `counted` has selections, and numbers of rows that all count."""
         key = "beside", counted
         if key not in self._masks:
             masks = [
@@ -117,16 +115,16 @@ class JoinedRows(Places):
         return self._masks[key]
 
     def without_rows(self, node: Node) -> None:
-        """Of `s.new_zeros(8)`, which reads no rows, the same of what stands for them."""
+        """Replaces `s.new_zeros(8)`, which reads no rows, by the same call on the tensor of all rows."""
         first = node.args[0]
         rows = self.rows[first] if isinstance(first, Node) else None
         assert isinstance(rows, Rows)
         node.replace_all_uses_with(self._call(node, node.target, rows.value, *node.args[1:], **node.kwargs))
 
-    # To where numbers say.
+    # Scattered by index.
 
     def numbers_of(self, index: Any) -> Rows | None:
-        """Rows of whole numbers that are an index, and not the places of a mask."""
+        """Selected rows of integers that are an index, and not the places of a mask."""
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         rows = self.rows.get(index) if isinstance(index, Node) else None
         whole = isinstance(rows, Rows) and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32)
@@ -155,7 +153,7 @@ class JoinedRows(Places):
         self.write_by_numbers(node, y, numbers, value, adds, put)
 
     def write_by_numbers(self, node: Node, y: Node, index: Rows | None, value: Any, adds: bool, write: Any) -> None:
-        """`write(y, index, value)` of the rows that count. For others 0 is added to row 0, or they go to one more row."""
+        """`write(y, index, value)` of the rows that count. Others add 0 to row 0, or are written to one more row."""
         rows = self.rows.get(value) if isinstance(value, Node) else None
         if index is None or isinstance(value, Node) and value in self.begun and (not isinstance(rows, Rows) or rows.chosen != index.chosen):
             raise NotFollowed("rows of another selection, or a number, are written there")
@@ -175,7 +173,7 @@ class JoinedRows(Places):
 
 
 def numbers_for_proof(size: Any) -> dict[object, int]:
-    """What to take for numbers of rows, so that there are `ROWS`, or for each of them several; nothing where the model fixes how many."""
+    """Values for symbolic numbers of rows, so that there are `ROWS` rows, or a multiple for each; {} where the model fixes the number."""
     if is_fixed(size):
         return {}
     _refuse_open(size)
@@ -188,7 +186,7 @@ def numbers_for_proof(size: Any) -> dict[object, int]:
 
 
 def is_fixed(size: Any) -> bool:
-    """Of a number of rows, whether it is one that the model says otherwise, as `h[mask] + x` does."""
+    """Whether a number of rows is one that the model fixes, as `h[mask] + x` does."""
     return not isinstance(size, torch.SymInt) or not free_symbols(size)
 
 
@@ -200,7 +198,7 @@ def size_for_proof(size: Any, numbers: dict[object, int]) -> int:
 
 
 def without_values(value: Any, numbers: dict[object, int], rows: bool = False) -> Any:
-    """A tensor of a trace, for a proof; `rows`: of which there are `ROWS`, where the model fixes their number."""
+    """A meta tensor like one of the trace, for a proof; `rows`: with `ROWS` rows, where the model fixes their number."""
     if isinstance(value, Tensor):
         shape = [size_for_proof(size, numbers) for size in value.shape]
         if rows and not numbers:

@@ -1,8 +1,8 @@
-"""Stock layers of experts that are known by their class: what stands for their forward while they are traced.
+"""Forward functions for stock layers of experts that are recognised by class, in the place of the layers' own while a model is traced.
 
     dbrx      its experts are rows of one matrix
-    LongCat   some of its experts have no weights, and give back what they are given
-    Llama 4   every expert is given all tokens, times scores that are zeros where it is not chosen: here a token goes to those it has chosen
+    LongCat   some of its experts have no weights, and return their input
+    Llama 4   every expert gets all tokens, times scores that are zero where it is not chosen: here a token goes to its chosen experts only
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
 
 LLAMA4: Final = "transformers.models.llama4.modeling_llama4"
-"""The file of its classes."""
+"""The module of Llama 4's classes."""
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`DbrxExperts.forward`: the experts' matrices lie one under the other."""
+    """`DbrxExperts.forward`: the experts' matrices are stacked along dim 0 of one matrix."""
     mlp = self.mlp
     w1, v1, w2 = (each.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for each in (mlp.w1, mlp.v1, mlp.w2))
     x = hidden_states.reshape(-1, self.hidden_size)
@@ -36,8 +36,8 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 
 def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`LongcatFlashExperts.forward`: behind the experts that have weights stand numbers of those that give back what they are given. Its
-    first stack has rows for those too, which nobody reads."""
+    """`LongcatFlashExperts.forward`: choices from `num_routed_experts` on are experts without weights, which return their input. The first
+    stack of weights has unused rows for them."""
     count = self.num_routed_experts
     own = top_k_index < count
 
@@ -53,19 +53,19 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """`Llama4TextMoe.forward`. What an expert makes of zeros is zeros, and so is each gradient of theirs. Of another router than the stock
-    one, whose scores may be others, its own forward."""
+    """`Llama4TextMoe.forward`. An expert's output for zeros is zeros, and so are its gradients. With another router than the stock one,
+    whose scores may differ, the layer's own forward."""
     if class_name(self.router) != f"{LLAMA4}.Llama4Router":
         whole: tuple[Tensor, Tensor] = type(self).forward(self, hidden_states)
         return whole
     tokens = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(tokens)
-    choice = torch.topk(logits, self.top_k, dim=1)[1]  # as the router has it
+    choice = torch.topk(logits, self.top_k, dim=1)[1]  # as the router chooses
     return self.shared_expert(tokens) + self.experts(tokens, choice, scores.gather(1, choice)), logits
 
 
 def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    """Of tokens [t, h] and what each has chosen [t, k]; if that is not said, `Llama4TextExperts.forward` of all tokens for each expert."""
+    """Experts' sums for tokens [t, h] and choices [t, k]; without choices, `Llama4TextExperts.forward` on all tokens for each expert."""
     if choice is None or weights is None:
         whole: Tensor = type(self).forward(self, hidden_states)
         return whole
@@ -78,7 +78,7 @@ def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = No
 
 
 def class_name(module: object) -> str:
-    """The whole name of its class."""
+    """The full name of a module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
@@ -88,4 +88,4 @@ KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     f"{LLAMA4}.Llama4TextMoe": _llama4,
     f"{LLAMA4}.Llama4TextExperts": _llama4_experts,
 }
-"""By the whole name of a module's class."""
+"""Full name of a module's class -> its forward while traced."""

@@ -1,14 +1,14 @@
-"""What a trace may know although tensors hold it: values that no input, parameter or draw decides, and choices that no draw decides.
+"""Constant folding in a trace: tensor values that no input, parameter or draw decides, and branches on draws that no draw decides.
 
     for i in torch.arange(1, 3).tolist():              1, 2
     n = int(torch.tensor(x.shape[1:]).prod())          a number
     pairs[~torch.eye(n, dtype=torch.bool)]             pairs[rows, columns], which are known
     if torch.rand(1).item() <= self.rate:              False, where the rate is 0.0;  < 1.0 is True
-    if torch.jit.isinstance(x, torch.Tensor):          as Python says it of what is traced
+    if torch.jit.isinstance(x, torch.Tensor):          as Python answers it for the traced value
 
-Fake tensors carry the values of what Python makes of numbers (`torch.tensor(4)`), and of what is made of that alone, for one element. Here
-they do so for `MOST`, and for what torch makes of sizes and numbers. What is written to where a value is unknown forgets its value: that is
-torch's own care. A draw is in [0, 1); that one is exactly 0 counts as never.
+Fake tensors carry the values of tensors built from Python numbers (`torch.tensor(4)`), and of results of these alone, up to one element.
+Here the limit is `MOST` elements, and tensors built from sizes and numbers are included. torch itself drops the value of a tensor that is
+written with an unknown value. A draw is in [0, 1); an outcome for a draw of exactly 0 is ignored.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from meshc.ops.signatures import bound
 aten = torch.ops.aten
 
 MOST: Final = 1 << 16
-"""Elements of a value that is known: pairs of 256 rows."""
+"""Most elements of a known value: pairs of 256 rows."""
 MADE: Final = frozenset({
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default, aten.logspace.default, aten.zeros.default,
     aten.ones.default, aten.full.default, aten.eye.default, aten.eye.m, aten.scalar_tensor.default, aten.tril_indices.default,
     aten.triu_indices.default,
 })  # fmt: skip
-"""Operators that make a tensor of sizes and numbers."""
+"""Operators that build a tensor from sizes and numbers."""
 PLACES: Final = "meshc_places"
-"""Of a fake tensor that known masks have selected: what they select."""
+"""Attribute of a fake tensor indexed by known masks: the indices that the masks select."""
 _SIZED_BY_VALUES: Final = r"^(nonzero|argwhere|masked_select|unique\w*|repeat_interleave)$"
-"""Calls whose results are as large as values say."""
+"""Calls with results of a size that values decide."""
 COMPARES: Final = frozenset({
     *(getattr(aten, name).Scalar for name in ("ne", "eq", "gt", "ge", "lt", "le")),
     *(getattr(aten, name).Tensor for name in ("ne", "eq", "gt", "ge", "lt", "le", "bitwise_and", "bitwise_or")),
     aten.bitwise_not.default, aten.logical_not.default, aten.logical_and.default, aten.logical_or.default, aten.isnan.default,
 })  # fmt: skip
-"""Operators that make masks."""
+"""Operators that compute masks."""
 COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
 SAME: Final = frozenset("item float sym_float reshape view flatten squeeze unsqueeze to cpu detach clone getitem".split())
-"""Calls whose result is a draw where what they are given is one."""
+"""Calls whose result is a draw if their operand is one."""
 DRAWS: Final = frozenset("rand rand_like uniform_ random_sample".split())
 
 
 @contextlib.contextmanager
 def known_outcomes() -> Iterator[None]:
-    """Around one trace."""
+    """A context for one trace, in which known values are folded."""
     from meshc.private import FakeTensorMode, fake_tensor, variables
 
     dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _Masks()
@@ -89,7 +89,7 @@ def known_outcomes() -> Iterator[None]:
 
 
 class _Masks:
-    """Masks of one trace that are made alike: what one of them selects is as much as what another does."""
+    """Masks of one trace that are computed by equal calls, and so select equally many elements."""
 
     def __init__(self) -> None:
         self._first: dict[object, Any] = {}
@@ -97,7 +97,7 @@ class _Masks:
         self._held: list[object] = []
 
     def note(self, func: Any, args: Any, made: Any) -> None:
-        self._held.append((args, made))  # an id is of what is still there
+        self._held.append((args, made))  # kept alive, so that no other tensor has its id
         key = func, *((self._same.get(id(one), id(one)), one._version) if isinstance(one, Tensor) else repr(one) for one in args)
         first = self._first.setdefault(key, made)
         self._same[id(made)] = id(first)
@@ -106,7 +106,7 @@ class _Masks:
 
 
 def write_known_values(module: GraphModule) -> None:
-    """Of a trace, in place: what has a size by a known value, and would have none without it, becomes that value, or is taken by it."""
+    """Replace, in place, nodes of a trace whose size follows from a known value by a constant, or by an index with constants."""
     for node in list(module.graph.nodes):
         if node.target is operator.getitem and (places := getattr(_example(node), PLACES, None)) is not None:
             _write_places(node, places)
@@ -135,13 +135,14 @@ def write_known_values(module: GraphModule) -> None:
 
 
 def _places(index: Sequence[Any]) -> dict[int, Sequence[Tensor]]:
-    """What the masks of an index select, by their places in it, where all are known. They may be changed later on."""
+    """Indices that the masks of an index select, by the masks' positions in it; {} unless all masks are known. (Masks may be changed later
+    on.)"""
     values = {at: getattr(one, "constant", None) for at, one in enumerate(index) if isinstance(one, Tensor) and one.dtype == torch.bool}
     return {at: value.nonzero().unbind(1) for at, value in values.items() if value is not None} if None not in values.values() else {}
 
 
 def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
-    """An index by known masks takes their places by number."""
+    """Replace the known masks of an index by the indices that each selects."""
     given: Any = node.args[1]
     index, written = given if isinstance(given, tuple) else (given,), list[Any]()
     masks = iter(places.values())
@@ -153,7 +154,7 @@ def _write_places(node: Node, places: Mapping[int, Sequence[Tensor]]) -> None:
 
 
 def is_sized_by_values(node: Node) -> bool:
-    """Whether it has a size that values decide, or is one of several that do."""
+    """Whether a node's result has a size that values decide, or is an item of such a result."""
     if _name(node) == "getitem" and node.args and isinstance(several := node.args[0], Node):
         return _name(several) == "where" and len(several.args) == 1 and not several.kwargs or is_sized_by_values(several)
     if node.op not in ("call_function", "call_method") or not re.search(_SIZED_BY_VALUES, _name(node)):
@@ -165,7 +166,7 @@ def is_sized_by_values(node: Node) -> bool:
 
 
 def _index_by_numbers(node: Node) -> None:
-    """Of an index by known masks one by the numbers of their places, and of one by a known number that number."""
+    """Replace known masks of an index by the indices that each selects, and known numbers by Python numbers."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     numbers: list[Any] = []
     for one in index:
@@ -183,7 +184,7 @@ def _index_by_numbers(node: Node) -> None:
 
 
 def _scale_by_number(node: Node) -> None:
-    """What numpy makes of numbers, which a trace has as a tensor, is a number again where torch takes no tensor."""
+    """A number computed by numpy, a tensor in the trace, becomes a Python number again where torch takes no tensor."""
     target: Any = node.target
     for user in list(node.users):
         for name in [name for name, value in user.kwargs.items() if value is node and name in ("alpha", "beta")]:
@@ -206,7 +207,7 @@ def _literal(like: Node, value: Tensor) -> Node:
 
 
 def _repeated(node: Node) -> tuple[Node, int, Tensor] | None:
-    """Of rows that are repeated a known number of times, which rows come."""
+    """The operand, dim and row indices of `repeat_interleave` with known counts; None for any other call."""
     if _name(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
         return None
     named = bound(node.target, node.args, node.kwargs)
@@ -217,7 +218,7 @@ def _repeated(node: Node) -> tuple[Node, int, Tensor] | None:
 
 
 def _is_plain(made: Tensor, given: tuple[object, ...]) -> bool:
-    """Whether it is a tensor of this machine's memory, of numbers that are numbers, and small."""
+    """Whether `made` is a small CPU tensor computed from plain numbers, without symbolic sizes."""
     sizes = [one for each in given for one in (each if isinstance(each, list | tuple) else [each])]
     open_ = any(isinstance(one, torch.SymInt | torch.SymFloat | torch.SymBool) for one in sizes)
     return not open_ and made.device.type == "cpu" and made.layout is torch.strided and made.numel() <= MOST
@@ -232,12 +233,12 @@ def _know(mode: Any, made: Any, func: Any, args: Any, kwargs: Any) -> None:
 
 
 def known(traced: Any) -> Tensor | None:
-    """The value of a tensor of a trace, if it has one whatever comes."""
+    """The value of a traced tensor, if no input decides it."""
     return _constant(traced.as_proxy().node)
 
 
 def outcome(traced: Any) -> bool | None:
-    """What a branch asks for, where that is known: a truth of a trace, as a tensor of one element or as a number of one."""
+    """The known outcome of a branch on a traced boolean, a one-element tensor or a symbolic number; None if unknown."""
     from meshc.private import variables
 
     if isinstance(traced, variables.TensorVariable):

@@ -1,19 +1,18 @@
-"""What a model's Python does by tensors, and a program does not, left out while it is traced.
+"""Effects of a model's Python on tensors that a program does not have, left out of the trace: checks that raise, `requires_grad`, strides.
 
     if labels.max() >= self.config.vocab_size:                 a check: a warning names the line, as with an assert
         raise ValueError(f"Label values must be <= vocab_size: {self.config.vocab_size}")
     h.requires_grad = True                                     h.requires_grad_(): a leaf of the trace (`traced_gradients.py`)
     torch.mm(a, b, out=buffer[:, :6])                          a product, written over those columns: values of a program have no strides
 
-Dynamo knows the `assert` of Python, and gives up at any other branch on a tensor. Its functions for conditional jumps are replaced
-meanwhile: where one side of the jump only makes an error and raises it, and nobody is there to catch it, the other side is where the trace
-goes on. That a value is to have a gradient stock models say for the checkpointing that torch had first (`enable_input_require_grads`, of
-adapters).
+Dynamo traces Python's `assert`, and fails at any other branch on a tensor. Its functions for conditional jumps are replaced meanwhile:
+where one side of the jump only builds an error and raises it, and nothing catches the error, the trace goes on with the other side.
+`requires_grad = True` is what stock models set for torch's first (reentrant) checkpointing (`enable_input_require_grads`, of adapters).
 
-Results that go into views of a larger tensor Dynamo takes as any others, and refuses only for the strides that they come to have: the
-refusal is left out. What is written where is torch's functionalisation's to say, for every function with `out=`, and any view. So is
-what Dynamo does before the backward of a function of autograd asks for strides (`tile.stride(0)`): it traces that anew, of gradients
-that are made contiguous, and fails at one that is None.
+Dynamo traces `out=` into a view of a larger tensor like any other, and refuses only the strides of the result: that refusal is left out,
+since torch's functionalisation decides what is written where, for every function with `out=` and any view. Also left out is Dynamo's
+reaction to strides that the backward of an autograd function reads (`tile.stride(0)`): it traces that backward again with contiguous
+gradients, and fails at a gradient that is None.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from meshc.frontend.known_outcomes import outcome
 
 MOST: Final = 200
-"""Instructions of a side that raises; longer ones are no checks."""
+"""Most instructions of a side that raises; longer ones are no checks."""
 ELSEWHERE: Final = ("POP_JUMP", "JUMP", "RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL")
-"""How instructions begin that lead out of a row of them, or change what lasts."""
+"""Prefixes of instructions that jump, return, or have lasting effects."""
 
 STRIDES: Final = "Attempted to call op with non-contiguous `out=`"
-"""How Dynamo's refusal of a result that goes into a view begins."""
+"""The first words of Dynamo's refusal of `out=` into a view."""
 
 JUMP: Final = re.compile(r"POP_JUMP\w*_IF_(TRUE|FALSE)")
-"""Jumps that depend on a truth and take it off the stack, whatever a release of Python calls them."""
+"""Conditional jumps that pop their condition, in any release of Python."""
 
 Handler = Callable[[Any, Any], None]
 
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """A context for tracing. Checks are asserts in the graph."""
+    """A context for tracing, in which checks become asserts of the graph."""
     from meshc.private import calls_of_torch, symbolic_convert
 
     base = symbolic_convert.InstructionTranslatorBase
@@ -71,7 +70,7 @@ def left_out() -> Iterator[None]:
 
 
 def _but_for_strides(refuse: Callable[..., None]) -> Callable[..., None]:
-    """Dynamo's refusals of calls of torch's, without those of results for their strides."""
+    """Dynamo's refusals of calls of torch's, without that of results for their strides."""
 
     def refuse_rest(*, gb_type: str, **kwargs: Any) -> None:
         if not gb_type.startswith(STRIDES):
@@ -81,7 +80,7 @@ def _but_for_strides(refuse: Callable[..., None]) -> Callable[..., None]:
 
 
 def _storing(handler: Handler) -> Handler:
-    """Of what gives an object an attribute, one that sees what is asked for."""
+    """`STORE_ATTR` that turns `x.requires_grad = True` into `x.requires_grad_()`."""
 
     def store(self: Any, instruction: Any) -> None:
         if instruction.argval == "requires_grad" and _is_asked_for(*self.stack[-2:]):
@@ -94,7 +93,7 @@ def _storing(handler: Handler) -> Handler:
 
 
 def _is_asked_for(value: Any, of: Any) -> bool:
-    """Whether it is True, of a tensor that is computed or given; parameters are the model's own."""
+    """Whether `value` is True and `of` a tensor that is computed or an input; parameters have the model's own flags."""
     from meshc.private import variables
 
     value, of = value.realize(), of.realize()
@@ -104,7 +103,7 @@ def _is_asked_for(value: Any, of: Any) -> bool:
 
 
 def _checking(handler: Handler) -> Handler:
-    """Of a conditional jump, one that sees whether it is a check, or settled."""
+    """A conditional jump that recognises checks and known outcomes."""
     from meshc.private import variables
 
     def jump(self: Any, instruction: Any) -> None:
@@ -129,7 +128,8 @@ def _checking(handler: Handler) -> Handler:
 
 
 def _check_of(value: Any) -> Callable[..., None] | None:
-    """What asserts it of a tensor of one element, or of what follows from a number that a tensor holds. None for anything else."""
+    """The assertion function for a condition: of a tensor of one element, or of a number that a tensor holds. None for any other
+    condition."""
     from meshc.private import variables
 
     if isinstance(value, variables.TensorVariable):
@@ -140,7 +140,7 @@ def _check_of(value: Any) -> Callable[..., None] | None:
 
 
 def _raises(tracer: Any, start: int) -> bool:
-    """Whether nothing comes from an instruction on but an error that is raised, and that nobody catches."""
+    """Whether the instructions from `start` on only raise an error that nothing catches."""
     for instruction in tracer.instructions[start : start + MOST]:
         if instruction.opname == "RAISE_VARARGS":
             return not _is_caught(tracer, instruction)
@@ -150,8 +150,8 @@ def _raises(tracer: Any, start: int) -> bool:
 
 
 def _is_caught(tracer: Any, instruction: Any) -> bool:
-    """By the function that is traced, or by one that has called it."""
-    in_table = sys.version_info >= (3, 11)  # before, blocks are no table: what stands in one stays a branch
+    """Whether the traced function, or a caller of it, catches the error."""
+    in_table = sys.version_info >= (3, 11)  # before 3.11 there is no exception table: a check inside any block stays a branch
     if _has_except(tracer.instructions, instruction) if in_table else tracer.block_stack:
         return True
     parent = getattr(tracer, "parent", None)
@@ -159,7 +159,7 @@ def _is_caught(tracer: Any, instruction: Any) -> bool:
 
 
 def _has_except(instructions: Sequence[Any], instruction: Any) -> bool:
-    """Whether it stands in a `try`; a `with` is left by the error, and lets it through."""
+    """Whether the instruction is inside a `try`; a `with` lets the error through."""
     where = {id(one): index for index, one in enumerate(instructions)}
     entry = instruction.exn_tab_entry
     while entry is not None:

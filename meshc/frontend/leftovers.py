@@ -1,13 +1,14 @@
-"""What torch keeps of a compilation when it is over, and nobody reads any more: about half a megabyte, given up here.
+"""Cleanup of torch's state after a compilation: about half a megabyte that is never read again.
 
     functional_export.__compiled_fn_3_19f80e55_...     the traced graph, its fake tensors and their mode, for a call that never comes
-    weakref.finalize(torch.Tensor, invalidate guards)  the guards of a trace, until a class or a module of Python's goes away, so for ever
-    <eval_with_key>.17                                 the source of each graph on the way that was made runnable, for tracebacks
-    CompilationMetrics                                 what Dynamo was set to (the last 64)
+    weakref.finalize(torch.Tensor, invalidate guards)  the guards of a trace, until a Python class or module is freed, so for ever
+    <eval_with_key>.17                                 the source of each intermediate graph that was made runnable, for tracebacks
+    CompilationMetrics                                 Dynamo's settings (the last 64)
 
-Dynamo writes the function that it has compiled into the globals of the function that it has traced, and export traces one of a module of
-torch's own. A guard on an object is to fail when the object goes; those of an export are never asked, and have no place in Dynamo's caches.
-The user's own `torch.compile` has other globals, and keeps its guards; of what another thread traces meanwhile, sources and metrics go.
+Dynamo writes the compiled function into the globals of the function that it has traced, and export traces a function of a module of
+torch's own. A guard on an object is to fail when the object is freed; guards of an export are never evaluated, and are not in Dynamo's
+caches. The user's own `torch.compile` has other globals, and keeps its guards; sources and metrics of what another thread traces meanwhile
+are removed too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def given_up() -> Iterator[None]:
-    """Around one compilation."""
+    """A context for one compilation, at whose end that state is removed."""
     from torch.fx import graph_module
 
     from meshc.private import dynamo_utils as utils
@@ -46,13 +47,13 @@ def given_up() -> Iterator[None]:
 
 
 def _finalizers() -> list[weakref.finalize[Any, Any]]:
-    """All of the process. There is no other way to those whose maker has not kept them."""
+    """All finalizers of the process: there is no other access to those whose creator has not kept them."""
     registry: dict[weakref.finalize[Any, Any], Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     return list(registry)
 
 
 def _guards_code_of(finalizer: weakref.finalize[Any, Any], names: dict[str, object]) -> bool:
-    """Whether it is there to invalidate the guards of code with these globals."""
+    """Whether a finalizer is there to invalidate the guards of code with the globals `names`."""
     from meshc.private import CheckFunctionManager
 
     found = finalizer.peek()

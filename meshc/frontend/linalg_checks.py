@@ -1,11 +1,11 @@
-"""Checks of a model's matrices: where torch raises an error for one that has no inverse or no factor, a program gives NaN for it.
+"""Error checks of linear algebra as NaN results: where torch raises an error for a matrix without inverse or factor, a program has NaN.
 
     inverse, info = linalg_inv_ex(a);  token = with_effects(token, _linalg_check_errors, info, ...)
   becomes
     inverse, info = linalg_inv_ex(a);  checked = where(info == 0, inverse, nan)
 
-Ranks have tiles of a batch of matrices, and a device would have to be waited for, so nobody raises; what LAPACK leaves in such a matrix
-must not be taken for a result either. The tokens by which torch keeps checks in order are no part of a program.
+Ranks have tiles of a batch of matrices, and a check would wait for the device, so nothing raises; but what LAPACK leaves in such a matrix
+must not be taken for a result either. The tokens by which torch orders checks are no part of a program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def settle_checks(graph: Graph) -> None:
 
 
 def _poison(graph: Graph, check: Node, info: Node) -> None:
-    """NaN in all that the factorisation gave for a matrix whose `info` is not 0."""
+    """NaN in all results of the factorisation for a matrix whose `info` is not 0."""
     while info.target in (aten.detach.default, aten.alias.default):
         info = cast(Node, info.args[0])
     factorisation = cast(Node, info.args[0])
@@ -78,7 +78,7 @@ def _is_floating(item: Node) -> bool:
 
 
 def _made(graph: Graph, like: Node, target: Function, first: Node, *rest: float | Node) -> Node:
-    """A call with the value that tracing would have noted, and the source of `like`."""
+    """A call with the value that tracing would have recorded, and the source of `like`."""
     args = (first, *rest)
     node = graph.call_function(target, args)
     node.meta.update(like.meta)

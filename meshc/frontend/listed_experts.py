@@ -1,12 +1,12 @@
-"""Experts that are modules in a list or a dict, which the model's code loops over: traced as one product for all of them.
+"""Experts in a list or dict of modules, which the model's code loops over, traced as one product for all of them.
 
     model:      for each expert: where it is chosen, its rows, its forward, added where they came from
     traced:     stack the weights of all experts; rows of all choices, products by the expert of each, sum over the choices of a token
 
-A loop is taken if every statement of it is known (`expert_loops.py`), the experts are of one making, and their forward treats each row by
-itself (`expert_tape.py`). Parameters stay the experts' own, and lie as the plan stores them; where axes split the experts, a rank takes
-its own of the stack. Where the loop writes its experts out, by rows of stacked weights, the stack is the parameter
-(`inline_experts.py`). Some stock layers are known by their class (`known_experts.py`).
+A loop is replaced if every statement of it is understood (`expert_loops.py`), the experts have equal structure, and their forward computes
+each row independently (`expert_tape.py`). Parameters stay the experts' own, and are stored as the plan says; where axes split the experts,
+a rank takes its own part of the stack. Where the loop writes its experts out, by rows of stacked weights, the stack is the parameter
+(`inline_experts.py`). Some stock layers are recognised by class (`known_experts.py`).
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ ROUTERS: Final = (
     "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
     "transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
 )
-"""They cast a layer of theirs in forward."""
+"""Routers that cast a layer of theirs in forward."""
 ZEROS: Final = "have gradients of zeros"
-"""Words of a note: of parameters that have none on one device."""
+"""Words of a note on parameters that have no gradient on one device."""
 PLAIN: Final = (int, float, str, bool, type(None), torch.dtype)
 
 
 def is_listed(module: nn.Module) -> bool:
-    """Whether it loops over experts that this file takes."""
+    """Whether a module loops over experts that this file traces as one product."""
     return class_name(module) in KNOWN or loop_of(module) is not None
 
 
 def is_of_all(module: nn.Module) -> bool:
-    """Whether it gives its experts all tokens, which torch traces as it is: it is taken where axes split the experts alone."""
+    """Whether a module gives its experts all tokens. torch traces such a loop as it is: it is replaced only where axes split the
+    experts."""
     loop = loop_of(module)
     return loop is not None and loop.of_all
 
 
 def looped(model: nn.Module) -> dict[str, int]:
-    """How many experts there are, by the path of each module that loops over them and gives each its own tokens."""
+    """Number of experts, by the path of each module that loops over modules and gives each expert its own tokens."""
     found = {path: (each, loop_of(each)) for path, each in model.named_modules()}
     loops = {path: (each, loop) for path, (each, loop) in found.items() if loop is not None and loop.inline is None}
     return {path: loop.count(each) for path, (each, loop) in loops.items() if not loop.of_all}
@@ -61,7 +62,8 @@ def looped(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def listed_experts(module: nn.Module) -> Iterator[None]:
-    """Inside, loops over experts are one product. Raises CaptureError for experts that cannot be: their loop cannot be traced either."""
+    """A context in which loops over experts are one product. Raises CaptureError for experts that cannot be: their loop cannot be traced
+    either."""
     marked: list[nn.Module] = []
     try:
         for path, each in module.named_modules():
@@ -79,13 +81,13 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
 
 
 def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Parameters that have no gradient where their expert, or cluster of an adaptive softmax, is not chosen: (path of a module that loops
-    over it, its number there)."""
+    """Parameters that have no gradient where their expert, or cluster of an adaptive softmax, is not chosen -> (path of a module that loops
+    over it, its number there) for each."""
     places: dict[int, list[tuple[str, int]]] = {}
     within: set[int] = set()
     for path, each in module.named_modules():
         loop = loop_of(each)
-        apart = loop is not None and loop.skips and loop.inline is None  # a stack of all has a gradient in any case
+        apart = loop is not None and loop.skips and loop.inline is None  # stacked weights always have a gradient
         modules = loop.experts(each) if loop is not None and apart else ()
         if isinstance(each, nn.AdaptiveLogSoftmaxWithLoss):
             modules = list(each.tail)
@@ -99,7 +101,7 @@ def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
 
 
 def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
-    """What stands for a module's forward while it is traced."""
+    """The forward of a module while it is traced; None: its own."""
     if (own := KNOWN.get(class_name(module))) is not None:
         return own
     loop = loop_of(module)
@@ -111,7 +113,7 @@ def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
 
 
 def _settled(path: str, router: Any) -> nn.Module:
-    """The layer that a router casts in forward, which is of that dtype already. Raises CaptureError."""
+    """The layer that a router casts in forward, with a `to` that returns it. Raises CaptureError if its dtype differs from the router's."""
     layer: nn.Module = router.classifier
     if any(each.dtype != router.dtype for each in layer.parameters()):
         raise CaptureError(
@@ -145,7 +147,7 @@ def _refusal(path: str, module: nn.Module, loop: Loop, why: str) -> str:
 
 
 def _differ(one: nn.Module, other: nn.Module) -> str | None:
-    """What two modules do not have alike."""
+    """How two modules differ in structure; None if they do not."""
     if type(one) is not type(other):
         return f"a {type(one).__name__} and a {type(other).__name__}"
     if one.extra_repr() != other.extra_repr() or one.training != other.training:
@@ -166,7 +168,8 @@ def _differ(one: nn.Module, other: nn.Module) -> str | None:
 
 
 def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor | None, weights: Tensor | None, before: Tensor) -> Tensor:
-    """What stands for the loop: to the sum so far is added what experts make of x [.., h] that choices [.., k] say, by weight."""
+    """The call in the place of the loop: adds to `before` the weighted sum of the outputs of x [.., h]'s chosen experts, choices [..,
+    k]."""
     experts = loop.count(module)
     form: Form = getattr(module, FORM, Form())
     if tape.draws and form.count > 1:
@@ -198,7 +201,8 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
 
 
 def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Choices and weights [t, k] as the loop reads them: numbers that are of no expert choose none, and count 0. None: all experts."""
+    """Choices and weights [t, k] as the loop reads them: a choice that is no expert's number becomes -1, with weight 0. None: all
+    experts."""
     count = tokens.shape[0]
     if choice is None:
         choice = torch.arange(experts, device=tokens.device).expand(count, -1)
@@ -211,7 +215,7 @@ def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: 
         later = torch.ones(choice.shape[1], choice.shape[1], dtype=torch.bool, device=choice.device).triu(1)
         choice = torch.where(((choice.unsqueeze(2) == choice.unsqueeze(1)) & later).any(2), -1, choice)
     weights = _weights(loop, choice, weights, tokens, experts)
-    if choice.shape[1] == experts > 1:  # as many slots as experts, in which one may stand more than once
+    if choice.shape[1] == experts > 1:  # as many slots as experts: an expert may occur in several
         there = F.one_hot(torch.where((choice >= 0) & (choice < experts), choice, experts), experts + 1)[..., :experts]
         weights = (there * weights.unsqueeze(-1)).sum(1)
         choice = torch.where(there.sum(1) > 0, torch.arange(experts, device=choice.device), -1)
@@ -220,7 +224,7 @@ def _choices(loop: Loop, choice: Tensor | None, weights: Tensor | None, tokens: 
 
 
 def _weights(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor, experts: int) -> Tensor:
-    """Of each choice [t, k]. Raises CaptureError."""
+    """The weight of each choice [t, k]. Raises CaptureError for weights of another shape."""
     if weights is None or loop.weights is None:
         return torch.ones_like(choice, dtype=tokens.dtype)
     wanted = {"choice": choice.numel(), "token": choice.shape[0], "expert": choice.shape[0] * experts}[loop.weights]
@@ -244,7 +248,7 @@ def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: L
         return own(made.reshape(-1, made.shape[-1]))
 
     def own(x: Tensor) -> Tensor:
-        """What the tape may change in place: a view of what an operator of meshc's gives is not."""
+        """A tensor that the tape may change in place: a view of the result of meshc's operators is none."""
         return x.clone() if tape.writes else x
 
     made = play(tape, own(rows.reshape(-1, rows.shape[-1])), product, weight)
@@ -252,7 +256,7 @@ def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: L
 
 
 def _as_linear(x: Tensor) -> Tensor:
-    """An operand as autocast casts those of `linear`, which operators that are nobody's but meshc's do not know."""
+    """An operand, cast as autocast casts those of `linear`: autocast does not know meshc's operators."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             return x.to(torch.get_autocast_dtype(device))

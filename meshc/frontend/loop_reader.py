@@ -1,18 +1,18 @@
-"""Loops over experts in a model's code, read as what they mean.
+"""Reader of loops over experts: statements of a model's forward, by their syntax tree, to a weighted sum over chosen experts.
 
     for e in range(len(self.experts)):                        for e in hit:                    # of (mask.sum((-1, -2)) > 0).nonzero()
         token, slot = torch.where(choice == e)                    slot, token = torch.where(mask[e])         # mask: one_hot, permuted
         out[token] += weights[token, slot, None] * self.experts[e](x[token])      out.index_add_(0, token, ...)
 
-      is      out = out + sum over the slots of a token: its weight there times what the expert that it has chosen there makes of the token
+      is      out = out + sum over the slots of a token: its weight there times the output of the expert that it has chosen there
 
-An expert may also be given all tokens, where gates or masks make nothing of what is not chosen:
+An expert may also be given all tokens, where gates or masks make the output zero for tokens that have not chosen it:
 
     for i, expert in enumerate(self.experts):      out = out + gates[..., i : i + 1] * expert(x)
                                                    out = out + torch.where((choice == i).any(-1, keepdim=True), expert(x), 0) * ..
 
-Each statement of the loop must be one of those that this file knows; then the loop is replaced by one call, and everything else of the
-function is the user's. A loop with another statement in it is left as it is, for torch to trace or to refuse by its line.
+Each statement of the loop must be one that this file understands; then the loop is replaced by one call, and everything else of the
+function stays the user's. A loop with any other statement is left as it is, for torch to trace or to refuse with its line.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from torch import nn
 from meshc.frontend.loop_terms import Term, Terms, Unread, is_call, is_zero, names_of, numbered, path_of
 
 CALL: Final = "_meshc_experts"
-"""The attribute of a module that a loop is replaced by a call of: CALL(x, choice, weights, sum so far), which adds to the sum."""
+"""The attribute of a module whose call replaces the loop: CALL(x, choice, weights, sum so far), which adds to the sum."""
 
 
 @dataclass(frozen=True)
 class Inline:
-    """
-    weights  names of the module's stacked parameters [experts, ..] that are read by the loop's expert
-    made     what the expert of a row makes of it, as a function of (a module with its weights, rows)
+    """weights  names of the module's stacked parameters [experts, ..] that the loop's expert reads
+    made     the expert's output, as a function of (a module with its weights, rows)
     """
 
     weights: tuple[str, ...]
@@ -45,19 +44,18 @@ class Inline:
 
 @dataclass(frozen=True)
 class Loop:
-    """
-    container  attributes from the module to what holds its experts
-    key        None, or what a name of theirs begins with
+    """container  attributes from the module to the container of its experts
+    key        prefix of the experts' names in the container; None: they are numbered
     weights    "choice": [tokens, choices]; "token": [tokens] or [tokens, 1], which have one choice; "expert": [tokens, experts]; None: 1
-    one_hot    choices are rows of zeros and a one, or of zeros alone
+    one_hot    choices are one-hot rows, or rows of zeros
     skips      an expert that is not chosen is not called, so that torch gives it no gradient at all
-    once       where a token has chosen an expert more than once, what stands last counts, and nothing else
+    once       where a token has chosen an expert more than once, only the last such choice counts
     single     each token has one choice: choices have the shape of the tokens
-    blank      what is summed up has no values before the loop, and each token is written there
+    blank      the sum is uninitialised before the loop, and each token is written in it
     of_all     experts are given all tokens, and no statement branches: torch traces the loop as it is
     line       of the loop
     forward    the module's function, with a call in the place of the loop
-    inline     experts that the loop itself writes out; None: they are modules
+    inline     the expert that the loop itself writes out; None: experts are modules
     """
 
     container: tuple[str, ...]
@@ -74,11 +72,11 @@ class Loop:
     inline: Inline | None = None
 
     def count(self, module: nn.Module) -> int:
-        """How many experts there are."""
+        """The number of experts."""
         return len(self.experts(module)) if self.inline is None else module.get_parameter(self.inline.weights[0]).shape[0]
 
     def experts(self, module: Any) -> list[nn.Module]:
-        """Those that are modules."""
+        """The experts, if they are modules."""
         held: Any = module
         for name in self.container:
             held = getattr(held, name)
@@ -86,7 +84,7 @@ class Loop:
 
 
 def compiled(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType) -> CodeType:
-    """The code of a function with another body, at its place in its file."""
+    """The code of a function with another body, at the function's lines in its file."""
     new = ast.FunctionDef(old.name, old.args, body, [], old.returns, None, lineno=old.lineno, col_offset=old.col_offset)
     new.__dict__.setdefault("type_params", [])
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
@@ -95,8 +93,8 @@ def compiled(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType)
 
 
 class Reader(Terms):
-    """Of one function. skips, once, single: see `Loop`; added: to what, and what; written: in its place, not to a sum; past: a number that
-    is no expert's, and is passed over; distinct: names of choices of which a token has none twice."""
+    """Reads one function. skips, once, single: as in `Loop`; added: (name of the sum, term added to it); written: values are assigned, not
+    added; past: a number that is no expert's, which the loop skips; distinct: names of choices in which no token has an expert twice."""
 
     def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef) -> None:
         super().__init__(module)
@@ -130,7 +128,7 @@ class Reader(Terms):
             raise Unread
         into, value = self.added
         if "all" in value.more and "masked" not in value.more:
-            self.choice = ast.Constant(None)  # whichever are chosen, all are added
+            self.choice = ast.Constant(None)  # all experts are added, whatever is chosen
         if self.choice is None:
             raise Unread
         start = self.known.get(into, Term("free"))
@@ -145,14 +143,14 @@ class Reader(Terms):
         hits = {name for name in names_of(found) if self.known.get(name, Term("")).kind in ("hits", "counts")}
         before = [self.without_hits(each, hits, behind) for each in self.tree.body[:place]]
         body = [*(each for each in before if each is not None), call, *self.tree.body[place + 1 :]]
-        of = value.more[0] if weights and value.more else None  # how they lie
+        of = value.more[0] if weights and value.more else None  # the layout of weights, as in `Loop.weights`
         assert of is None or isinstance(of, str)
         of_all = "all" in value.more and not self.skips
         flags = (self.one_hot, self.skips, self.once, self.single, "blank" in start.more, of_all)
         return Loop(self.container, self.key, of, *flags, found.lineno, self.compiled(body), self.inline(value))
 
     def inline(self, value: Term) -> Inline | None:
-        """What the loop itself writes out of the expert that makes `value`. Raises Unread."""
+        """The part of `value`'s expert that the loop itself writes out; None: the expert is a module. Raises Unread."""
         held: Any = self.module
         for name in self.container or ():
             held = getattr(held, name)
@@ -161,7 +159,7 @@ class Reader(Terms):
         return None
 
     def calls_experts(self, statement: ast.stmt) -> bool:
-        """Whether experts are read outside of the loop, but for how many there are."""
+        """Whether a statement outside of the loop reads the experts, other than their number."""
         counted = {id(each.args[0]) for each in ast.walk(statement) if is_call(each, "len") and each.args}
         read: list[ast.expr] = [each for each in ast.walk(statement) if isinstance(each, ast.Attribute)]
         if self.container == ():
@@ -169,7 +167,7 @@ class Reader(Terms):
         return any(id(each) not in counted for each in read if path_of(each) == self.container)
 
     def without_hits(self, statement: ast.stmt, hits: set[str], behind: set[str]) -> ast.stmt | None:
-        """A statement without what makes the numbers of chosen experts, or counts of them, which the loop alone reads."""
+        """A statement without the computation of chosen experts' numbers, or their counts, which only the loop reads."""
         if isinstance(statement, ast.With) and hits:
             inner = [kept for each in statement.body if (kept := self.without_hits(each, hits, behind)) is not None]
             made = ast.With(statement.items, inner or [ast.copy_location(ast.Pass(), statement)])
@@ -201,7 +199,7 @@ class Reader(Terms):
     # Statements.
 
     def before(self, statement: ast.stmt) -> None:
-        """Names that are given values, in order, in front of the loop."""
+        """Tracks the names that a statement in front of the loop assigns."""
         if isinstance(statement, ast.With):
             for each in statement.body:
                 self.before(each)
@@ -254,7 +252,7 @@ class Reader(Terms):
 
     def statement(self, statement: ast.stmt) -> None:
         if self.added is not None:
-            raise Unread  # something behind the sum
+            raise Unread  # a statement after the sum
         if isinstance(statement, ast.With) and names_of(statement.items[0].context_expr) == {"torch"}:
             self.body(statement.body)
         elif isinstance(statement, ast.If):
@@ -268,7 +266,7 @@ class Reader(Terms):
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             self.index_add(statement.value)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Subscript):
-            self.single = self.written = True  # of several choices the last expert's would stand
+            self.single = self.written = True  # with several choices, the last expert's value would remain
             self.adds(statement.targets[0].value, statement.targets[0].slice, self.term(statement.value), indexed=True)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             self.assigned(statement.targets[0], statement.value)
@@ -276,7 +274,7 @@ class Reader(Terms):
             raise Unread
 
     def adds_all(self, into: str, added: ast.expr) -> None:
-        """`out = out + value` of all tokens."""
+        """The statement `out = out + value` for all tokens."""
         value = self.term(added)
         if value.kind not in ("made", "weighed") or "all" not in value.more or any(into in names_of(each) for each in value.of):
             raise Unread
@@ -284,7 +282,7 @@ class Reader(Terms):
         self.added = into, value
 
     def is_distinct(self) -> bool:
-        """Whether no token chooses an expert twice, by what stands in front of the loop."""
+        """Whether the statements in front of the loop show that no token chooses an expert twice."""
         return isinstance(self.choice, ast.Name) and self.choice.id in self.distinct
 
     def index_add(self, call: ast.Call) -> None:
@@ -326,7 +324,7 @@ class Reader(Terms):
         self.known |= {name: Term(kind, more=more) for name, kind in zip(names, kinds, strict=True)}
 
     def condition(self, statement: ast.If) -> None:
-        """Whether an expert is chosen at all, or something that the module's own attributes decide."""
+        """A branch on whether an expert is chosen at all, or on the module's own attributes."""
         asked = self.none(statement.test)
         if asked is not None and not statement.orelse:
             self.skips = True
@@ -344,14 +342,14 @@ class Reader(Terms):
         raise Unread
 
     def is_past(self, statement: ast.If) -> object:
-        """Of `if e == self.num_experts: continue` that number; None: it is another statement."""
+        """The number in `if e == self.num_experts: continue`; None for another statement."""
         test, passed = statement.test, len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue) and not statement.orelse
         if not passed or not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.GtE):
             return None
         return self.own_number(test.comparators[0]) if self.kind(test.left) == "index" else None
 
     def none(self, test: ast.expr) -> bool | None:
-        """True: it asks whether no token has chosen the expert; False: whether one has; None: it asks something else."""
+        """True if the test is that no token has chosen the expert; False if it is that one has; None for another test."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.none(test.operand)
             return None if inner is None else not inner
@@ -363,7 +361,7 @@ class Reader(Terms):
         return False if self.counted(test) else None
 
     def counted(self, x: ast.expr) -> bool:
-        """Whether it is how many tokens there are: token.numel(), token.shape[0], len(token), mask.sum(), counts[i]."""
+        """Whether `x` is the number of tokens: token.numel(), token.shape[0], len(token), mask.sum(), counts[i]."""
         if isinstance(x, ast.Subscript) and self.kind(x.value) == "counts" and self.kind(x.slice) == "index":
             self.chosen(self.term(x.value).of[0])
             return True
@@ -378,7 +376,7 @@ class Reader(Terms):
 
 
 def _added_to_itself(statement: ast.Assign) -> tuple[str, ast.expr] | None:
-    """`out = out + value`: the name, and the value."""
+    """(name, value) of `out = out + value`; None for another statement."""
     (target, *more), value = statement.targets, statement.value
     if more or not isinstance(target, ast.Name) or not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
         return None
@@ -388,7 +386,7 @@ def _added_to_itself(statement: ast.Assign) -> tuple[str, ast.expr] | None:
 
 
 def _changed(statement: ast.stmt) -> set[str]:
-    """Names that a statement gives values, or whose values it changes."""
+    """Names that a statement assigns, or whose values it changes."""
     found = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
     for each in ast.walk(statement):
         inside: ast.expr | None = None

@@ -1,9 +1,9 @@
-"""What expressions in a loop over experts stand for: its expert, the tokens that have chosen it, their rows, what it makes of them.
+"""Terms of a loop over experts: the meaning of each expression in it (the expert, its tokens, their rows, the expert's output, weights).
 
     torch.where(selected == i)     found: (token, slot)         weights[token, slot, None]     weight, a column
     x[token]                       rows                         self.experts[i](x[token])      made
 
-An expression that is none of them, and has no name of the loop in it, is free: it means outside what it means inside.
+Any other expression without a name of the loop is free: it means inside the loop what it means outside.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import Any, Final, NoReturn, TypeGuard
 from torch import nn
 
 SWITCH: Final = "transformers.models.switch_transformers."
-"""There one-hot rows of choices come from another module, whose code makes them so."""
+"""Models whose choices are one-hot rows from another module."""
 
 
 class Unread(Exception):
-    """A statement that is not known in a loop over experts."""
+    """Raised for a statement of a loop over experts that is not understood."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """What an expression of a loop stands for: its kind, the expressions of outside that it is made of, and what else tells it apart.
+    """The meaning of an expression of a loop: its kind, the expressions from outside the loop that it reads (`of`), and flags (`more`).
 
-    free       no more than outside of the loop
-    onehot     [tokens, slots, experts] of choices; masks: [experts, slots, tokens]; mask: those of the loop's expert; any: tokens with one
+    free       the same as outside of the loop
+    onehot     [tokens, slots, experts] of choices; masks: [experts, slots, tokens]; mask: that of the loop's expert; any: tokens with one
     hits       the numbers of experts that are chosen; counts: how often each is; index: the loop's expert; number: one of the module's own
-    found      where a mask is true; places: the same as rows of one tensor; token, slot: its places
-    expert     the module; rows: what it is given; made: what it makes; weight: [rows, 1]; weighed: both
-    scores     weights [tokens, slots] where they are of the loop's expert, zeros elsewhere
+    found      indices where a mask is true; places: the same as rows of one tensor; token, slot: its columns
+    expert     the module; rows: its input; made: its output; weight: [rows, 1]; weighed: weight times output
+    scores     weights [tokens, slots] of the loop's expert, zeros for other experts
 
-    Where the expert is given all tokens, made and weighed are "all", and "masked" if others than those that have chosen it count nothing.
-    `code`: what makes it, as a function of one expert's rows and weights has it (`inline_experts.py`).
-    A token is "single", and a mask that indexes is, where that has the meaning it has here if each token has one choice. Places are of
-    "tokens" where they are of a mask of tokens, any.
+    Where the expert is given all tokens, made and weighed are "all", and "masked" if tokens that have not chosen it count nothing.
+    `code`: the expression in the extracted function of one expert's rows and weights (`inline_experts.py`).
+    "single": a token, or a mask used as an index, that has this meaning only if each token has one choice. "tokens": places that come
+    from a mask of tokens (any).
     """
 
     kind: str
@@ -46,16 +46,16 @@ class Term:
     code: ast.expr | None = None
 
     def where(self, kind: str) -> Term:
-        """Of a mask, where it is true."""
+        """The indices where a mask is true."""
         return Term(kind, self.of, (*self.more, *("tokens",) * (self.kind == "any")))
 
     def first(self) -> Term:
-        """Of such places those along the first dim alone."""
+        """The indices along the first dim alone."""
         return Term("token", more=("tokens",) if "tokens" in self.more else ("single",))
 
 
 def numbered(held: Any, key: str) -> int:
-    """How many names of a dict are `key` and a number, from 0 on."""
+    """How many names of a dict are `key` and a number, counted from 0."""
     count = 0
     while f"{key}{count}" in held:
         count += 1
@@ -63,12 +63,11 @@ def numbered(held: Any, key: str) -> int:
 
 
 class Terms:
-    """
-    known      what names stand for
-    within     names that the loop gives values
-    container  attributes from the module to what holds its experts, and `key`, what their names there begin with; None: they have numbers
-    numbers    that the file has names for
-    choice     the expression of choices, which all masks are of; one_hot: it is rows of zeros and a one, or of zeros alone
+    """known      term of each name
+    within     names that the loop assigns
+    container  attributes from the module to the container of its experts; `key`: prefix of their names there; None: they are numbered
+    numbers    global names of the file with int values
+    choice     the expression of choices that all masks compare; one_hot: choices are one-hot rows, or rows of zeros
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -83,7 +82,7 @@ class Terms:
         self.one_hot = False
 
     def holds(self, path: tuple[str, ...] | None, key: str | None) -> None:
-        """Where the experts are."""
+        """Records the container of the experts. Raises Unread if it is none, or another than before."""
         held: Any = self.module
         for name in path or ():
             held = getattr(held, name, None)
@@ -98,17 +97,18 @@ class Terms:
         self.container, self.key = path, key
 
     def own_value(self, test: ast.expr) -> object:
-        """Of an expression of the module's attributes, and of numbers, alone."""
+        """The value of an expression of the module's attributes and numbers alone. Raises Unread."""
         local = {**self.numbers, **{name: term.more[0] for name, term in self.known.items() if term.kind == "number"}}
         if not names_of(test) <= {"self", "len", *local}:
             raise Unread
         try:
-            return eval(compile(ast.Expression(test), "", "eval"), {"self": self.module, "len": len, **local})  # noqa: S307 - the user's own code
+            # the user's own code
+            return eval(compile(ast.Expression(test), "", "eval"), {"self": self.module, "len": len, **local})  # noqa: S307
         except Exception as error:
             raise Unread from error
 
     def own_number(self, x: ast.expr) -> object:
-        """As `own_value`; None: it is made of something else too."""
+        """As `own_value`, but None for any other expression."""
         try:
             return self.own_value(x) if names_of(x) else None
         except Unread:
@@ -121,7 +121,7 @@ class Terms:
             return ""
 
     def tokens(self, places: ast.expr) -> bool:
-        """Whether it indexes tokens: by the places of a mask, or by a mask of tokens."""
+        """Whether an index selects tokens: by the indices of a mask, or by a mask of tokens."""
         inner = places.elts if isinstance(places, ast.Tuple) else [places]
         kinds = [self.kind(each) for each in inner]
         return all(kind == "token" for kind in kinds) or kinds == ["any"] or kinds == ["mask"] and "turned" not in self.term(inner[0]).more
@@ -172,7 +172,11 @@ class Terms:
     def summed(self, x: ast.expr) -> Term | None:
         """`masks.sum(dim=(-1, -2))`"""
         summed = isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "sum"
-        if summed and self.kind(x.func.value) == "masks" and {-1, -2} == set(numbers_of([*x.args, *(k.value for k in x.keywords)])):  # type: ignore[attr-defined]
+        if (
+            summed
+            and self.kind(x.func.value) == "masks"  # type: ignore[attr-defined]
+            and {-1, -2} == set(numbers_of([*x.args, *(k.value for k in x.keywords)]))  # type: ignore[attr-defined]
+        ):
             return Term("counted")
         return None
 
@@ -217,7 +221,7 @@ class Terms:
         raise Unread
 
     def of_gates(self, inner: Sequence[ast.expr], kinds: Sequence[str]) -> tuple[str, ...] | None:
-        """Of gates [.., experts] the loop's expert's: None if it is not that, and whether it is a column, [.., 1]."""
+        """Flags of the loop's expert's column of gates [.., experts]: "wide" for [.., 1]; None if the index is another."""
         last = inner[-1]
         if isinstance(last, ast.Slice) and _all_before(inner):
             low, high = last.lower, last.upper
@@ -228,7 +232,7 @@ class Terms:
         return ("flat",) * (len(inner) == 2 and isinstance(inner[0], ast.Slice)) if kinds[-1] == "index" and _all_before(inner) else None
 
     def key_of(self, index: ast.expr) -> str | None | bool:
-        """None: by number; a text: by a name that begins so; False: it is no index of an expert."""
+        """The prefix of an index by name, as in f"expert_{i}"; None: an index by number; False: no index of an expert."""
         if self.kind(index) == "index":
             return None
         parts = index.values if isinstance(index, ast.JoinedStr) else []
@@ -286,7 +290,7 @@ class Terms:
         flat = name == "squeeze" and numbers in ([], [1], [-1]) or name == "flatten" or name in ("view", "reshape") and numbers == [-1]
         if of.kind == "places" and flat and "turned" not in of.more:
             return of.first()
-        if of.kind in ("made", "weighed") and name == "squeeze" and numbers in ([1], [-1]):  # of rows, which are wider than 1
+        if of.kind in ("made", "weighed") and name == "squeeze" and numbers in ([1], [-1]):  # rows are wider than 1
             return of
         if of.kind == "mask" and name == "squeeze" and numbers == [0]:
             return of
@@ -362,7 +366,7 @@ def numbers_of(given: Sequence[ast.expr]) -> Iterator[int]:
 
 
 def path_of(x: ast.expr) -> tuple[str, ...] | None:
-    """Of `self.a.b` its attributes."""
+    """The attributes of `self.a.b`; None for another expression."""
     names: list[str] = []
     while isinstance(x, ast.Attribute):
         names.append(x.attr)

@@ -1,9 +1,9 @@
-"""What `nn.Transformer` asks of a mask, which a trace cannot answer: whether it is the causal one.
+"""Causal-mask hint of `nn.Transformer`, which a trace cannot compute from a mask's values.
 
-    nn.Transformer()(src, tgt, tgt_mask=mask)    torch compares the values of the mask with a causal one's, to tell kernels of it
+    nn.Transformer()(src, tgt, tgt_mask=mask)    torch compares the values of the mask with a causal one's, to choose kernels
 
-The answer is a hint beside the mask, and the mask is applied all the same: without the hint the result is the same. Whether a mask is
-causal meshc finds out by itself, from how it was made (`passes/trace/fold_masks.py`).
+The answer is a hint beside the mask, and the mask is applied in any case: without the hint the result is the same. meshc itself finds out
+whether a mask is causal, from the operators that computed it (`passes/trace/fold_masks.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODULE = "torch.nn.modules.transformer"
 
 @contextmanager
 def unhinted_masks() -> Iterator[None]:
-    """Inside, the hint is what the caller has said, and nothing where nothing was said."""
+    """A context in which the hint is the caller's `is_causal`, and False where none was given."""
     with mock.patch.object(sys.modules[MODULE], "_detect_is_causal_mask", _said):
         yield
 

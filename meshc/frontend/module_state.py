@@ -1,11 +1,12 @@
-"""What of a module's Python decides its program: two calls between which it changes are of two programs.
+"""Python state of a module that its program depends on: a call after a change of it needs another program.
 
     training                             train(), eval()
-    functions that run with forward      hooks; a forward that stands in the instance, where Accelerate's mixed precision puts one
-    torch's own layers                   what their classes list as `__constants__`: p of a Dropout, momentum of a BatchNorm
-    adapters of PEFT                     which is active, disabled, merged, and how it is scaled
+    functions that run with forward      hooks; a forward in the instance's `__dict__`, where Accelerate's mixed precision puts one
+    torch's own layers                   the `__constants__` of their classes: p of a Dropout, momentum of a BatchNorm
+    adapters of PEFT                     which is active, disabled, merged, and its scaling
 
-These count for every program of a model, whether its forward reads them or not; what else it reads, for those that have (`read_values.py`).
+This state counts for every program of a model, whether its forward reads it or not; other state counts for programs that have read it
+(`read_values.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ SIZES: Final = frozenset(
     "in_features out_features in1_features in2_features num_features num_embeddings embedding_dim in_channels out_channels num_channels "
     "normalized_shape input_size hidden_size".split()
 )
-"""Settings that parameters show by their shapes."""
+"""Settings that follow from the shapes of parameters."""
 
 _NAMES: Final[weakref.WeakKeyDictionary[type, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 class Same:
-    """Something that has no hash of its own, as the object that it is."""
+    """An object hashed and compared by identity."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -46,7 +47,7 @@ class Same:
 
 
 def state_of(module: nn.Module) -> tuple[Hashable, ...]:
-    """Of one module, without those in it."""
+    """The state of one module, without its children."""
     held = vars(module)
     found: tuple[Hashable, ...] = (held["training"],)
     for name in HOOKS:  # this runs at each call, for each module
@@ -60,12 +61,12 @@ def state_of(module: nn.Module) -> tuple[Hashable, ...]:
 
 
 def has_settings(module: nn.Module) -> bool:
-    """Whether attributes of it count, beside those that every module has."""
+    """Whether a module has attributes that count, beside those of every module."""
     return bool(_names(type(module)))
 
 
 def _names(kind: type) -> tuple[str, ...]:
-    """The attributes of a class of modules that count, sizes of parameters left out."""
+    """The attributes that count for a class of modules, without sizes of parameters."""
     found = _NAMES.get(kind)
     if found is not None:
         return found
@@ -79,7 +80,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def _plain(value: object) -> Hashable:
-    """A setting by its value: a list or a mapping may be changed in place."""
+    """A setting by its value, since a list or a mapping may be changed in place."""
     if isinstance(value, Mapping):
         return tuple((_hashable(key), _plain(one)) for key, one in value.items())
     if isinstance(value, list | tuple | set):

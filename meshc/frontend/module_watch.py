@@ -1,10 +1,11 @@
-"""Whether a module is as it was when it was looked at last: a look at each call, which costs a part of finding all out again.
+"""Change detection for a module: at each call, a comparison by identity that is cheaper than computing the module's state again.
 
     watch = Watch(model)
     watch.state() is watch.state()         as long as nothing changes that decides the program (`module_state.py`)
-    model.eval(); watch.state()            another object, which equals one of before if the module is in all as it was then
+    model.eval(); watch.state()            another object, which equals an earlier one if the module's state is the same again
 
-It runs at each call, for each module: loops are those of `map` and `chain`, which are a quarter of Python's own.
+The comparison runs at each call, for each module: loops are those of `map` and `chain`, which take a quarter of the time of Python's
+own.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from meshc.frontend.gradient_hooks import hooks_of
 from meshc.frontend.module_state import HOOKS, has_settings, state_of
 
 Held = dict[str, Any]
-"""What a module holds: its `__dict__`."""
+"""A module's `__dict__`."""
 
 _looked_at: Final = itemgetter("training", "_modules", "_parameters", *HOOKS)
-"""Of each module: its mode, and dicts."""
+"""A module's mode and dicts."""
 _DICTS: Final = 2 + len(HOOKS)
 _takes: Final = attrgetter("requires_grad")
 
 
 class State:
-    """What of a module decides its program, hashed once. Who keeps one to know it again keeps a weak reference: hooks are in it."""
+    """The state of a module that decides its program, hashed once. Keep only weak references to compare with later: a state holds the
+    hooks."""
 
     __slots__ = ("__weakref__", "_hash", "modules", "parameters")
 
     def __init__(self, modules: tuple[Hashable, ...], parameters: tuple[Hashable, ...]) -> None:
-        """modules: `state_of` each; parameters: of each whether it takes a gradient, and what hangs on that."""
+        """modules: `state_of` each module; parameters: for each, whether it requires a gradient, and its hooks."""
         self.modules, self.parameters = modules, parameters
         self._hash = hash((modules, parameters))
 
@@ -48,21 +50,21 @@ class State:
 
 
 class Watch:
-    """Of one module with all that are in it."""
+    """Watches one module with all modules in it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._state: State | None = None
         self._places = _Places([])
         self._others: list[tuple[nn.Module, tuple[Hashable, ...]]] = []
-        """Modules of which more counts than the mode."""
+        """Modules with more state than their mode."""
         self._tensors: list[Tensor] = []
         self._takes: list[bool] = []
         self._hooked: list[tuple[Tensor, Hashable]] = []
-        """Parameters that take gradients, and what hangs on these."""
+        """Parameters that require gradients or have hooks, and the hooks."""
 
     def state(self) -> State:
-        """What it is now: the same object as before, if it is the same, with the same modules and parameters in the same places."""
+        """The state now: the object returned before if nothing has changed, with the same modules and parameters under the same names."""
         if self._state is None or not self._holds():
             self._state = self._look()
         return self._state
@@ -89,8 +91,8 @@ class Watch:
 
 
 class _Places:
-    """In which mode modules are, which of them, and which parameters, stand where (in which dict, under which name), and how many hooks
-    they have. What stood somewhere is held, so that nothing else can have its identity."""
+    """A snapshot of modules: mode, submodules and parameters by dict and name, and numbers of hooks. Its values are kept alive, so that no
+    other object can have their identity."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._held = held
@@ -103,7 +105,7 @@ class _Places:
         self._forwards = ["forward" in one for one in held]
 
     def hold(self) -> bool:
-        """Whether all is so still, and no module has got a forward of its own."""
+        """Whether all is unchanged, and no module has got a forward of its own."""
         return (
             all(map(is_, chain.from_iterable(map(_looked_at, self._held)), self._then))
             and list(map(len, self._dicts)) == self._sizes
@@ -114,14 +116,14 @@ class _Places:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing of it counts but its mode, and whether it has hooks of its user."""
+    """Whether a module's only state is its mode."""
     held = vars(module)
     hooked = any(not hasattr(hook, "of_meshc") for name in HOOKS for hook in held[name].values())
     return not has_settings(module) and "forward" not in held and not hooked
 
 
 def _hooks(parameter: Tensor) -> Hashable:
-    """The numbers of what hangs on a parameter's gradient."""
+    """The numbers of the hooks on a parameter's gradient."""
     if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
         return None
     hooks = hooks_of(parameter)

@@ -1,4 +1,4 @@
-"""What a model with a capacity for its experts means on one device: what programs are held against."""
+"""One-device meaning of a model with expert capacity: the reference that programs are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshc.ir.functions import Function
 
 
 def one_device(function: Function, capacity: Capacity | None) -> Function:
-    """A model's function as it means on one device: called as function(module, *args, **kwargs), with this capacity."""
+    """The model's function on one device with this capacity, called as function(module, *args, **kwargs)."""
     if capacity is None:
         return function
 

@@ -1,6 +1,6 @@
-"""The structure of a model's output: where its tensors stand, and what stands beside them.
+"""Structure of a model's output: its pytree, with the constants among its leaves.
 
-    {"hidden": [h, None], "layers": 2}      h is the program's; None and 2 are as they were when the model was traced
+    {"hidden": [h, None], "layers": 2}      h is computed by the program; None and 2 are constants of the trace
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from meshc.ir import trees
 from meshc.ir.paths import cache_paths, is_cache, leaves_around_caches, spec_paths
 
 AS_PASSED: Final = "the cache that was passed, each tensor where it lay"
-"""What stands in an output for a cache of which that is so; known by identity."""
+"""Placeholder in an output for a cache that is unchanged; compared by identity."""
 
 
 @dataclass(frozen=True)
 class OutputTree:
-    """A pytree's spec, and by leaf number what is no tensor (None, numbers, strings: constants of the trace, as in `torch.export`)."""
+    """A pytree's spec, and by leaf number the leaves that are no tensors (None, numbers, strings: constants of the trace, as in
+    `torch.export`)."""
 
     spec: trees.Spec
     plain: Mapping[int, Any] = field(default_factory=dict)
 
     def paths(self) -> list[str]:
-        """What each leaf is called, plain ones included."""
+        """The path of each leaf, constants included."""
         return spec_paths(self.spec)
 
     def caches(self) -> list[str]:
-        """Paths of the leaves that lie in a key-value cache."""
+        """Paths of the leaves of key-value caches."""
         return cache_paths(self.spec)
 
     def build(self, tensors: Sequence[object]) -> Any:
-        """The output with these tensors, in the order of their leaves. Raises ValueError if their number is another."""
+        """The output with these tensors, in the order of their leaves. Raises ValueError for another number of tensors."""
         count = self.spec.num_leaves - len(self.plain)
         if len(tensors) != count:
             raise ValueError(f"{len(tensors)} tensors for an output of {count}")
@@ -41,7 +42,7 @@ class OutputTree:
         return trees.unflatten([self._leaf(number, rest) for number in range(self.spec.num_leaves)], self.spec)
 
     def build_around(self, cache: object, tensors: Sequence[object]) -> Any:
-        """The output with `cache` in the place of each cache, of the tensors that lie in none."""
+        """The output with `cache` in the place of each cache; `tensors` are the leaves outside of caches."""
         rest = iter(tensors)
         leaves = [cache if number is None else self._leaf(number, rest) for number in self._around]
         return trees.built(iter(leaves), self.spec, is_cache)

@@ -1,9 +1,9 @@
-"""The structure of a model's output as JSON, for a rank that has traced nothing and takes rank 0's.
+"""Structure of a model's output as JSON, for ranks that take rank 0's trace.
 
     {"hidden": [h, None], "layers": 2}    ["builtins.dict", ["hidden", "layers"], [["builtins.list", null, [0, 0]], 0]]   1: null, 2: 2
 
-Classes go by their names, and are found among those that are trees in this process, or, for named tuples, in its modules: nothing is
-imported, and nothing is executed. What cannot be said so raises NoData.
+Classes are stored by name, and looked up among this process's pytree classes or, for types in the output, in its modules: nothing is
+imported, and nothing is executed. A value that has no such form raises NoData.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PLAIN: Final = (type(None), bool, int, float, str)
 
 
 class NoData(Exception):
-    """What stands in an output that is no data, or a class that this process does not have."""
+    """Raised for an output with a value that is no plain data, or a class that this process does not have."""
 
 
 def described(tree: OutputTree) -> Json:
-    """The tree as JSON. Raises NoData for what would not come back as it is."""
+    """The tree as JSON. Raises NoData for a tree that `read` would not restore."""
     told = {"spec": _spec(tree.spec), "plain": [[index, _value(leaf)] for index, leaf in tree.plain.items()]}
     if read(told).spec != tree.spec:
         raise NoData("the output's structure does not come back as it is")
@@ -36,7 +36,7 @@ def described(tree: OutputTree) -> Json:
 
 
 def read(told: Mapping[str, Json]) -> OutputTree:
-    """The tree again. Raises NoData for a class that is no tree in this process."""
+    """The tree from its JSON. Raises NoData for a class that is no tree in this process."""
     names = Counter(_name(kind) for kind in trees.kinds())
     known = {_name(kind): kind for kind in trees.kinds() if names[_name(kind)] == 1}
     return OutputTree(_read_spec(told["spec"], known), {index: _read(leaf) for index, leaf in told["plain"]})
@@ -60,7 +60,7 @@ def _read_spec(told: Json, known: Mapping[str, type]) -> trees.Spec:
 
 
 def _value(value: Any) -> Json:
-    """Plain as it is; else the kind, and what it is made of."""
+    """A plain value as it is; any other as {kind: its parts}."""
     kind = type(value)
     if kind in _PLAIN:
         return value

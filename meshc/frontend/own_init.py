@@ -1,7 +1,7 @@
-"""How a model gives its own parameters their first values, where its constructor ran on `meta` and could not.
+"""First values of a model's parameters by the model's own initialisation, for a model built on `meta`.
 
     transformers                 model.init_weights(), which calls _init_weights of the model that a module belongs to
-    others with init_weights()   that
+    others with init_weights()   model.init_weights()
     any other                    reset_parameters() of each module that has one, the innermost first; then model._init_weights(module)
                                  of each, where the model has such a method
 """
@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 _DONE: Final = "_is_hf_initialized"
-"""With which transformers marks modules, and parameters, that it leaves alone."""
+"""The mark of transformers on modules and parameters that it does not initialise again."""
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
 @torch.no_grad()
 def initialise(model: nn.Module) -> None:
-    """Gives a model its first values, in the way that it has itself."""
+    """Set a model's first values by its own method."""
     whole: Any = getattr(model, "init_weights", None)
     if callable(whole) and _takes_nothing(whole):
         with _unmarked(model):
@@ -36,7 +36,7 @@ def initialise(model: nn.Module) -> None:
 
 
 def of_one_module(model: nn.Module) -> Callable[[nn.Module], object] | None:
-    """What gives a module of the model its values: `_init_weights` of the outermost module that has it, which adapters may lie around."""
+    """The function that initialises one module: `_init_weights` of the outermost module that has it (adapters may wrap that module)."""
     found: Any = next((one for one in model.modules() if callable(getattr(type(one), "_init_weights", None))), None)
     return None if found is None else found._init_weights
 
@@ -50,7 +50,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _takes_nothing(function: Callable[..., object]) -> bool:
-    """Whether it can be called without arguments."""
+    """Whether a function can be called without arguments."""
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
 
 @contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
-    """The model as if transformers had initialised nothing of it."""
+    """A context in which transformers takes nothing in the model for initialised."""
     owners: list[Any] = [one for one in (*model.modules(), *model.parameters(), *model.buffers()) if getattr(one, _DONE, False)]
     for one in owners:
         setattr(one, _DONE, False)

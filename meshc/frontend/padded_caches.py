@@ -1,25 +1,25 @@
-"""A model and its cache of keys and values, as a function of tensors: what is traced of a call that hands a cache in or wants one back.
+"""Key-value and state caches as tensors: the model with padded cache buffers, as the function traced for calls with a cache.
 
     model(input_ids, cache=cache)      call(model, input_ids=..., cache=[[k0, v0], [k1, v1]], cache_length=n)
 
 Each key and value is a buffer with room for more tokens than it holds, `[rows, heads, capacity, head]`, of which the first `n` places are
-filled. New tokens are written behind them, and attention reads the whole buffer: the model's own mask, made of positions, hides what no
-token has been written to. So one program serves every length up to the capacity. A cache that holds nothing yet is no input: what the first
-call writes is its buffer.
+filled. New tokens are written behind them, and attention reads the whole buffer: the model's own mask, computed from positions, hides
+places without a token. So one program serves every length up to the capacity. An empty cache is no input: the keys and values that the
+first call writes are its buffer.
 
-transformers asks a cache's layers for what it needs to know; these answer as its own static ones do, with a length that is a tensor.
+transformers queries a cache's layers; these answer as its own static ones do, with a length that is a tensor.
 
-Of a layer whose attention sees a window the buffers hold the last tokens alone, of which the first has a number, which is a tensor too:
-tokens are written behind each other there as well, and the model's own mask hides those that have left the window.
+For a layer with sliding-window attention the buffers hold only the last tokens; the number of the first of these is a tensor too. Tokens
+are written behind each other there as well, and the model's own mask hides those that have left the window.
 
     call(model, ..., cache=[{"window": [k0, v0]}, [k1, v1]], cache_length=n, cache_first=m)
 
-A recurrent layer (Mamba, a gated delta rule, a short convolution) keeps states, which are as large after any number of tokens: it has no
-room and no length, and each call makes them anew. Of a model that has some, an empty cache is {}.
+A recurrent layer (Mamba, a gated delta rule, a short convolution) keeps states whose size does not depend on the number of tokens: it has
+no room and no length, and each call returns new states. For a model with such layers, an empty cache is {}.
 
     call(model, ..., cache=[{"conv_states": {0: c}, "recurrent_states": {0: r}}, [k1, v1]], cache_length=n)
 
-This file imports transformers, and is imported where a model is of it.
+This file imports transformers, and is only imported for its models.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TWICE: Final = (
 
 
 class PaddedLayer(CacheLayerMixin):
-    """Keys and values of one layer of the model, in buffers with room. `first`: of a window's, which token stands at their first place."""
+    """Keys and values of one layer, in buffers with room. `first`: for a sliding window, the number of the token at their first place."""
 
     is_compileable = True
 
@@ -57,15 +57,15 @@ class PaddedLayer(CacheLayerMixin):
 
     @property
     def is_sliding(self) -> bool:
-        """Whether it has not all tokens."""
+        """Whether the buffers hold only a window of the tokens."""
         return self.first is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make: the first tokens are the buffer."""
+        """Nothing to do: the first tokens are the buffer."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Writes new tokens behind those that are there. Returns whole buffers, `[rows, heads, capacity, head]`. Raises CaptureError
-        where one call writes twice: keys of an encoder's outputs, which are no tokens of this sequence (Blip)."""
+        """Writes new tokens behind those that are there. Returns whole buffers, `[rows, heads, capacity, head]`. Raises CaptureError where
+        one call writes twice: keys of an encoder's outputs, which are no tokens of this sequence (Blip)."""
         if self.is_written:
             raise CaptureError(TWICE)
         self.is_written = True
@@ -79,7 +79,7 @@ class PaddedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """How many keys attention sees, and the position of the first."""
+        """Number of keys that attention sees, and the position of the first."""
         return (query_length if self.keys is None else self.keys.shape[-2]), (0 if self.first is None else self.first)
 
     def get_seq_length(self) -> Any:
@@ -104,10 +104,11 @@ class StateLayer(LinearAttentionCacheLayerMixin):
                 self.has_previous_state[number] = True
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """There is nothing to make: the first states are what the first call writes."""
+        """Nothing to do: the first states are those that the first call writes."""
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object) -> Tensor:
-        """Inputs of a convolution, [rows, channels, tokens], behind those that are kept; keeps as many as it has taps. Returns both."""
+        """Appends inputs of a convolution, [rows, channels, tokens], to the kept ones, and keeps as many as the kernel has taps. Returns
+        both."""
         before, tokens = self.conv_states[state_idx], conv_states.shape[-1]
         if before is None:
             taps = tokens if conv_kernel_size is None else conv_kernel_size
@@ -124,13 +125,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return recurrent_states
 
     def held(self) -> dict[str, dict[int, Tensor]]:
-        """The states that there are, by kind and number."""
+        """The states that are set, by kind and number."""
         tables = {name: {number: state for number, state in getattr(self, name).items() if state is not None} for name in STATES}
         return {name: table for name, table in tables.items() if table}
 
 
 class MixedLayer(StateLayer, PaddedLayer):
-    """Of a layer of the model that attends beside its recurrence."""
+    """Cache of a layer with both attention and recurrence."""
 
     is_compileable = True
 
@@ -143,7 +144,7 @@ class MixedLayer(StateLayer, PaddedLayer):
 
 
 class PaddedCache(Cache):
-    """The cache that a traced model has; without `layers` they are made as the model comes to them."""
+    """The cache of a traced model; without `layers`, layers are created on first use."""
 
     def __init__(self, layers: Sequence[Any] | None) -> None:
         if layers is None:
@@ -153,12 +154,12 @@ class PaddedCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """What models take for buffers with room, whose mask hides what is not filled; of a cache that holds nothing there is none."""
+        """Whether models may take the cache for buffers with room, whose mask hides unfilled places; an empty cache has no buffers."""
         return any(getattr(layer, "keys", None) is not None for layer in self.layers)
 
 
 def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
-    """What is traced: the model with a cache of these buffers. Its output holds the cache with what the call has written."""
+    """The function that is traced: the model with a cache of these buffers. Its output holds the cache with what the call has written."""
     length, first = kwargs.pop(LENGTH), kwargs.pop(BEGIN, None)
     name = NAMES[0] if NAMES[0] in kwargs else NAMES[1]
     buffers = kwargs.pop(name)
@@ -174,18 +175,19 @@ def call(module: nn.Module, *args: object, **kwargs: Any) -> object:
 
 
 def call_inside(path: str, module: nn.Module, *args: object, **kwargs: Any) -> object:
-    """Likewise, of a model inside another."""
+    """As `call`, for a model inside another."""
     return call(module.get_submodule(path), *args, **kwargs)
 
 
 MADE: Final = {
     "conv": StateLayer, "linear_attention": StateLayer, "hybrid": MixedLayer, "hybrid_sliding": MixedLayer, "dummy": DummyLayer,
 }  # fmt: skip
-"""By transformers' word for the kind of a layer what it has here; others have keys and values."""
+"""transformers' kind of a layer -> its class here; others are `PaddedLayer`s."""
 
 
 def _by_kind(config: Any) -> list[Any]:
-    """Layers that hold nothing yet, for each of the model's own. The function is asked where it is, since a trace has its answers there."""
+    """Empty cache layers, one for each of the model's. `get_layer_types_and_kwargs` is called through its module, since a trace replaces it
+    there."""
     kinds, given = cache_utils.get_layer_types_and_kwargs(config)
     return [MADE[kind](**each) if kind in MADE else PaddedLayer() for kind, each in zip(kinds, given, strict=True)]
 
@@ -195,7 +197,7 @@ def _cache(layers: Sequence[Any] | None, length: Tensor | int, first: Tensor | i
 
 
 def _to_write_to(held: Any) -> Any:
-    """States are copied: a model writes to its own where they lie, and a program leaves its inputs alone."""
+    """A layer's buffers with states copied: a model writes to its states in place, and a program leaves its inputs unchanged."""
     if not isinstance(held, Mapping):
         return held
     copies = {name: {number: state.clone() for number, state in held[name].items()} for name in STATES if name in held}
@@ -203,7 +205,7 @@ def _to_write_to(held: Any) -> Any:
 
 
 def _layer(held: Any, length: Tensor | int = 0, first: Tensor | int = 0) -> Any:
-    """Of [keys, values], of a window's; of tables of states, keys and values perhaps beside them; of nothing."""
+    """The cache layer for [keys, values]; for a window's; for tables of states, with or without keys and values; for nothing."""
     if isinstance(held, Mapping):
         if WINDOW in held:
             keys, values = held[WINDOW]
@@ -215,17 +217,17 @@ def _layer(held: Any, length: Tensor | int = 0, first: Tensor | int = 0) -> Any:
 
 
 def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
-    """Of attention to an encoder, whose tokens are all there."""
+    """The cache of attention to an encoder, whose tokens are complete."""
     return PaddedCache(None if pairs is None else [PaddedLayer(keys, values, keys.shape[2]) for keys, values in pairs])
 
 
 def flatten(cache: PaddedCache) -> tuple[list[object], None]:
-    """As trees: for each layer [keys, values], or a dict with those of a window or with tables of states."""
+    """The cache as a tree: for each layer [keys, values], or a dict of a window's or of tables of states."""
     return [held_by(layer) for layer in cache.layers], None
 
 
 def held_by(layer: Any) -> list[Any] | dict[str, Any]:
-    """What a layer of this cache holds, as `call` takes it."""
+    """A layer's buffers, in the form that `call` takes."""
     pair = [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
     if not isinstance(layer, StateLayer):
         return {WINDOW: pair} if pair and layer.is_sliding else pair

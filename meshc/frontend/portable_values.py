@@ -1,10 +1,9 @@
-"""Values of Python as texts that are the same in every process that has the same: no addresses, no order of hashes, no number that counts
-what a process has made.
+"""Process-independent texts of Python values: no addresses, no hash order, no counters of the process.
 
-    2.0                       2.0                           numbers, texts, dtypes, enums, and lists of such: what they are
-    train.clip                function train.clip 5d1c40f2  a function by its name and what its code does; torch's by the name
-    torch.ones(3)             torch.float32 [3] 77aa01c3    a tensor that is not the model's by what it holds
-    Config(alpha=1.0)         a train.Config                an object by its class: what of it was read stands at places of its own
+    2.0                       2.0                           numbers, texts, dtypes, enums, and lists of such: by value
+    train.clip                function train.clip 5d1c40f2  a function by its name and a digest of its code; torch's by name alone
+    torch.ones(3)             torch.float32 [3] 77aa01c3    a tensor that is not the model's by its values
+    Config(alpha=1.0)         a train.Config                an object by its class: attributes that were read have places of their own
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ PLAIN: Final = frozenset(
         pathlib.PosixPath, decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime, datetime.timedelta, uuid.UUID,
     )
 )  # fmt: skip
-"""Kinds whose texts say all."""
+"""Types whose repr is the whole value."""
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9a-fA-F]+")
 _OF_OPERATORS: Final = ("_init_fn", "_abstract_fn", "_backward_fn", "_setup_context_fn")
-"""Functions that were registered for an operator of a user's own."""
+"""Attributes of a user's custom operator with its registered functions."""
 LONG: Final = 100
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value's text says all: numbers, texts, dtypes, and lists of such."""
+    """Whether a value's repr is the whole value: numbers, texts, dtypes, and lists of such."""
     kind = type(value)
     if isinstance(value, tuple | list) and kind in (tuple, list):
         return all(type(item) in PLAIN for item in value)
@@ -54,12 +53,12 @@ def is_plain(value: object) -> bool:
 
 
 def shown(text: str) -> str:
-    """A text, a long one by its beginning and its hash."""
+    """The text; if long, its beginning and its hash."""
     return text if len(text) <= LONG else f"{text[:60]}... ({digest_of(text.encode())})"
 
 
 def of_tensor(tensor: Tensor) -> str | None:
-    """A hash of a tensor's values; None if it has none to be had here."""
+    """A hash of a tensor's values; None if the values are not available in this process."""
     if tensor.is_meta:
         return "meta"
     if isinstance(tensor, DTensor | FakeTensor) or tensor.layout != torch.strided or tensor.is_quantized:
@@ -69,7 +68,7 @@ def of_tensor(tensor: Tensor) -> str | None:
 
 
 def portable(value: Any, *, whole: bool = True) -> str:
-    """A value's text. whole: with the items of a list, which otherwise stand at places of their own."""
+    """A value's text. `whole`: with the items of a list, which otherwise have places of their own."""
     if is_plain(value) and (whole or not isinstance(value, list | tuple)):
         return shown(repr(value))
     if isinstance(value, enum.Enum):
@@ -96,14 +95,14 @@ def portable(value: Any, *, whole: bool = True) -> str:
 
 
 def _object(value: object) -> str:
-    """By its class; one without attributes, of C, by what it says of itself."""
+    """An object by its class; an instance of a C type without attributes by its repr."""
     kind = type(value)
     said = "" if kind.__dictoffset__ or isinstance(value, Mapping) or kind is object else repr(value)
     return shown(said) if said and not _ADDRESS.search(said) else f"a {name_of(kind)}"
 
 
 def function_of(value: object) -> types.FunctionType | None:
-    """A function, also one that a class makes something else of."""
+    """The function in a value: itself, or that of a method, property or cached property; None for any other value."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     elif isinstance(value, property):

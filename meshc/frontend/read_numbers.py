@@ -1,11 +1,11 @@
-"""Numbers of Python that are inputs of a program: read by a trace as numbers without a value, and written into its graph as tensors.
+"""Python numbers as inputs of a program: unknown numbers in the trace, and tensors in its graph.
 
     beta = 0.3        loss = mse + beta * kl            traced with its value      mul(kl, 0.3)
                                                         as an input                mul(kl, beta.to(float32))     beta: "f64[]"
 
-Python computes with them as it does with any number (torch's symbolic floats: `1 - beta`, `min(1.0, step / 100)`), and what comes of it has
-the dtype that it had. A comparison with a constant that a branch asks for has the outcome that it has now, which is then part of the key.
-What takes the number itself, and no tensor (a size, an index, `range`, the probability of a dropout), cannot have it as an input.
+Python computes with such a number as with any other (torch's symbolic floats: `1 - beta`, `min(1.0, step / 100)`), and results keep the
+dtype that they had. A branch on a comparison with a constant takes its present outcome, which becomes part of the key. A call that takes
+the number itself, and no tensor (a size, an index, `range`, the probability of a dropout), cannot have it as an input.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
     sympy.StrictGreaterThan: (">", "<"), sympy.GreaterThan: (">=", "<="), sympy.StrictLessThan: ("<", ">"),
     sympy.LessThan: ("<=", ">="), sympy.Equality: ("==", "=="), sympy.Unequality: ("!=", "!="),
 }  # fmt: skip
-"""How a relation is written, and how with its sides exchanged."""
+"""Relation -> its sign, and its sign with the sides exchanged."""
 
 NUMBERS: Final[Mapping[Target, Target]] = {
     **{one: one for one in (operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.abs)},
     **{one: one for one in (operator.floordiv, operator.mod, operator.pos)},
     math.sqrt: torch.sqrt, torch.sym_max: torch.clamp_min, torch.sym_min: torch.clamp_max,
 }  # fmt: skip
-"""What Python makes a number of numbers with, and how it is made of tensors."""
+"""Functions of Python numbers -> the same functions of tensors."""
 TWO: Final[Mapping[Target, Target]] = {torch.sym_max: torch.maximum, torch.sym_min: torch.minimum}
 BY_NUMBERS: Final = frozenset(
     "add sub rsub mul multiply div divide true_divide truediv pow iadd isub imul itruediv subtract add_ sub_ mul_ div_ gt ge lt le eq ne "
     "where masked_fill clamp clip clamp_min clamp_max".split()
 )
-"""Operators, functions and methods of tensors that take a tensor where they take a number."""
+"""Operators, functions and methods that take a tensor in the place of a number."""
 
 
 class Opened:
@@ -73,17 +73,17 @@ class Opened:
 
     @property
     def by_attribute(self) -> dict[str, Number]:
-        """By the attribute of a graph that stands for each."""
+        """The numbers by the attribute of the graph that stands for each."""
         return {f"{BUFFER}{at}": one for at, one in enumerate(self.numbers)}
 
     def register(self, root: nn.Module) -> None:
-        """What stands for them while a model is traced. Under the trace's fake tensors."""
+        """Register a buffer for each number on `root`. Called under the trace's fake tensor mode."""
         for at, one in enumerate(self._numbers.values()):
             root.register_buffer(f"{BUFFER}{at}", torch.zeros((), dtype=torch.int64 if one.whole else torch.float64))
 
     @contextlib.contextmanager
     def read_as_inputs(self, root: nn.Module) -> Iterator[None]:
-        """Around one trace."""
+        """A context for one trace, in which these numbers are read from their buffers."""
         if not self._numbers:
             yield
             return
@@ -100,7 +100,7 @@ class Opened:
         lazy = variables.LazyConstantVariable.create
         wrap, evaluate = VariableBuilder._wrap, SymNodeVariable.evaluate_expr
         order = {place: at for at, place in enumerate(self._numbers)}
-        held_by = UnspecializedNNModuleSource(AttrSource(LocalSource("self"), "_export_root"))  # so its tensors are attributes of the graph
+        held_by = UnspecializedNNModuleSource(AttrSource(LocalSource("self"), "_export_root"))  # so its tensors are graph attributes
 
         def wrapped(self_: Any, value: object) -> Any:
             place = place_of(self_.source) if type(value) in (int, float) else None
@@ -113,7 +113,7 @@ class Opened:
             return found
 
         def put_off(value: object, source: Any, **options: Any) -> Any:
-            """Until it is used; torch puts constants off in a way of their own, by which they stay constants."""
+            """A lazy variable until it is used; torch's lazy constants would stay constants."""
             if place_of(source) not in order:
                 return lazy(value, source, **options)
             return variables.LazyVariableTracker(LazyCache(value, source), source=source, **options)
@@ -130,7 +130,7 @@ class Opened:
             yield
 
     def _outcome(self, asked: torch.SymBool) -> bool | None:
-        """Of a comparison of one of them with a constant, from now on a guard; None for anything else."""
+        """The outcome of a comparison of one of the numbers with a constant, which becomes a guard; None for any other condition."""
         expr = asked.node.expr
         if type(expr) not in _RELATIONS:
             return None
@@ -143,8 +143,8 @@ class Opened:
         return None
 
     def write(self, graph: GraphModule, constants: Set[Place]) -> None:
-        """Makes inputs of them in a graph that was traced so: attributes of it, by `BUFFER` and number. Raises CaptureError, also for one
-        that is among the constants of the trace."""
+        """Make the numbers tensors of a graph traced under `read_as_inputs`: attributes named `BUFFER` and a number. Raises CaptureError
+        for a use that takes no tensor, or a number that is a constant of the trace."""
         fixed = [one.name for place, one in self._numbers.items() if place in constants]
         if fixed:
             raise CaptureError(f"{', '.join(fixed)}: its value decides what is traced")
@@ -161,12 +161,12 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 class _Writing(WrittenCalls):
-    """One graph: its numbers become tensors of no dims, in double precision."""
+    """Rewrites one graph: its numbers become 0-dim tensors, in double precision."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
         self._tensors: dict[Node, Node] = {}
-        """Of each number of the graph the tensor that stands for it."""
+        """Number of the graph -> the tensor that stands for it."""
 
     def write(self) -> None:
         nodes = list(self._graph.nodes)
@@ -214,7 +214,7 @@ class _Writing(WrittenCalls):
         self._tensors[node] = self._call(node, made, *args)
 
     def _user(self, node: Node) -> None:
-        """What makes a tensor of a number and of others."""
+        """A call that computes a tensor from a number and other operands."""
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor):
@@ -252,7 +252,8 @@ class _Writing(WrittenCalls):
         self._graph.erase_node(node)
 
     def _cast(self, user: Node, number: Node, others: Sequence[Any], value: torch.Tensor) -> Node:
-        """A number as an operand: beside a tensor with dims of the result's dtype it is none that decides the result's."""
+        """A number as an operand: uncast beside a tensor with dims and the result's dtype, where a 0-dim operand does not decide the
+        dtype."""
         tensor = self._tensors[number]
         examples = [one.meta.get("example_value") for one in others]
         if any(isinstance(one, torch.Tensor) and one.dim() and one.dtype == value.dtype for one in examples):

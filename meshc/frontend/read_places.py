@@ -1,12 +1,12 @@
-"""Places of Python that a trace has read, as Dynamo's guards name them: data that other ranks and other starts look up for themselves.
+"""Places of Python values that a trace has read, from Dynamo's guards, as data that other ranks and other starts can look up.
 
     L['self']._modules['_export_root']._modules['module'].config.alpha      model     .config .alpha
     G['__import_train'].D['beta']                                           train     .D ['beta']
     ....function.__closure__[0].cell_contents                               function  .__closure__ [0] .cell_contents
     dict(type(....module).__dict__)['temp']                                 model     type .__dict__ ['temp']
 
-Left out is what is looked at elsewhere or stays as it is: which modules, parameters, buffers and hooks a model has and in which mode it is
-(`module_watch.py`), inputs, Python's builtins, and what torch and meshc have of their own.
+Left out is what is compared elsewhere or does not change: a model's modules, parameters, buffers, hooks and mode (`module_watch.py`),
+inputs, Python's builtins, and globals of torch and meshc.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ _WATCHED: Final = frozenset(
     "_parameters _buffers training forward _forward_hooks_with_kwargs _forward_pre_hooks_with_kwargs _forward_hooks_always_called "
     "_non_persistent_buffers_set __call__ _call_impl _compiled_call_impl".split()
 )
-"""Of a model's modules, what is looked at at each call in any case, or what torch calls by itself."""
+"""Attributes of a model's modules that each call compares in any case, or that torch itself calls."""
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Likewise; but not what a hook reads."""
+"""Likewise, except for values that a hook reads."""
 _OWN: Final = ("torch", "meshc", "builtins", "typing", "types", "abc", "collections", "functools", "dataclasses", "contextlib", "enum")
-"""Packages whose globals nobody changes."""
+"""Packages whose globals are taken to be constant."""
 _CONSTANT: Final = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH")
 _LARGEST_KEY: Final = 1 << 32
-"""Numbers beyond are identities of objects, which are others in each process."""
+"""Greater integer keys are ids of objects, which differ between processes."""
 
 Step = tuple[str, Any]
-"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None), ("key", number of it), ("nth", number of an
-entry): what is read of what stands before."""
+"""(".", name), ("[]", key), ("type", None), ("in", key), ("has", name), ("keys", None), ("key", index of the key), ("nth", index of the
+entry): one step from a value to what is read of it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """root: MODEL, FUNCTION, INPUTS, or the name of a module of Python."""
+    """root: MODEL, FUNCTION, INPUTS, or the name of a Python module."""
 
     root: str
     steps: tuple[Step, ...]
 
     @property
     def bases(self) -> Iterator[Place]:
-        """What it stands in, outermost first."""
+        """The places that contain this one, outermost first."""
         return (Place(self.root, self.steps[:length]) for length in range(1, len(self.steps)))
 
     def then(self, *steps: Step) -> Place:
@@ -72,7 +72,7 @@ class Place:
 
 
 def all_places_of(guards: Iterable[Any]) -> list[Place]:
-    """What guards of a trace are about."""
+    """The places of a trace's guards."""
     found: dict[Place, None] = {}
     for guard in guards:
         place = place_of(guard.originating_source)
@@ -82,7 +82,7 @@ def all_places_of(guards: Iterable[Any]) -> list[Place]:
 
 
 def watched_at_calls(places: Iterable[Place]) -> list[Place]:
-    """Of these what is looked at again at each call, and what that stands in."""
+    """Those of `places` that each call compares again, and the places that contain them."""
     found: dict[Place, None] = {}
     for place in places:
         if not _is_left_out(place):
@@ -91,13 +91,13 @@ def watched_at_calls(places: Iterable[Place]) -> list[Place]:
 
 
 def constants_of(guards: Iterable[Any]) -> set[Place]:
-    """Of those the places whose values a trace has taken for constants."""
+    """The places whose values a trace has taken for constants."""
     found = {place_of(guard.originating_source) for guard in guards if _kind(guard)[0] in _CONSTANT}
     return {place for place in found if place is not None}
 
 
 def _kind(guard: Any) -> tuple[str, list[object]]:
-    """The name of a guard's kind, and what it is given."""
+    """The name of a guard's kind, and its arguments."""
     make: Any = guard.create_fn
     given: list[object] = []
     if isinstance(make, functools.partial):
@@ -106,7 +106,7 @@ def _kind(guard: Any) -> tuple[str, list[object]]:
 
 
 def without_place(guards: Iterable[Any]) -> list[str]:
-    """Constants of a trace that stand where nobody can look again, in the model or in files of its user's: as Dynamo calls them."""
+    """Dynamo's names of constants of a trace that have no place, in the model or in the user's files."""
     names = [str(_name(guard)) for guard in guards if _kind(guard)[0] in _CONSTANT and place_of(guard.originating_source) is None]
     return [name.replace(_MODEL, MODEL) for name in dict.fromkeys(names) if _is_users(name)]
 
@@ -126,7 +126,7 @@ def _name(guard: Any) -> str:
 
 
 def place_of(source: Any) -> Place | None:
-    """Where Dynamo has a value from; None for what has no place."""
+    """The place of a Dynamo source; None if it has none."""
     text = source.name if isinstance(source.name, str) else source.name()
     if not text:
         return None
@@ -137,21 +137,21 @@ def place_of(source: Any) -> Place | None:
 
 
 def described(places: Iterable[Place]) -> list[list[Any]]:
-    """As JSON holds them."""
+    """The places as JSON."""
     return [[place.root, [list(step) for step in place.steps]] for place in places]
 
 
 def read(rows: Sequence[Sequence[Any]]) -> tuple[Place, ...]:
-    """What `described` was given."""
+    """The inverse of `described`."""
     return tuple(Place(str(root), tuple((str(kind), what) for kind, what in steps)) for root, steps in rows)
 
 
 class _Other(Exception):
-    """A guard of something that is no place of this kind."""
+    """Raised for a source that is no place of this kind."""
 
 
 def _contained(place: Place, guard: Any) -> Iterator[Place]:
-    """Whether a dict has a key, an object an attribute of its own."""
+    """Places for the presence of a dict's key, or of an object's own attribute."""
     kind, given = _kind(guard)
     if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"):
         yield place.then((KEYS, None))
@@ -163,7 +163,8 @@ def _contained(place: Place, guard: Any) -> Iterator[Place]:
 
 
 def shadows(place: Place) -> Iterator[Place]:
-    """Of what a class has from another of its order whether one before that has it too, which Dynamo takes for as it was."""
+    """For an attribute of a class's base, places for its presence in earlier classes of the method resolution order, which Dynamo assumes
+    unchanged."""
     match place.steps:
         case (*_, (_, "__mro__"), (_, int(at)), held, (_, str(name))):
             for earlier in range(at):
@@ -204,7 +205,7 @@ def _place(node: ast.expr) -> Place:
 
 
 def _rooted(place: Place) -> Place:
-    """What is traced holds the model and the function (`meshc.frontend.capture.Root`)."""
+    """The place with the model or the function as its root, which `meshc.frontend.capture.Root` holds."""
     if place.root:
         return place
     match place.steps:
@@ -226,5 +227,5 @@ def _is_left_out(place: Place) -> bool:
 
 
 def is_own(module: str) -> bool:
-    """Whether a module is of torch, meshc or Python, whose globals nobody changes."""
+    """Whether a module is torch's, meshc's or Python's, with globals that are taken to be constant."""
     return module.partition(".")[0] in _OWN

@@ -1,11 +1,11 @@
-"""What a trace has read of Python, looked at again at each call: values by place, the same object as long as nothing has changed.
+"""Python values that a trace has read, compared again at each call: a hashable snapshot by place.
 
     reads = Reads(places, model, function)
     reads.values() is reads.values()             as long as every place holds the object that it held
-    model.temperature = 2.0; reads.values()      another object, which equals one of before if all places hold the same again
+    model.temperature = 2.0; reads.values()      another object, which equals an earlier one if all places hold the same again
 
-The look goes by identity, a container at a time; what a changed container holds is described anew, and only a description that differs is
-another value: `model.config = copy.copy(model.config)` is none. What a place is called, its messages say: `beta of the closure of loss`.
+The comparison is by identity, a container at a time; contents of a changed container are described again, and only another description is
+another value: `model.config = copy.copy(model.config)` is none. Messages name a place as in `beta of the closure of loss`.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from meshc.ir.functions import Function
 from meshc.optimizer.spec import Guard
 
 LARGEST: Final = 1 << 53
-"""Whole numbers up to here are numbers of double precision."""
+"""Integers up to here are exact in double precision."""
 MOST: Final = 1 << 16
-"""Elements of a list, or of a tensor, that are compared one by one."""
+"""Most elements of a list, or of a tensor, that are compared one by one."""
 FEW: Final = 8
 FIXED: Final = frozenset(("__closure__", "__mro__", "__class__", "__name__", "__func__", "__self__", "__dict__", "fget", "func", "args"))
-"""Attributes that stay as long as what has them."""
+"""Attributes that do not change during the life of their object."""
 
 UNSAID: Final = ("_modules", "__dict__", "__closure__", "__func__", "__mro__", "__defaults__", "__kwdefaults__", "keywords")
-"""Attributes that what stands in them is not called by."""
+"""Attributes that are left out of a place's name."""
 
 
 class _Nothing:
-    """What stands where nothing does."""
+    """The value of a place that does not exist."""
 
     def __repr__(self) -> str:
         return "nothing there"
@@ -58,11 +58,10 @@ NOTHING: Final = _Nothing()
 
 @dataclass(frozen=True)
 class Number:
-    """
-    name    of the input
-    place   where it stands
-    whole   whether it is an int
-    guards  outcomes of comparisons that branches have asked for
+    """name    of the input
+    place   of the number
+    whole   the number is an int
+    guards  comparisons that branches of the trace depend on
     """
 
     name: str
@@ -71,7 +70,7 @@ class Number:
     guards: tuple[Guard, ...] = ()
 
     def fits(self, value: object) -> TypeGuard[float]:
-        """Whether a value may be given for it."""
+        """Whether a value may be passed for the number."""
         return is_number(value) and type(value) is (int if self.whole else float)
 
     def outcomes(self, value: float) -> tuple[object, ...]:
@@ -79,19 +78,19 @@ class Number:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value may be an input."""
+    """Whether a value can be an input."""
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST)
 
 
 def describe_numbers(numbers: Sequence[Number]) -> list[list[Any]]:
-    """As JSON holds them."""
+    """The numbers as JSON."""
     places = read_places.described(one.place for one in numbers)
     guards = [[[each.relation, each.constant] for each in one.guards] for one in numbers]
     return [[one.name, place, one.whole, row] for one, place, row in zip(numbers, places, guards, strict=True)]
 
 
 def read_back(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
-    """What `describe_numbers` was given."""
+    """The inverse of `describe_numbers`."""
     return tuple(
         Number(name, place, whole, tuple(Guard(name, relation, float(constant)) for relation, constant in guards))
         for (name, _, whole, guards), place in zip(rows, read_places.read([row[1] for row in rows]), strict=True)
@@ -99,14 +98,14 @@ def read_back(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
 
 
 class Values:
-    """What places held at one time, hashed once. `texts` are for people, by what they call a place."""
+    """Values of places at one time, hashed once. `texts`: name of a place -> its value, for messages."""
 
     __slots__ = ("__weakref__", "_hash", "described", "keys", "places", "texts")
 
     def __init__(self, places: tuple[Place, ...], described: tuple[Hashable, ...], texts: dict[str, str]) -> None:
         self.places, self.described, self.texts = places, described, texts
         self.keys: dict[Hashable, Any] = {}
-        """Keys of calls at these values, by what else decides them."""
+        """Keys of calls with these values, by what else decides them."""
         self._hash = hash((places, described))
 
     def __hash__(self) -> int:
@@ -118,28 +117,28 @@ class Values:
         return self is other or (self._hash, self.places, self.described) == (other._hash, other.places, other.described)
 
     def changes(self, before: Values) -> list[str]:
-        """One line a difference: `model.temperature: 1.0 -> 2.0`."""
+        """One line per difference: `model.temperature: 1.0 -> 2.0`."""
         rows = zip(self.texts.items(), before.described, self.described, strict=False)
         then = [*before.texts.values()]
         found = [(self.places[at], f"{name}: {then[at]} -> {now}") for at, ((name, now), a, b) in enumerate(rows) if a != b]
         bases = {base for place, _ in found for base in place.bases}
-        return [line for place, line in found if place not in bases]  # of a list, which of its items
+        return [line for place, line in found if place not in bases]  # the items that differ, not their list
 
     def numbers_changed(self, before: Values) -> list[Place]:
-        """Where a number is another."""
+        """Places of numbers that differ."""
         rows = zip(self.places, before.described, self.described, strict=True)
         return [place for place, a, b in rows if a != b and all(isinstance(x, tuple) and x[:1] in ((int,), (float,)) for x in (a, b))]
 
 
 class Reads:
-    """Places as this rank has them."""
+    """Values at places, as this rank has them."""
 
     def __init__(self, places: Sequence[Place], model: nn.Module, function: Function, numbers: Sequence[Number] = ()) -> None:
-        """numbers: what of them are inputs of a program, whose values make no other."""
+        """numbers: inputs of a program among these places, whose values do not select another program."""
         self._roots: dict[str, Any] = {MODEL: model, FUNCTION: function}
-        inputs = dict.fromkeys(one.place for one in numbers)  # in their order, which ranks have alike
+        inputs = dict.fromkeys(one.place for one in numbers)  # in their order, which is the same on all ranks
         self.inputs = tuple(numbers)
-        within = dict.fromkeys(base for place in inputs for base in place.bases)  # which may be another object, with another number
+        within = dict.fromkeys(base for place in inputs for base in place.bases)  # a container may be replaced, with another number in it
         self.places = (*(place for place in dict.fromkeys((*places, *within)) if place not in inputs), *inputs)
         self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []
         self._look: _Look | None = None
@@ -147,11 +146,11 @@ class Reads:
         self._tensors = frozenset(map(id, chain(model.parameters(), model.buffers())))
 
     def __len__(self) -> int:
-        """How many values are looked at in a call."""
+        """The number of values that a call compares."""
         return 0 if self._look is None else self._look.count
 
     def values(self) -> Values:
-        """What stands there now."""
+        """The present values."""
         if self._look is None or self._values is None or not (self._look.holds() and self._numbers_fit()):
             self._look, found = self._resolved()
             if found != self._values or self._values is None:
@@ -159,7 +158,7 @@ class Reads:
         return self._values
 
     def numbers(self) -> dict[str, float]:
-        """Those that are inputs, as they are now, by name. Behind `values`, which finds those that are none any more."""
+        """The present numbers that are inputs, by name. Call after `values`, which detects those that no longer fit."""
         found = {number.name: float(get()) for number, get, _, _ in self._numbers}
         for (_, _, _, text), value in zip(self._numbers, found.values(), strict=True):
             self.values().texts[text] = repr(value)
@@ -198,7 +197,7 @@ class Reads:
         return look, Values(self.places, tuple(described), texts)
 
     def _is_state(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the model's, or somebody's parameter: a program has its values elsewhere."""
+        """Whether a tensor is the model's, or a parameter: its values are stored elsewhere."""
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._tensors
 
     def _described(self, value: Any) -> Hashable:
@@ -216,20 +215,21 @@ class Reads:
 
 
 def _held(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """What a tensor holds: a hash of a small one, of others how often they were written to."""
+    """A tensor's contents: a hash of a small one, identity and version counter of others."""
     digest = of_tensor(tensor) if tensor.numel() <= MOST else None
     return (Same(tensor), tensor._version) if digest is None else (digest,)
 
 
 def code_of(value: Any) -> types.CodeType | None:
-    """That of a function, also of one that a class makes something else of."""
+    """The code of a function, also of a method or property; None for any other value."""
     function = function_of(value)
     return None if function is None else function.__code__
 
 
 def methods(there: Resolved, places: Iterable[Place], traced: Iterable[types.CodeType], installed: bool = False) -> list[Place]:
-    """Of code that a trace has run, where classes of what it has met have it: of modules and values, and those that it has read, of which
-    it may have made something. Dynamo takes it that these keep their methods. installed: also of classes that packages have and it read."""
+    """Places of methods with code that a trace has run, in the classes of modules and of values that it has read, and in classes that it
+    has read, which it may have instantiated; Dynamo assumes that classes keep their methods. `installed`: also read classes of installed
+    packages."""
     ran, found = frozenset(traced), dict[type, Place]()
     modules = [Place(MODEL, _steps_to(path)) for path, _ in there.at(Place(MODEL, ()))[0].named_modules()]
     for place in (*modules, *places):
@@ -249,20 +249,20 @@ def methods(there: Resolved, places: Iterable[Place], traced: Iterable[types.Cod
 
 
 def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, Any]:
-    """What is to be found somewhere, and a short name for it: `beta` of a closure, `model.config.alpha`."""
+    """A short name for a place, and its value: `beta` of a closure, `model.config.alpha`."""
     there = Resolved({MODEL: model, FUNCTION: function})
     value, text = there.at(place)
-    return re.sub(r" \([^()]*\)", "", text).removeprefix("default of "), value  # without of which function
+    return re.sub(r" \([^()]*\)", "", text).removeprefix("default of "), value  # without the function's name
 
 
 def _steps_to(path: str) -> tuple[Step, ...]:
-    """From a model to a module in it."""
+    """The steps from a model to a module in it."""
     return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
 
 
 def _stays(place: Place, there: Resolved) -> bool:
-    """Whether nobody changes what stands there: the closures and defaults of an installed package's functions, by themselves, and which
-    names its classes have."""
+    """Whether the value at a place is taken to be constant: closures and defaults of an installed package's functions, and the attributes
+    that its classes have."""
     kind, what = place.steps[-1]
     if kind == ATTRIBUTE and what in ("cell_contents", "__closure__", "__defaults__", "__kwdefaults__"):
         up = 3 if what == "cell_contents" else 1
@@ -275,7 +275,7 @@ def _stays(place: Place, there: Resolved) -> bool:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether a function or class is of a package that is installed, not of a project's own files."""
+    """Whether a function or class is of an installed package, not of a project's own files."""
     code = code_of(value)
     if code is None and isinstance(value, type):
         return "-packages" in str(getattr(sys.modules.get(value.__module__), "__file__", ""))
@@ -283,12 +283,12 @@ def _is_installed(value: Any) -> bool:
 
 
 def _shape(value: Any) -> Hashable:
-    """Of what is read by its items."""
+    """The description of a container whose items have places of their own."""
     return type(value), len(value)
 
 
 def _as_input(number: Number, value: object) -> Hashable:
-    """What makes another program of a number that is an input."""
+    """The part of a number that selects another program: the outcomes of its guards, if it is a valid input."""
     return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))
 
 
@@ -315,7 +315,7 @@ def _line(function: types.FunctionType) -> str:
 
 
 class Resolved:
-    """Values by place, each looked up once, with what it is called."""
+    """Values and names by place, each looked up once."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._found = {Place(name, ()): (value, MODEL if name == MODEL else name_of(value)) for name, value in roots.items()}
@@ -373,7 +373,7 @@ def _module(name: str) -> Any:
 
 
 def _taken(base: Any, step: tuple[str, Any]) -> Any:
-    """What stands there; nothing is changed, and no code of a user's runs but what attributes of theirs are made by."""
+    """The value one step from `base`; nothing is changed, and no user code runs but that of attributes."""
     kind, what = step
     if base is NOTHING:
         return NOTHING
@@ -399,7 +399,7 @@ def _taken(base: Any, step: tuple[str, Any]) -> Any:
 
 
 def _nth_key(base: Any, number: int) -> Any:
-    """Of an entry of a dict; of hooks those of meshc do not count."""
+    """The key of an entry of a dict; meshc's own hooks do not count."""
     return [key for key, one in base.items() if not hasattr(one, "of_meshc")][number]
 
 
@@ -407,7 +407,7 @@ def _nth_key(base: Any, number: int) -> Any:
 
 
 class _Look:
-    """Whether places hold the objects that they held: identities, read a container at a time by loops that are not Python's own."""
+    """Fast check that places hold the objects that they held: identities, read a container at a time without Python loops."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -417,13 +417,13 @@ class _Look:
         self._sizes: dict[int, list[Any]] = {}
         self._own: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
         self._keys: dict[int, tuple[Any, int | None]] = {}
-        """How many of the first keys are looked at; None: all."""
+        """How many of the first keys are compared; None: all."""
         self._kinds: dict[int, tuple[Any, type]] = {}
         self._versions: dict[int, torch.Tensor] = {}
         self._codes: dict[int, types.FunctionType] = {}
 
     def note(self, base: Any, step: tuple[str, Any], value: Any) -> None:
-        """What stands where."""
+        """Records the value one step from `base`."""
         kind, what = step
         if base is NOTHING:
             return
@@ -445,7 +445,7 @@ class _Look:
             self._keys[id(base)] = base, None if kind == KEYS or many is None else max(many, what + 1)
 
     def follow(self, value: Any, elsewhere: bool) -> None:
-        """What a value holds. elsewhere: that is looked at by itself, or somewhere else."""
+        """Records the contents of a value. `elsewhere`: its items have places of their own, or are compared elsewhere."""
         if isinstance(value, list):
             self._sizes[id(value)] = value
             if not elsewhere:
@@ -456,7 +456,7 @@ class _Look:
             self._codes[id(value)] = value
 
     def close(self) -> None:
-        """Nothing more is noted."""
+        """Builds the getters and expected values, after the last `note`."""
         rows = [(held, list(names.items()) * (2 if len(names) == 1 else 1)) for held, names in self._items.values()]  # a getter of tuples
         self._held = [held for held, _ in rows]
         self._getters: list[Callable[[Any], Any]] = [itemgetter(*(name for name, _ in names)) for _, names in rows]

@@ -1,4 +1,4 @@
-"""A function that gives a model its values, recorded: it runs once, nothing of it is computed, and any rank computes any part of it later.
+"""Recorded initialisation of a model: the function runs once without computing, and any rank computes any part of its result later.
 
     recording = Recording(seed, step)
     with recording:
@@ -7,8 +7,8 @@
         weight[3].zero_()
     recording.read(weight, ((2, 4), (0, 4)))                    # rows 2 and 3: the draws of call 0 there, and zeros
 
-Random calls are numbered and drawn as `meshc.reference.ReferenceRandom` does, so that the function run on one device inside that gives
-the same bits. Where it looks at a value (`if not mask.any()`), the value is computed there and then.
+Random calls are numbered and drawn as in `meshc.reference.ReferenceRandom`: the function run on one device inside that mode gives the same
+bits. Where the function looks at a value (`if not mask.any()`), the value is computed at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOKS_AT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Memory:
-    """What tensors that share memory have in common: its value now."""
+    """The storage that tensors share: its present value."""
 
     def __init__(self, recording: Recording, base: Tensor, value: Value) -> None:
         self.recording, self.base, self.value = recording, base, value
@@ -62,7 +62,7 @@ class Recorded(Tensor):
             with torch.no_grad():
                 target.copy_(_fitting(target, value))
             return None
-        with torch._C.DisableTorchFunctionSubclass():  # what comes back is no Recorded unless it was made as one
+        with torch._C.DisableTorchFunctionSubclass():  # the result is a Recorded only if created as one
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -83,7 +83,7 @@ def _fitting(target: Tensor, value: Tensor) -> Tensor:
 
 
 class Recording(ReferenceRandom):
-    """The mode in which a function is recorded. `given(at)` is what was there before, whole; None where nothing was."""
+    """The mode in which a function is recorded. `given(at)` is the whole value of tensor `at` before; None where there was none."""
 
     def __init__(self, seed: int, step: int, given: Callable[[int], Tensor | None] = lambda at: None) -> None:
         super().__init__(seed, step)
@@ -97,7 +97,7 @@ class Recording(ReferenceRandom):
         return Recorded(_Memory(self, shadow, Given(self._next(), Geometry.of(shadow), dtype, at=at)), shadow, requires_grad)
 
     def value(self, x: Tensor) -> Value:
-        """What a tensor holds now, whether it is recorded or not."""
+        """The present value of a tensor, recorded or not."""
         if not isinstance(x, Recorded):
             self._say(_content(x))
             return Known(self._next(), Geometry.of(torch.empty(x.shape, device="meta")), x.dtype, tensor=x.detach().to("cpu", copy=True))
@@ -107,7 +107,7 @@ class Recording(ReferenceRandom):
         return Seen(self._next(), where, x.dtype, base=x.memory.value)
 
     def untouched(self, x: Tensor) -> bool:
-        """Whether a tensor of the model holds what it held before."""
+        """Whether a tensor of the model still has its value from before."""
         return isinstance(x, Recorded) and isinstance(x.memory.value, Given)
 
     def read(self, value: Value | Tensor, box: Box | None = None) -> Tensor:
@@ -119,11 +119,11 @@ class Recording(ReferenceRandom):
         self._evaluation.ask(value)
 
     def forget(self) -> None:
-        """Drops what was computed whole for the tensor before."""
+        """Drops the values that were computed whole."""
         self._evaluation.forget()
 
     def digest(self, values: Sequence[Value]) -> str:
-        """Of all that was done, and of what stands where: equal where two ranks have recorded the same."""
+        """A hash of all recorded calls, and of the values' numbers: equal on two ranks that have recorded the same."""
         return hashlib.sha256(self._said.digest() + repr([value.number for value in values]).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------------------------- recording
@@ -138,7 +138,7 @@ class Recording(ReferenceRandom):
         return self.record(func, args, kwargs, call)
 
     def record(self, func: OpOverload, args: Sequence[Any], kwargs: Named, call: int | None = None) -> Any:
-        """One call of an operator that has a recorded tensor among its operands."""
+        """Records one call of an operator that has a recorded tensor among its operands."""
         written = _written(func, args, kwargs)
         if _LOOKS_AT & set(func.tags) or any(not isinstance(x, Recorded) for _, x in written):
             return self._now(func, args, kwargs)
@@ -179,13 +179,13 @@ class Recording(ReferenceRandom):
         memory.value = value
 
     def _looked_at(self, x: Recorded) -> Tensor:
-        """`any` is computed a chunk at a time: who asks for it looks at it next (`trunc_normal_`)."""
+        """`any` is computed a chunk at a time: its caller branches on it (`trunc_normal_`)."""
         found = torch.tensor(self._evaluation.holds_anywhere(self.value(x)))
         self.forget()
         return found
 
     def _now(self, func: OpOverload, args: Sequence[Any], kwargs: Named) -> Any:
-        """A call that needs its operands: it happens here."""
+        """Runs a call that needs its operands' values."""
         real = trees_of_torch.tree_map(lambda leaf: self.read(leaf) if isinstance(leaf, Recorded) else leaf, (tuple(args), dict(kwargs)))
         self.forget()
         return func(*real[0], **real[1])
@@ -199,7 +199,7 @@ class Recording(ReferenceRandom):
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple[int | str, Any]]:
-    """The operands that a call overwrites, each with its place."""
+    """(position or name, operand) of the operands that a call overwrites."""
     found: list[tuple[int | str, Any]] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

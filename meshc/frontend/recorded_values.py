@@ -1,10 +1,10 @@
-"""Values that a function would have written, computed for any box of a tensor at a time.
+"""Lazy values of recorded tensors, computed for any box of a tensor at a time.
 
     normal_(weight); weight[0].zero_()        Written(Result(normal_, call 7), row 0, Result(zero_))
     box rows 4:8 of weight                    the draws of call 7 at rows 4:8; row 0 is not among them
 
-What is computed element by element, and draws that fill a tensor, are computed for the box alone, in chunks; anything else (a QR
-decomposition) is computed whole, and its box taken.
+Elementwise operators, and draws that fill a tensor, are computed for the box alone, in chunks; anything else (a QR decomposition) is
+computed whole, and its box taken.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""From and to, a pair for each dim."""
+"""(start, stop) for each dim."""
 
 CHUNK_BYTES: Final = 16 << 20
-"""What is computed at a time: a few tensors of this size are there beside the result."""
+"""Size of a chunk: a few tensors of this size exist beside the result."""
 
 _ELEMENTWISE: Final = {
     aten.zero_, aten.fill_, aten.copy_, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten._to_copy, aten.clone,
     aten.detach, aten.alias,
 }  # fmt: skip
-"""Beside what torch calls pointwise."""
+"""Elementwise operators without torch's tag `pointwise`."""
 
 _DRAWN: Final = {
     *(getattr(aten, f"{name}_") for name in FILLING), aten.bernoulli_, aten.rand, aten.randn, aten.rand_like, aten.randn_like
 }  # fmt: skip
-"""Random operators that give each element its own draw, whose number is the element's."""
+"""Random operators that give each element its own draw, numbered like the element."""
 
 _OVERWRITES: Final = {aten.zero_, aten.fill_, aten.copy_, aten.bernoulli_, *(getattr(aten, f"{name}_") for name in FILLING)}
-"""What was there before is not read."""
+"""Operators that overwrite their operand without reading it."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a view lies in the memory of what it is a view of."""
+    """Size, strides and offset of a view in its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class Geometry:
 
 @dataclass(eq=False)
 class Value:
-    """What a tensor holds at one moment. `number` counts the values of a recording."""
+    """A tensor's value at one moment. `number` counts the values of a recording."""
 
     number: int
     geometry: Geometry
@@ -71,22 +71,22 @@ class Value:
 
 @dataclass(eq=False)
 class Given(Value):
-    """What was there before, by the place it had among the tensors of the model."""
+    """The value before the recording, by the tensor's number in the model."""
 
     at: int = 0
 
 
 @dataclass(eq=False)
 class Known(Value):
-    """A tensor that was there to begin with, or was computed on the way."""
+    """A tensor that is not recorded, or was computed on the way."""
 
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(eq=False)
 class Result(Value):
-    """What a call left in one of its arguments (`written`), or returned (`output`). Tensors among `args` are values; `call` is the number
-    of its draws."""
+    """A call's result in one of its arguments (`written`) or among its outputs (`output`). Tensors in `args` are `Value`s; `call` is the
+    number of its draws."""
 
     func: OpOverload = aten.detach.default
     args: tuple[Any, ...] = ()
@@ -105,7 +105,7 @@ class Seen(Value):
 
 @dataclass(eq=False)
 class Written(Value):
-    """A value of which a view has been written."""
+    """A value after a write to a view of it."""
 
     base: Value | None = None
     where: Geometry = Geometry((), (), 0)
@@ -113,7 +113,7 @@ class Written(Value):
 
 
 class _Answered(ReferenceRandom):
-    """Answers the one random call that runs inside it with the draws of call number `number`, at a tile of what was drawn."""
+    """Answers the one random call inside it with the draws of call `number`, at a tile of these."""
 
     def __init__(self, seed: int, step: int, number: int, shape: Sequence[int], box: Box) -> None:
         super().__init__(seed, step)
@@ -125,7 +125,7 @@ class _Answered(ReferenceRandom):
 
 
 class Evaluation:
-    """Computes values. `given(at)` is what stood at a place of the model before, whole, or None where nothing did."""
+    """Computes values. `given(at)` is the whole value of the model's tensor `at` before, or None where there was none."""
 
     def __init__(self, seed: int, step: int, given: Callable[[int], Tensor | None]) -> None:
         self._seed, self._step, self._given = seed, step, given
@@ -133,12 +133,12 @@ class Evaluation:
         self._stood: dict[int, Tensor | None] = {}
 
     def forget(self) -> None:
-        """Drops what was computed whole, or asked for, for the value before."""
+        """Drops values that were computed whole, and earlier values that were requested."""
         self._whole.clear()
         self._stood.clear()
 
     def ask(self, value: Value) -> None:
-        """Asks for all that stood before and that this value is made of, in the same order on every rank."""
+        """Requests the earlier values that `value` depends on, in the same order on every rank."""
         for at in sorted(reads(value)):
             self._before(at)
 
@@ -157,7 +157,7 @@ class Evaluation:
         return out
 
     def holds_anywhere(self, value: Value) -> bool:
-        """Whether any element is not zero, a chunk at a time."""
+        """Whether any element is nonzero, computed a chunk at a time."""
         shape = value.shape
         if not shape or not shape[0]:
             return bool(self._box(value, full(shape)).any())
@@ -166,7 +166,7 @@ class Evaluation:
         return any(bool(self._box(value, chunk).any()) for chunk in chunks)
 
     def _box(self, value: Value, box: Box) -> Tensor:
-        """Not to be written: it may be somebody's memory."""
+        """A box of a value. Not to be written: its memory may be shared."""
         if isinstance(value, Known):
             return value.tensor[_slices(box)]
         if isinstance(value, Written):
@@ -180,7 +180,7 @@ class Evaluation:
         return self._all(value)[_slices(box)]
 
     def _all(self, value: Value) -> Tensor:
-        """A value whole, kept until `forget`."""
+        """A value whole, memoised until `forget`."""
         found = self._whole.get(value.number)
         if found is None:
             found = self._whole[value.number] = self._made(value)
@@ -200,7 +200,7 @@ class Evaluation:
         return self._stood[at]
 
     def _called(self, value: Result, box: Box | None) -> Tensor:
-        """Runs a call, on a box of its operands or on all of each."""
+        """Runs a call, on the `box` of each operand or on whole operands."""
         written: dict[int | str, Tensor] = {}
 
         def operand(at: int | str, leaf: object) -> object:
@@ -259,7 +259,7 @@ class Evaluation:
 
 
 def reads(value: Value) -> set[int]:
-    """The places of the model whose values before it is made of."""
+    """Numbers of the model's tensors whose earlier values `value` depends on."""
     found: set[int] = set()
     left, met = [value], {value.number}
     while left:
@@ -292,13 +292,13 @@ def full(shape: Sequence[int]) -> Box:
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """NaN, or 0 where there is none: what a tensor holds that nobody has written."""
+    """The value of a tensor that was never written: NaN, or 0 for dtypes without NaN."""
     made = torch.zeros(tuple(shape), dtype=dtype)
     return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made
 
 
 def ranges_of(base: Geometry, view: Geometry) -> list[tuple[int, int, bool]] | None:
-    """Of each dim of a contiguous base from where to where a view goes, and whether it is a dim of the view; None if it is no such view."""
+    """(start, stop, whether the view has the dim) of each dim of a contiguous base that `view` covers; None for any other view."""
     if base.stride != contiguous(base.size) or base.offset:
         return None
     ranges: list[tuple[int, int, bool]] = []
@@ -326,7 +326,7 @@ def _strided(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def _memory(base: Geometry, whole: Tensor) -> Tensor:
-    """A copy of a tensor with the strides that it had where views of it were taken."""
+    """A copy of a tensor with the strides of the tensor that its views were taken of."""
     return torch.empty_strided(base.size, base.stride, dtype=whole.dtype).copy_(whole)
 
 
@@ -335,7 +335,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _beside(shape: tuple[int, ...], box: Box) -> Box:
-    """The box of an operand that is broadcast to what `box` is a box of."""
+    """The box of an operand that is broadcast to the tensor of `box`."""
     behind = box[len(box) - len(shape) :] if shape else ()
     return tuple((0, 1) if size == 1 else pair for size, pair in zip(shape, behind, strict=True))
 

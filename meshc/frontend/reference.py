@@ -1,4 +1,4 @@
-"""The reference for random numbers: an unmodified model, run eagerly, whose random calls are answered with meshc's draws.
+"""Reference for random numbers: an unmodified model, run eagerly, with random calls answered by meshc's draws.
 
     with ReferenceRandom(seed, step) as reference:
         loss = model(x)
@@ -6,12 +6,12 @@
     reference.calls             # how many random calls the model made
 
 The k-th random call (k = 0, 1, ... in order of execution) gets the draws of call k at the shape of its tensor, which is what a compiled
-program draws for it on any mesh. What meshc has no definition for raises, rather than drawing from torch's generator.
+program draws for it on any mesh. A random operator that meshc does not define raises, rather than drawing from torch's generator.
 
 Meanwhile the seed of torch's CPU generator is the number of the next call. A checkpointed region restores the generator's state when it
 runs again in backward, and so finds the numbers, and with them the draws, of its first run.
 
-A microbatch on its own draws its rows of what the whole batch draws, whose shapes a run of the whole batch tells:
+A single microbatch draws its rows of the whole batch's draws, whose shapes come from a run of the whole batch:
 
     with ReferenceRandom(seed, step) as whole, torch.no_grad():
         model(x)
@@ -44,7 +44,7 @@ Named: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Which tile of the whole batch's draws a model is to be answered with: the index-th of `count`, where `drawn` is the whole's."""
+    """The tile of the whole batch's draws that answers a model's calls: the index-th of `count`; `drawn` lists the whole batch's draws."""
 
     drawn: Sequence[tuple[str, tuple[int, ...]]]
     count: int
@@ -101,7 +101,7 @@ class ReferenceRandom(TorchDispatchMode):
             return func(*args, **kwargs)
         answer = ANSWERS.get(func.overloadpacket)
         if answer is None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:  # under inference_mode composites arrive whole
+            with self:  # under inference_mode composite operators are dispatched undecomposed
                 return func.decompose(*args, **kwargs)
         if answer is None:
             raise undefined(func, named)
@@ -114,7 +114,7 @@ class ReferenceRandom(TorchDispatchMode):
         return self.answered(answer, func, args, kwargs)
 
     def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
-        """What a random call gets; who records calls does something else."""
+        """The answer to a random call; a recording overrides it."""
         named = by_name(func, args, kwargs)
         if "out" not in named:
             return answer(self, func, named)
@@ -133,7 +133,7 @@ class ReferenceRandom(TorchDispatchMode):
         return random.seed_step(self.seed, self.step, device or "cpu"), number, tile
 
     def tile_of_call(self, call: int, shape: tuple[int, ...]) -> tuple[int, Tile]:
-        """The number under which a call draws, and which tile of its draws it gets."""
+        """The number under which a call draws, and its tile of the draws."""
         return call, self.microbatch.tile(call, shape) if self.microbatch is not None else (shape, shape, [0] * len(shape))
 
     def draws(self, func: OpOverload, shape: Sequence[int], device: torch.device | None) -> distributions.Draws:
@@ -149,7 +149,7 @@ def by_name(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, objec
 
 
 def _is_idle(func: OpOverload, named: Named) -> bool:
-    """Dropout that is switched off or settled (p = 0 or 1, nothing to drop), or attention without any."""
+    """Whether a call draws nothing: dropout that is off or has a fixed result (p = 0 or 1, no elements), or attention without dropout."""
     if func.overloadpacket is aten.dropout and (named["p"] in (0.0, 1.0) or named["input"].numel() == 0):
         return True
     return named.get("train", None) is False or named.get("training", None) is False or named.get("dropout_p", None) == 0.0
@@ -175,7 +175,7 @@ def _bernoulli(mode: ReferenceRandom, func: OpOverload, out: Tensor, probability
 
 
 def _new(named: Named) -> Tensor:
-    """The empty tensor that a factory call asks for, `x_like` or by size."""
+    """The empty tensor of a factory call, `x_like` or by size."""
     options = {key: named[key] for key in ("dtype", "layout", "device", "pin_memory")}
     if "size" in named:
         return torch.empty(named["size"], **{key: value for key, value in options.items() if value is not None})
@@ -208,7 +208,7 @@ def _answer_integers(mode: ReferenceRandom, func: OpOverload, named: Named) -> T
 
 
 def _counting(named: Named) -> torch.dtype:
-    """The dtype asked for; a schema's own default is a number."""
+    """The dtype of the call; a schema's default is an int and means int64."""
     return named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
 
 
@@ -229,7 +229,7 @@ def _answer_multinomial(mode: ReferenceRandom, func: OpOverload, named: Named) -
 
 
 def _answer_rrelu(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
-    """`noise` is what backward multiplies with."""
+    """`noise` receives the slopes, which backward multiplies with."""
     x = named["self"]
     slopes = distributions.rrelu_slopes(mode.draws(func, x.shape, x.device), x, named["lower"], named["upper"])
     if "noise" in named:
@@ -287,4 +287,4 @@ for _name, (_values, _names) in FILLING.items():
     ANSWERS[getattr(aten, f"{_name}_")] = _filling(_values, _names, fresh=False)
     if _name != "normal":
         ANSWERS[getattr(aten, _name)] = _filling(_values, _names, fresh=True)
-ANSWERS[aten.normal_functional] = _filling(*FILLING["normal"], fresh=True)  # what functionalization makes of normal_
+ANSWERS[aten.normal_functional] = _filling(*FILLING["normal"], fresh=True)  # normal_ after functionalization

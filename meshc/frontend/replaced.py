@@ -1,4 +1,4 @@
-"""What stands for something else while a graph is captured, in one context."""
+"""Substitutions during capture: one context for all functions of torch and transformers that are replaced while a graph is traced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from meshc.frontend.transforms_within import traced_transforms
 
 @contextlib.contextmanager
 def replaced(opened: bool) -> Iterator[Seen]:
-    """Inside, what no graph could follow is something else, and what Python does beside is seen. `opened`: sizes stay open, by guards."""
+    """A context with all substitutions, which also records the side effects of Python. `opened`: sizes are dynamic, and guards on them are
+    kept."""
     with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
         with (
             unhinted_masks(), averaged_norms(), traced_distributions(), traced_gradients(), lstm_states(), each_tensor_once(),
@@ -37,8 +38,8 @@ def replaced(opened: bool) -> Iterator[Seen]:
 
 @contextlib.contextmanager
 def lstm_states() -> Iterator[None]:
-    """Inside, the last states of an `nn.LSTM` are traced with the shapes that they have. Of torch 2.11 those of a layer have one dim of
-    length 1 too many there, if there is more than one sequence."""
+    """A context in which the last states of an `nn.LSTM` are traced with their real shapes. In torch 2.11, those of a layer have one dim of
+    length 1 too many in a trace, with more than one sequence."""
     from meshc.private import decompositions
 
     layer = decompositions.one_layer_lstm
@@ -53,8 +54,8 @@ def lstm_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def each_tensor_once() -> Iterator[None]:
-    """Inside, a function of autograd that is given one tensor twice is refused: of torch 2.11 its gradient is traced once; later releases
-    refuse it by themselves."""
+    """A context in which an autograd function that gets one tensor twice is refused: torch 2.11 traces the tensor's gradient once; later
+    releases refuse it themselves."""
     from meshc.private import AutogradFunctionApplyVariable
 
     call = AutogradFunctionApplyVariable.call_function

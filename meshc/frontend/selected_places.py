@@ -1,7 +1,7 @@
-"""Rows that a mask selects, as all rows of which some count: where they come from, and what is written to where they were.
+"""Rows selected by a mask, as all rows with a mask: gathers by the mask's indices, and writes back to the selected places.
 
     s = h[keep]                  where(keep.flatten()[:, None], h.flatten(0, 1), 0)
-    i, j = torch.where(mask)     for each entry of the mask where it is;  x[i] is x, once for each j
+    i, j = torch.where(mask)     for each entry of the mask its index;  x[i] is x, once for each j
     out[keep] = s                out.copy_(where(keep[..., None], s, out))
     out.index_add_(0, i, s)      out plus the sum over j of what counts
 """
@@ -33,21 +33,21 @@ PURE: Final = frozenset(
     "ne eq gt ge lt le and_ or_ xor invert not_ logical_and logical_or logical_not getitem view reshape flatten squeeze unsqueeze to bool "
     "isnan isfinite isinf __and__ __or__ __invert__".split()
 )
-"""Calls that give the same of the same: two masks written by them alike are one."""
+"""Calls whose result depends on their operands alone: two masks computed by equal calls are one."""
 
 IN_PLACE: Final[Mapping[object, Callable[..., object]]] = {
     getattr(operator, f"i{name}"): getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod")
 }
-"""What changes its first operand, and what makes another value instead."""
+"""In-place operator -> the operator that returns a new value."""
 
 
 class NotFollowed(Exception):
-    """Why rows that are selected cannot be followed through a call."""
+    """Raised where selected rows cannot be followed through a call; the text says why."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which rows count: a mask, and its shape."""
+    """A selection of rows: a mask, and its shape."""
 
     mask: Node
     dims: tuple[int, ...]
@@ -59,12 +59,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Rows:
-    """What stands for selected rows.
+    """The value that stands for selected rows.
 
     value  of all rows
-    zero   in those that do not count there is nothing but zeros
-    along  the dims of the mask along which it says where a row is, as `torch.where` gives them; a column each if there are `columns`
-    at     the dim of the model's value in which the rows lie; here it is the first
+    zero   rows that are not selected are zero
+    along  the dims of the mask of which the rows are indices, as `torch.where` gives them; one column for each with `columns`
+    at     the dim of the rows in the model's value; in `value` it is the first
     """
 
     value: Node
@@ -77,7 +77,7 @@ class Rows:
 
 @dataclass
 class Number:
-    """A number that a tensor holds, or that is made of how many rows count: as a tensor of no dims, and of which rows."""
+    """A number that a tensor holds, or that depends on how many rows are selected: a 0-dim tensor, and the selection."""
 
     tensor: Node
     chosen: Chosen | None
@@ -85,7 +85,7 @@ class Number:
 
 @dataclass
 class Place:
-    """An index by coordinates of selected rows: along which dims of the mask, and what of the index is left behind them."""
+    """An index by selected rows: the dims of the mask that it runs along, and the rest of the index behind them."""
 
     chosen: Chosen
     along: tuple[int, ...]
@@ -93,10 +93,10 @@ class Place:
 
 
 class Places(WrittenCalls):
-    """Of one graph: selections, and what is written to their places.
+    """Selections of one graph, and writes to the places that they select.
 
-    rows     what stands for each value of selected rows; of several in one a tuple
-    numbers  what stands for each number that data decides
+    rows     the `Rows` that stand for each value of selected rows; a tuple for a node with several values
+    numbers  the `Number` that stands for each number that data decides
     begun    by value or number, the selections that it comes from
     """
 
@@ -122,13 +122,14 @@ class Places(WrittenCalls):
             self.rows[node] = tuple(Rows(one, chosen, along=(dim,)) for dim, one in enumerate(each))
 
     def along(self, like: Node, chosen: Chosen, dim: int) -> Node:
-        """Of all rows the coordinates along a dim of the mask."""
+        """The indices of all rows along a dim of the mask."""
         numbers = self._call(like, torch.arange, chosen.dims[dim])
         shaped = self._call(like, "reshape", numbers, [-1 if one == dim else 1 for one in range(len(chosen.dims))])
         return self._call(like, "reshape", self._call(like, "expand", shaped, list(chosen.dims)), [-1])
 
     def chosen(self, like: Node, mask: Node) -> Chosen:
-        """What a mask selects at a call. One that is made of what changes in place is copied there, and selects as no other does."""
+        """The selection of a mask at a call. A mask that depends on a value changed in place is copied there, and equals no other
+        selection."""
         shape = value_of(mask).shape
         if mask in self.begun or any(not isinstance(size, int) for size in shape):
             raise NotFollowed("the mask's own size is not known beforehand")
@@ -138,7 +139,7 @@ class Places(WrittenCalls):
         return self._masks.setdefault(written or mask, Chosen(mask, tuple(shape)))
 
     def spread(self, like: Node, chosen: Chosen, each: int) -> Chosen:
-        """What is selected where each row is several."""
+        """The selection with each row repeated `each` times."""
         if (chosen, each) not in self._masks:
             column = self._call(like, "reshape", chosen.mask, [chosen.count, 1])
             mask = self._call(like, "reshape", self._call(like, "expand", column, [chosen.count, each]), [-1])
@@ -156,14 +157,14 @@ class Places(WrittenCalls):
         else:
             index = node.args[1]
         rows = self.rows.get(index) if isinstance(index, Node) else None
-        if isinstance(rows, Rows) and not rows.along and not value_of(rows.value).is_floating_point():  # rows of a table, by number
+        if isinstance(rows, Rows) and not rows.along and not value_of(rows.value).is_floating_point():  # a lookup of rows in a table
             value = self._call(node, operator.getitem, x, self.zeroed(node, rows).value)
             self.rows[node] = self.zeroed(node, Rows(value, rows.chosen))
             return
         self.rows[node] = self.indexed(node, x, self.place(node, index))
 
     def place(self, like: Node, index: Any) -> Place:
-        """An index as coordinates of rows."""
+        """An index as indices of selected rows."""
         given = index if isinstance(index, tuple) else (index,)
         if isinstance(given[0], Node) and given[0] not in self.begun and value_of(given[0]).dtype == torch.bool:
             if any(isinstance(one, Node) for one in given[1:]):
@@ -181,7 +182,7 @@ class Places(WrittenCalls):
         return Place(rows[0].chosen, along, given[len(rows) :])
 
     def indexed(self, node: Node, x: Node, place: Place) -> Rows:
-        """`x[place]`"""
+        """The rows `x[place]`."""
         chosen, shape = place.chosen, list(value_of(x).shape)
         for dim, of in enumerate(place.along):
             if dim >= len(shape) or not isinstance(shape[dim], int) or shape[dim] < chosen.dims[of]:
@@ -202,7 +203,7 @@ class Places(WrittenCalls):
         return replace(made, value=self._call(node, operator.getitem, made.value, (kept, *place.rest)))
 
     def zeroed(self, node: Node, rows: Rows, fill: object = 0) -> Rows:
-        """With `fill` in rows that do not count."""
+        """The rows, with `fill` where they are not selected."""
         if rows.zero and fill == 0:
             return rows
         value = self._call(node, torch.where, self.mask(node, rows), rows.value, self.filling(node, rows, fill))
@@ -215,10 +216,10 @@ class Places(WrittenCalls):
     def mask(self, node: Node, rows: Rows) -> Node:
         return self._call(node, "reshape", rows.chosen.mask, [rows.chosen.count, *[1] * (value_of(rows.value).dim() - 1)])
 
-    # What a number that data decides says where.
+    # Indices that a tensor holds.
 
     def at_number(self, node: Node, name: str, index: tuple[Any, ...], dim: int) -> None:
-        """`x[.., i : i + 4]` and `x[.., i]`, read or written, where a tensor holds i: by the numbers of the places."""
+        """`x[.., i : i + 4]` and `x[.., i]`, read or written, where a tensor holds i: by computed indices."""
         x, entry = node.args[0], index[dim]
         assert isinstance(x, Node)
         sliced = isinstance(entry, slice)
@@ -250,7 +251,7 @@ class Places(WrittenCalls):
         self._call(node, "index_copy_" if isinstance(value, Node) else "index_fill_", x, dim, at, value)
 
     def write_span(self, node: Node, x: Node, index: tuple[Any, ...], dim: int) -> bool:
-        """`x[i, : n] = v`, where a tensor holds n and v is one number: by which places come before it; False of what else is written."""
+        """`x[i, : n] = v`, where a tensor holds n and v is one number, as a masked write; False for any other write."""
         entry, value = index[dim], node.args[2]
         ends = [self.numbers[one].tensor if one in self.numbers else one for one in (entry.start, entry.stop)]
         several = isinstance(value, Node) and (value in self.begun or value_of(value).dim() > 0)
@@ -265,7 +266,7 @@ class Places(WrittenCalls):
         for end, compare in zip(ends, (operator.ge, operator.lt), strict=True):
             if end is not None:
                 counted = self._call(node, torch.as_tensor, end)
-                behind = self._call(node, operator.add, counted, size)  # what a negative number counts from
+                behind = self._call(node, operator.add, counted, size)  # a negative number counts from the end
                 counted = self._call(node, torch.where, self._call(node, operator.lt, counted, 0), behind, counted)
                 inside = self._call(node, torch.logical_and, inside, self._call(node, compare, at, counted))
         inside = self._call(node, "view", inside, [-1, *[1] * (value_of(part).dim() - along - 1)])
@@ -273,7 +274,7 @@ class Places(WrittenCalls):
         return True
 
     def outlives(self, view: Node, x: Node) -> bool:
-        """Whether a view of a tensor may be read once that has been changed in place."""
+        """Whether a view of a tensor may be read after the tensor has been changed in place."""
         memory, views, changed = storage_of(x), {view}, False
         for one in itertools.islice(itertools.dropwhile(lambda one: one is not view, self._graph.nodes), 1, None):
             read = any(given in views for given in one.all_input_nodes)
@@ -285,7 +286,7 @@ class Places(WrittenCalls):
         return False
 
     def write_back(self, node: Node) -> None:
-        """Of `x[i : i + 4] += y` the sum, which is written where it was read: no view of a place has to be changed."""
+        """The sum in `x[i : i + 4] += y`, written back where it was read, so that no view has to be changed."""
         changed = next(iter(node.users))
         back = next(iter(changed.users), None)
         alone = len(node.users) == len(changed.users) == 1 and changed.target in IN_PLACE
@@ -294,7 +295,7 @@ class Places(WrittenCalls):
         changed.target = IN_PLACE[changed.target]
 
     def length(self, entry: slice) -> int:
-        """Of a slice between two numbers."""
+        """The length of a slice between two numbers."""
         first, last = (value_of(one) if isinstance(one, Node) else one for one in (entry.start, entry.stop))
         found = last - first if None not in (first, last) and entry.step in (None, 1) else None
         if isinstance(found, torch.SymInt):
@@ -303,7 +304,7 @@ class Places(WrittenCalls):
             raise NotFollowed("how long a slice is, a tensor decides")
         return found
 
-    # What writes them to where they were.
+    # Writes to the selected places.
 
     def write(self, node: Node, name: str) -> None:
         y = node.args[0]
@@ -336,7 +337,7 @@ class Places(WrittenCalls):
         node.replace_all_uses_with(written)
 
     def part(self, node: Node, y: Node, place: Place) -> Node:
-        """What of `y` the mask's coordinates reach."""
+        """The part of `y` that the mask's indices reach."""
         for dim, of in enumerate(place.along):
             size = place.chosen.dims[of]
             if dim >= value_of(y).dim() or value_of(y).shape[dim] < size:
@@ -346,7 +347,7 @@ class Places(WrittenCalls):
         return y
 
     def written(self, node: Node, y: Node, place: Place, value: Any, adds: bool) -> Node:
-        """What the part of `y` is then."""
+        """The value of that part of `y` after the write."""
         chosen, y = place.chosen, self.part(node, y, place)
         rest = list(value_of(y).shape)[len(place.along) :]
         rows = self.rows.get(value) if isinstance(value, Node) else None
@@ -373,7 +374,7 @@ class Places(WrittenCalls):
         return self._call(node, torch.where, self._call(node, torch.any, at, missing[0]) if len(missing) == 1 else at, summed, y)
 
     def last(self, node: Node, at: Node, missing: Sequence[int]) -> Node:
-        """Of the places that are written more than once those that are written last."""
+        """The last write to each place that is written more than once."""
         if len(missing) != 1:
             raise NotFollowed("they are written to places of fewer dims")
         count = self._call(node, "to", at, torch.int64)
@@ -384,7 +385,7 @@ class Places(WrittenCalls):
 
 
 def as_written(node: Node) -> object | None:
-    """What a mask is made of, the same for masks that are written alike; None if something of it is changed in place."""
+    """A key of a mask, equal for masks computed by equal calls; None if an operand is changed in place."""
     if is_written_behind(node):
         return None
     if name_of(node) not in PURE:
@@ -403,12 +404,12 @@ def name_of(node: Node) -> str:
 
 
 def value_of(node: Any) -> Any:
-    """What a node gives on the fake tensors of a trace."""
+    """A node's value on the fake tensors of a trace."""
     return node.meta.get("example_value")
 
 
 def is_by_mask(node: Node) -> bool:
-    """Whether it is a tensor indexed by a mask, though of a size that is known: the model fixes how many it selects."""
+    """Whether a node is a tensor indexed by a mask with a fixed number of selected rows, which the model implies."""
     if name_of(node) != "getitem" or not node.args or not isinstance(node.args[0], Node):
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -417,7 +418,7 @@ def is_by_mask(node: Node) -> bool:
 
 
 def is_unbacked(node: Node) -> bool:
-    """Whether it is a number that data decides, or has a size that is."""
+    """Whether a node is a number that data decides, or has such a size."""
     value = value_of(node)
     found = value if isinstance(value, tuple | list) else [value]
     sizes = [size for one in found for size in (one.shape if isinstance(one, Tensor) else [one])]

@@ -1,16 +1,16 @@
-"""Rows that a mask selects, in a torch-level graph: all rows, of which those count that the mask has.
+"""Rows selected by a mask in a torch-level graph, rewritten as all rows of which only the selected ones count.
 
     s = h[keep]                    s = where(keep.flatten()[:, None], h.flatten(0, 1), 0)         [n, ..] in the place of [u0, ..]
-    e = (linear(s, w) - t).abs()   the same of all rows; what meets a weight is 0 again in rows that do not count
+    e = (linear(s, w) - t).abs()   the same for all rows; after a weight, rows that do not count are set to 0 again
     e.mean()                       where(keep, e, 0).sum() / keep.sum()
     out[keep] = s                  out = where(keep, s, out)
-    i, j = torch.where(mask)       coordinates: x[i] is x, once for each j;  out.index_add_(0, i, s) sums over j
+    i, j = torch.where(mask)       indices: x[i] is x, once for each j;  out.index_add_(0, i, s) sums over j
 
-How many rows a mask selects is data, and no program has such a size; how many there are is known. What treats each row by itself
-(`expert_tape.py` proves it of a call) may be given all of them, and what adds up rows, or writes them to where they were, leaves out those
-that do not count. These are left out by a choice, never by a product with 0: nothing of what they hold reaches a result; nor a gradient,
-since what meets a weight has nothing but zeros in them, forward and backward. Where a call mixes rows in another way, the selection is
-left as it is, and refused by its line and that of the call.
+The number of selected rows is data, and no program has such a size; the number of all rows is known. A call that computes each row
+independently (`expert_tape.py` proves it) may be given all rows, and a call that sums rows, or writes them back, leaves out those that do
+not count. They are left out by `where`, never by a product with 0: nothing of their values reaches a result; nor a gradient, since after a
+weight they are zero, forward and backward. Where a call mixes rows in another way, the selection is left as it is, and refused with its
+line and that of the call.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from meshc.frontend.written_calls import mapped
 from meshc.ops.signatures import bound, filled
 
 STOPPED: Final = "meshc_stopped"
-"""In a selection's meta: the call at which its rows cannot be followed, and why."""
+"""Key in a selection's meta: (call at which its rows cannot be followed, why)."""
 SIZED: Final = frozenset("view reshape expand zeros ones full empty new_zeros new_ones new_full new_empty broadcast_to unflatten".split())
-"""Calls that take how many rows there are as a size."""
+"""Calls that take the number of rows as a size."""
 BY_CLASS: Final = ("cross_entropy", "nll_loss")
 SUMMED: Final = ("sum", "mean", "any", "all", "count_nonzero")
 
 
 def follow_selected_rows(module: GraphModule) -> None:
-    """Of a trace, in place. Selections that cannot be followed stay, and say in their meta where they could not (`STOPPED`)."""
+    """Rewrite the selections of a trace in place. Those that cannot be followed stay, with the reason in their meta (`STOPPED`)."""
     for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
         if any(is_unbacked(node) or is_by_mask(node) for node in body.graph.nodes):
             _Following(body).run()
@@ -69,16 +69,15 @@ def follow_selected_rows(module: GraphModule) -> None:
 
 
 class _Following(JoinedRows):
-    """
-    rows     what stands for each value of selected rows; of several in one a tuple
-    numbers  what stands for each number made of their count
+    """rows     the `Rows` that stand for each value of selected rows; a tuple for a node with several values
+    numbers  the `Number` that stands for each number computed from their count
     begun    by value or number, the selections that it comes from
-    done     calls that something stands for
+    done     calls that were replaced
     """
 
     def run(self) -> None:
         nodes = list(self._graph.nodes)
-        known = set(nodes)  # but for those that have another size now than they were traced with
+        known = set(nodes)  # without nodes whose size has changed since the trace
         for node in nodes:
             given = [one for one in node.all_input_nodes if one in self.begun]
             if not given and is_unbacked(node) and any(one not in known for one in node.all_input_nodes):
@@ -96,7 +95,7 @@ class _Following(JoinedRows):
                 self.note_count(node)
             except NotFollowed as why:
                 self.stop(node, str(why))
-            except (RuntimeError, TypeError, LookupError, ValueError):  # torch's, of all rows
+            except (RuntimeError, TypeError, LookupError, ValueError):  # from torch, for all rows
                 self.stop(node, f"{name_of(node)}() does not take all rows in the place of those that are selected")
             else:
                 self.done.append(node)
@@ -109,9 +108,9 @@ class _Following(JoinedRows):
         for first in self.begun[node]:
             first.meta.setdefault(STOPPED, (node, why))
         if not is_unbacked(node):
-            del self.begun[node]  # what it gives has sizes that are known: others stop for their own reasons
+            del self.begun[node]  # its result has known sizes: calls that read it may still be followed
 
-    # What selects.
+    # Calls that select rows.
 
     def begin(self, node: Node) -> None:
         name, args = name_of(node), node.args
@@ -145,16 +144,16 @@ class _Following(JoinedRows):
             raise NotFollowed("")
 
     def example_of(self, node: Any) -> Any:
-        """What an operand gives; Dynamo does not say it of the entries of a `tolist()`."""
+        """An operand's value on fake tensors; Dynamo does not record it for the entries of a `tolist()`."""
         if value_of(node) is None:
             node.meta["example_value"] = self._example(node.op, node.target, node.args, node.kwargs)
         return value_of(node)
 
     def exact(self, node: Node, number: Node) -> Node:
-        """As Python has a number, in double precision."""
+        """A number in Python's precision: float64 or int64."""
         return self._call(node, "to", number, torch.float64 if value_of(number).is_floating_point() else torch.int64)
 
-    # What takes rows.
+    # Calls that read selected rows.
 
     def read(self, node: Node) -> None:
         name = name_of(node)
@@ -201,7 +200,7 @@ class _Following(JoinedRows):
                 self.rows |= {one: self.rows[node] for one in self.rows if value_of(one) is value_of(changed)}
 
     def each(self, node: Node, name: str) -> Rows | tuple[Rows, ...]:
-        """A call that treats each row by itself, of all rows."""
+        """A call that computes each row independently, applied to all rows."""
         given = [self.rows[one] for one in node.all_input_nodes if one in self.rows]
         if any(isinstance(one, tuple) for one in given):
             raise NotFollowed("places of rows are taken together")
@@ -226,7 +225,7 @@ class _Following(JoinedRows):
         values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
         args, kwargs = self.given(node, name, lambda one: values[one], self.size_of_all, lambda one: self.numbers[one].tensor)
         made = self._call(node, target, *args, **kwargs)
-        if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, in which examples are not made
+        if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, which examples are computed without
             with self._mode:
                 made.meta["example_value"] = value_of(made).to(old.dtype)
         chosen = chosen if each == 1 else self.spread(node, chosen, each)
@@ -239,7 +238,7 @@ class _Following(JoinedRows):
         return self.made(node, found, weighs)
 
     def made(self, node: Node, rows: Rows, weighs: bool) -> Rows:
-        """What a call has made, with zeros in rows that do not count where a weight has had part in it."""
+        """The result of a call, with zeros in rows that are not selected if a weight is an operand."""
         return self.zeroed(node, rows) if weighs and value_of(rows.value).is_floating_point() else rows
 
     def standing(self, node: Node, one: Node, weighs: bool) -> Node:
@@ -248,7 +247,7 @@ class _Following(JoinedRows):
         return self.zeroed(node, rows).value if weighs and not rows.along else rows.value
 
     def still_along(self, rows: Sequence[Rows], node: Node, name: str) -> tuple[int, ...]:
-        """Of coordinates in columns that are taken one by one, or are one column, along which dims they are."""
+        """The mask's dims of which a result still has the indices: a column of them taken, or reshaped."""
         first = rows[0]
         if len(rows) > 1 or not first.along or name not in ("getitem", "squeeze", "view", "reshape", "flatten", "select", "contiguous"):
             return ()
@@ -259,7 +258,7 @@ class _Following(JoinedRows):
         return first.along if len(first.along) == 1 and name != "select" else ()
 
     def without_writing(self, node: Node, changed: Node) -> Any:
-        """Of a call that changes a value in place that no other is a view of, or that is a view, one that makes another."""
+        """The out-of-place form of a call that changes a value in place, if nothing is a view of the value. Raises NotFollowed."""
         name = name_of(node)
         before = itertools.takewhile(lambda one: one is not node, self._graph.nodes)
         held = {storage_of(one) for one in before if value_of(one) is not value_of(changed)}
@@ -272,7 +271,7 @@ class _Following(JoinedRows):
         raise NotFollowed("they are changed in place")
 
     def prove(self, node: Node, target: Any, name: str, rows: Any) -> int:
-        """That a call treats each of so many rows by itself; how many it gives for one. Raises NotFollowed."""
+        """Proves that a call computes each of `rows` rows independently; returns the number of results per row. Raises NotFollowed."""
         numbers = numbers_for_proof(rows)
         with torch.no_grad(), Proof(folded=True) as proof:
             blank = lambda one: without_values(one.meta.get("example_value"), numbers, one in self.rows)  # noqa: E731
@@ -296,7 +295,7 @@ class _Following(JoinedRows):
     def given(
         self, node: Node, name: str, row: Callable[[Node], Any], size: Callable[[Any], int], tensor: Callable[[Node], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments, with what stands for rows; how many there are is a size where a size is asked for, and else a tensor."""
+        """A call's arguments with the values that stand for rows; their number is a size where the call takes a size, else a tensor."""
 
         def one(argument: Node) -> Any:
             if argument in self.rows:
@@ -308,7 +307,7 @@ class _Following(JoinedRows):
         return mapped(node, one)
 
     def numbered(self, node: Node) -> int | None:
-        """The first entry of an index that has a number in it."""
+        """The first position of an index with a number that data decides; None if there is none."""
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         found = [dim for dim, one in enumerate(index) if any(each in self.numbers for each in _nodes(one))]
         return found[0] if found and first_of(node) not in self.begun else None
@@ -316,7 +315,7 @@ class _Following(JoinedRows):
     def numbers_in(self, node: Node) -> Iterable[Node]:
         return [one for one in node.all_input_nodes if one in self.numbers]
 
-    # Numbers of how many there are.
+    # Numbers computed from the count of selected rows.
 
     def number(self, node: Node, name: str) -> None:
         first = node.all_input_nodes[0]
@@ -342,7 +341,7 @@ class _Following(JoinedRows):
             raise NotFollowed("what is done with how many there are has no counterpart among tensors")
         args = [self.numbers[one].tensor if isinstance(one, Node) else one for one in node.args]
         made = NUMBERS[target]
-        if target in (operator.truediv, math.sqrt):  # of whole numbers Python makes one in double precision
+        if target in (operator.truediv, math.sqrt):  # Python computes these in double precision
             args = [self._call(node, "to", one, torch.float64) if isinstance(one, Node) else one for one in args]
         if target in TWO:
             args = sorted(args, key=lambda one: not isinstance(one, Node))
@@ -354,7 +353,7 @@ class _Following(JoinedRows):
         return self._call(node, "sum", chosen.mask)
 
     def by_number(self, node: Node, name: str) -> None:
-        """A call that takes no rows, but how many there are."""
+        """A call that reads no rows, but their number."""
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor):
             raise NotFollowed("how many they are decides something else than a tensor")
@@ -371,7 +370,7 @@ class _Following(JoinedRows):
             raise NotFollowed(f"{name}() takes the number itself, and no tensor")
         for dtype in (None, value.dtype):
             held = {one: self.numbers[one].tensor for one in self.numbers_in(node)}
-            if dtype is not None:  # beside tensors without dims it is none that decides the result's
+            if dtype is not None:  # a 0-dim operand does not decide the dtype beside others
                 held = {one: self._call(node, "to", tensor, dtype) for one, tensor in held.items()}
             args, kwargs = mapped(node, partial(_in_place_of, held))
             made = self._call(node, node.target, *args, **kwargs)
@@ -380,7 +379,7 @@ class _Following(JoinedRows):
                 return
         raise NotFollowed(f"{name}() gives another dtype of a tensor than of a number")
 
-    # What ends it.
+    # Reductions over rows.
 
     def sums(self, node: Node) -> bool:
         """A reduction over rows; False if it is one within each row."""
@@ -409,7 +408,7 @@ class _Following(JoinedRows):
     def mean(
         self, node: Node, blank: Node, chosen: Chosen, inner: int, along: Sequence[int], keepdim: bool, dtype: torch.dtype | None
     ) -> Node:
-        """Of rows that count, and of `inner` numbers in each; torch adds up halves in single precision."""
+        """The mean over selected rows with `inner` numbers each; torch accumulates half precision in float32."""
         wanted = dtype or value_of(blank).dtype
         wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
         summed = self._call(node, "sum", blank, list(along), keepdim, dtype=wide)
@@ -418,7 +417,7 @@ class _Following(JoinedRows):
         return made if wide == wanted else self._call(node, "to", made, wanted)
 
     def loss(self, node: Node, name: str, named: Mapping[str, Any]) -> None:
-        """Of torch's losses one that is a sum or a mean over rows."""
+        """One of torch's losses with a sum or a mean over rows."""
         if named.get("size_average") is not None or named.get("reduce") is not None:
             raise NotFollowed("size_average and reduce are torch's older words for reduction")
         target = named.get("target")
@@ -445,7 +444,7 @@ class _Following(JoinedRows):
         node.replace_all_uses_with(self.mean(node, blank, rows.chosen, inner, range(len(shape)), False, None))
 
     def by_class(self, node: Node, named: Mapping[str, Any]) -> None:
-        """A loss of classes: those of rows that do not count are the class that is ignored."""
+        """A classification loss: rows that are not selected get the ignored class."""
         x, target = named["input"], named["target"]
         scores, classes = self.rows.get(x), self.rows[target]
         if not isinstance(scores, Rows) or not isinstance(classes, Rows) or scores.chosen != classes.chosen:
@@ -462,7 +461,7 @@ class _Following(JoinedRows):
 
 
 def _named(node: Node) -> Mapping[str, Any]:
-    """The arguments of a loss by name, with its defaults; of anything else nothing."""
+    """The arguments of a function of torch.nn.functional by name, with defaults; {} for any other call."""
     if getattr(node.target, "__module__", "") != "torch.nn.functional":
         return {}
     try:

@@ -1,9 +1,9 @@
-"""`x.data = y` in a trace: x's memory takes the values of y.
+"""Assignments to `x.data` in a trace, as copies in place.
 
     key.data = key.data * m + query.data * (1 - m)          set_(key, y)          key.data.copy_(y)
 
-On one device x has the memory of y from there on, and views of x that were taken before keep what x had. Where a trace shows neither, the
-copy means the same; else the line is refused.
+On one device x shares the memory of y from there on, and earlier views of x keep the old memory. Where the trace shows neither, the copy
+means the same; else the line is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from meshc.ir.nodes import Source
 
 _AUTOGRAD: Any = torch._C._autograd
 DATA: Final = (_AUTOGRAD._get_data_attr, "detach", torch.detach)
-"""Calls that give the memory of what they are given, and are no views for torch."""
+"""Calls whose result shares the memory of their operand, without being a view for torch."""
 COUNTED: Final = "_lower_version_count_by_1"
-"""By which Dynamo has torch not count such a write."""
+"""Dynamo's call after such a write, by which torch's version counter ignores it."""
 
 
 def set_data_in_place(module: GraphModule, source_of: Callable[[Node], Source]) -> None:
-    """Of a trace, in place. Raises CaptureError."""
+    """Rewrite the assignments of a trace in place. Raises CaptureError."""
     setters = [node for node in module.graph.nodes if node.target is Tensor.set_ and len(node.args) == 2]
     if not setters:
         return
@@ -50,9 +50,9 @@ def set_data_in_place(module: GraphModule, source_of: Callable[[Node], Source]) 
 
 
 def _shared(module: GraphModule, node: Node, x: Node, y: Node) -> None | str:
-    """Why a copy would mean something else."""
+    """Why a copy would mean something else; None if it means the same."""
     held_there = getattr(module, str(x.target), None) if x.op == "get_attr" else None
-    shape = x.meta["example_value"].shape  # what it has been set to
+    shape = x.meta["example_value"].shape  # that of the assigned value
     if isinstance(held_there, Tensor) and held_there.shape != shape:
         return f"of shape {list(held_there.shape)}, to one of shape {list(shape)}"
     behind = False

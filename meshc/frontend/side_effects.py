@@ -1,13 +1,13 @@
-"""What a model's Python does beside computing, seen while it is traced: what it keeps is reported, what it says is said once.
+"""Side effects of a model's Python during a trace: changes of Python state are reported, prints and logs are carried out once.
 
     self.counter += 1      activations.append(h.detach())      CACHE[key] = mask      left out: a warning names the line
     assert (x > 0).all()   if x.isnan().any(): raise ValueError("nan")                left out: a warning names the line
     print(h.shape)         logger.info("%s", h)                warnings.warn("...")   carried out when tracing is over, once
 
-Dynamo keeps an account of each object from before the trace that the trace changes, with the lines that do so. In code that it compiles it
-then makes these changes after each call; a program has no such code, so it makes none. Some methods of Dynamo are replaced meanwhile: the
-one that turns the account into code, the two that pass over calls that print or log, and the one that calls builtin functions, for texts
-made of tensors.
+Dynamo records each object from before the trace that the trace changes, with the lines that do so. Code that Dynamo compiles then makes
+these changes after each call; a program has no such code, so it makes none. Some methods of Dynamo are replaced meanwhile: the one that
+turns the record into code, the two that skip calls that print or log, and the one that calls builtin functions, for texts with tensors in
+them.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ METHODS: Final = {
     "debug": logging.DEBUG, "info": logging.INFO, "info_once": logging.INFO, "warning": logging.WARNING, "warning_once": logging.WARNING,
     "warn": logging.WARNING, "error": logging.ERROR, "exception": logging.ERROR, "critical": logging.CRITICAL,
 }  # fmt: skip
-"""Methods of loggers that say something, and at which level; those that end in `once` are transformers'."""
+"""Methods of loggers, and their levels; those that end in `once` are transformers'."""
 TEXTS: Final = (str, repr, operator.mod, operator.add)
 PLACE: Final = re.compile(r"%[^%a-zA-Z]*[a-zA-Z]")
-"""Where a value goes in `"%5.2f of %s"`."""
+"""The placeholder of a value in `"%5.2f of %s"`."""
 SHOWN: Final = 5
 
 LEFT_OUT: Final = "and a program leaves that out: no call"
-"""By these words a note is known to be a warning."""
+"""Words by which a note is recognised as a warning."""
 NOT_LOOKED_AT: Final = "what stands here is fixed, since it cannot be looked at again at each call (docs/fixed.md)"
 """Likewise."""
 ASSERTS: Final = ("_assert", "_assert_async", "_assert_scalar")
-"""What an `assert` on what tensors hold is in a trace, and a branch that only raises (`left_out.py`)."""
+"""Calls of a trace for an `assert` on tensor values, and for a branch that only raises (`left_out.py`)."""
 
 
 TORCHS: Final = "Runtime assertion failed for expression"
-"""How a check's message begins that is no user's."""
+"""The first words of the message of a check that is torch's own."""
 
 
 @dataclass
 class Seen:
-    """What one trace has shown.
+    """The observations of one trace.
 
-    changes  lines that change what a program does not hold
-    said     calls that say something, as the attempt at a trace (Dynamo begins anew at times) and what is to be done
-    code     what has run of Python
-    places   what has been read of Python;  constants  of that the values that are constants of the trace
-    without_place  what nobody can look at again
+    changes  lines that change Python state outside of the program
+    said     calls that print or log: (attempt at a trace, line, name, the call); Dynamo may trace several times
+    code     Python code that has run
+    places   Python values that were read;  constants  those whose values are constants of the trace
+    without_place  constants that no call can compare again
     """
 
     changes: list[Source] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Seen:
         return found
 
     def say(self) -> None:
-        """Carries out what the last attempt found said."""
+        """Carries out the prints and logs of the last attempt."""
         for attempt, _, _, call in self.said:
             if attempt is self.said[-1][0]:
                 call()
@@ -105,8 +105,8 @@ def _listed(what: str, places: Sequence[Source], advice: str) -> str:
 
 
 def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
-    """A note of the lines that assert what tensors hold, of which a program computes nothing; none if there are none."""
-    bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # itself, and checkpointed regions
+    """A note of the user's lines that assert something of tensor values, which a program leaves out; [] if there are none."""
+    bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # with checkpointed regions
     nodes = [node for body in bodies for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
@@ -114,17 +114,17 @@ def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node],
 
 
 def _is_torchs(check: torch.fx.Node) -> bool:
-    """Whether torch's tracer has written it, of a size that a tensor decides."""
+    """Whether torch's tracer itself has written a check, of a size that a tensor decides."""
     return any(isinstance(one, str) and one.startswith(TORCHS) for one in check.args)
 
 
 def is_check(node: torch.fx.Node) -> bool:
-    """Whether a call asserts something of what tensors hold."""
+    """Whether a call asserts something of tensor values."""
     return _name(node.target).partition(".")[0] in ASSERTS
 
 
 def leave_out_checks(module: torch.fx.GraphModule) -> None:
-    """Takes out what is asserted of numbers that tensors hold, and the numbers, where nothing else wants them: they decide nothing.
+    """Remove assertions on numbers that tensors hold, and the computation of these numbers where nothing else reads it.
 
         item = (ids >= 0).all().item();  one = sym_ite(item, 1, 0);  _assert_scalar(one >= 1, ...)
     """
@@ -135,7 +135,7 @@ def leave_out_checks(module: torch.fx.GraphModule) -> None:
 
 
 def forget(node: torch.fx.Node) -> None:
-    """Erases a call that nobody reads and that changes nothing, and of what it read that which is read no more."""
+    """Dead code elimination from one node: erases it if nothing reads it and it changes nothing, then its operands likewise."""
     if node.op in ("call_function", "call_method") and not node.users and changed_by(node) is None:
         before = dict.fromkeys(node.all_input_nodes)
         node.graph.erase_node(node)
@@ -149,7 +149,7 @@ def _name(target: Target) -> str:
 
 @contextlib.contextmanager
 def observed() -> Iterator[Seen]:
-    """A context for tracing. At its end what the model says has been said."""
+    """A context for tracing that yields its observations; at its end, prints and logs of the model are carried out."""
     from meshc.private import BuiltinVariable, DebuggingVariable, LoggingLoggerVariable, SideEffects, TracingContext
 
     seen = Seen()
@@ -180,7 +180,7 @@ def observed() -> Iterator[Seen]:
     with (
         torch._dynamo.config.patch(
             reorderable_logging_functions=torch._dynamo.config.reorderable_logging_functions | {*CALLS},
-            skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # those of a checkpointed region are told like any other
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # those of a checkpointed region are reported like any other
         ),
         mock.patch.object(SideEffects, "codegen_update_mutated", account),
         mock.patch.object(DebuggingVariable, "call_function", called),
@@ -220,20 +220,21 @@ def _changes(account: Any) -> list[Source]:
             if place is None or _is_stock(place.file) or within_torchs_forward(stack):
                 continue
             if isinstance(variable, variables.torch_function.TorchFunctionModeStackVariable) and is_torch(stack[-1].filename):
-                continue  # entered and left by torch's own code, as where it makes a block mask
+                continue  # entered and left by torch's own code, as where it builds a block mask
             if any(name in place.code for name in changed) or not any(name in place.code for name in same):
                 found[place] = None
     return list(found)
 
 
 def _is_stock(file: str) -> bool:
-    """Whether a file is transformers' own: what its models keep (a window's size, say) follows from the call, and no user can change it."""
+    """Whether a file is transformers' own: state of its models (a window's size, say) follows from the call, and users cannot change the
+    line."""
     package = getattr(sys.modules.get("transformers"), "__file__", None)
     return package is not None and file.startswith(os.path.dirname(package) + os.sep)
 
 
 def _is_so(variable: Any, name: str, value: Any) -> bool:
-    """Whether an attribute had the value already that it is given."""
+    """Whether an attribute is assigned the value that it already has."""
     before = getattr(getattr(variable, "value", None), "__dict__", {}).get(name, _is_so)
     if not value.is_python_constant():
         return False
@@ -241,11 +242,11 @@ def _is_so(variable: Any, name: str, value: Any) -> bool:
     return type(after) is type(before) and isinstance(after, bool | int | float | str | None) and after == before
 
 
-# ------------------------------------------------------------------------------------------------------------------- what is said
+# --------------------------------------------------------------------------------------------------------------- prints and logs
 
 
 class _Shown:
-    """A value that is not there yet, in a text: its type, whatever format is asked for."""
+    """A traced value in a text: its type, in whatever format."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -275,7 +276,7 @@ def _say(call: Function, args: list[Any], kwargs: dict[str, Any], place: Source)
 
 
 def _formatted(args: Sequence[Any]) -> str:
-    """`"%d of %s" % (...)`, where a value that is not there yet may stand for a number."""
+    """`"%d of %s" % (...)`, where a traced value may be in the place of a number."""
     if len(args) < 2:
         return str(args[0]) if args else ""
     text, values = str(args[0]), tuple(args[1:])
@@ -286,7 +287,8 @@ def _formatted(args: Sequence[Any]) -> str:
 
 
 def _text_of_tensors(tx: Any, function: Function, args: Sequence[Any]) -> Any:
-    """`str(x)`, `"%s" % x`, `"..." + str(x)` as Dynamo keeps `"{}".format(x)`: a text with places for tensors. None for anything else."""
+    """`str(x)`, `"%s" % x`, `"..." + str(x)` as Dynamo's `"{}".format(x)`: a text with placeholders for tensors. None for any other
+    call."""
     from meshc.private import StringFormatVariable, text_with_places, variables
 
     if function is operator.add:
@@ -304,7 +306,7 @@ def _text_of_tensors(tx: Any, function: Function, args: Sequence[Any]) -> Any:
 
 
 def _value(variable: Any) -> Any:
-    """What a value of the trace is outside it; a tensor is its type, in words."""
+    """The Python value of a traced variable; a tensor is its type, as text."""
     from meshc.private import variables
 
     variable = variable.realize()

@@ -1,4 +1,4 @@
-"""Where a node of a trace comes from in the user's model: the line, and the calls of modules that led to it."""
+"""Source location of a traced node in the user's model: file, line, and the module calls around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshc.ir import Source
 
 
 def source_of(node: Node) -> Source:
-    """The innermost frame of the user's own code, or of a package of theirs, that made a node, and its module path."""
+    """The innermost user frame of a node's stack, or one of an installed package, with the node's module path."""
     calls = module_calls(node)
     module = calls[-1][1] if calls else ""
     trace = node.meta.get("stack_trace") or ""
@@ -23,7 +23,7 @@ def source_of(node: Node) -> Source:
 
 
 def module_calls(node: Node) -> list[tuple[str, str]]:
-    """The calls of modules during which a node was made, outermost first: (what tells two calls of a module apart, module path)."""
+    """The module calls in which a node was traced, outermost first: (id of the call, module path)."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [(str(call), _module_path(str(path))) for call, (path, *_) in stack.items()]
 

@@ -1,16 +1,16 @@
-"""What a compilation is spared: work of torch's and Python's that nobody asks the result of, a tenth to a fifth of its time.
+"""Work of torch and Python that a compilation does without: a tenth to a fifth of its time.
 
-    guards        conditions under which Dynamo's trace of a model would hold for another call; export makes and compiles them for
-                  limits that a caller sets to sizes, of which meshc sets none, and throws them away
-    answers       to questions that do not come up, for which Dynamo reads or imports much: of which function each line is (for logs; it
-                  takes whole files apart), all its backends, Inductor, DTensor's experiments
-    texts         Python code of each graph on its way, which torch writes and compiles so that the graph could be called
-    a fresh start export begins by forgetting all that Dynamo has compiled in this process, the user's own functions too, which would then
-                  be compiled again; a trace reads none of it, but for what sizes an earlier call of the traced code had
-    collections   Python looks for garbage each 700 objects, and now and then among all that the process has imported; a compilation makes
-                  some hundred thousand objects, and nearly all of them stay to its end
+    guards        conditions under which Dynamo's trace of a model would hold for another call; export builds and compiles them for
+                  limits that a caller sets to sizes, of which meshc sets none, and discards them
+    lookups       whose results are not used, for which Dynamo reads or imports much: the function of each line (for logs; it
+                  parses whole files), all its backends, Inductor, DTensor's experiments
+    texts         Python code of each intermediate graph, which torch writes and compiles so that the graph could be called
+    a reset       export begins by dropping all that Dynamo has compiled in this process, the user's own functions too, which would then
+                  be compiled again; a trace reads none of it, except for the sizes in an earlier call of the traced code
+    collections   Python collects garbage each 700 objects, and now and then among all that the process has imported; a compilation creates
+                  some hundred thousand objects, and nearly all of them live to its end
 
-As before when it is over, whatever happens.
+Each context restores torch's and Python's own behaviour at its end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from unittest import mock
 
 OBJECTS = 100_000
-"""Made anew before Python looks for garbage: some 20 MB of a graph's."""
+"""New objects before a garbage collection: some 20 MB of a graph's."""
 
 
 @contextlib.contextmanager
 def unguarded() -> Iterator[None]:
-    """Around one trace without open sizes."""
+    """A context for one trace without dynamic sizes, in which export builds no guards."""
     from meshc.private import functional_export
 
     with mock.patch.object(functional_export, "_suggest_or_raise_constraint_violation", _nothing):
@@ -37,7 +37,7 @@ def unguarded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unasked() -> Iterator[None]:
-    """Around one trace. What is asked all the same is answered as ever, but for the names of functions in torch's logs."""
+    """A context for one trace without those lookups. Other lookups are answered as ever, except for names of functions in torch's logs."""
     from meshc.private import LocalMapWrappedHigherOrderVariable, dynamo, graph_region_tracker, symbolic_convert
 
     made, wraps = graph_region_tracker.InputPickler, LocalMapWrappedHigherOrderVariable.should_wrap_in_hop
@@ -47,7 +47,7 @@ def unasked() -> Iterator[None]:
 
     with (
         mock.patch.object(symbolic_convert, "get_funcname", _nothing),
-        mock.patch.object(dynamo, "lookup_backend", _nothing),  # compared with what compiles, where torch.func calls what is compiled
+        mock.patch.object(dynamo, "lookup_backend", _nothing),  # only compared with a compiled function's backend, under torch.func
         mock.patch.object(graph_region_tracker, "InputPickler", lambda: _Later(made)),
         mock.patch.object(LocalMapWrappedHigherOrderVariable, "should_wrap_in_hop", wraps_if_any),
     ):
@@ -56,7 +56,7 @@ def unasked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwritten() -> Iterator[None]:
-    """Around one trace: code of graphs is written when somebody calls or reads it."""
+    """A context for one trace, in which the code of a graph is written when it is first called or read."""
     from meshc.private import lazy_graph_modules
 
     with lazy_graph_modules(True):
@@ -64,11 +64,11 @@ def unwritten() -> Iterator[None]:
 
 
 LOCAL_MAP = "torch.distributed.tensor.experimental._func_map"
-"""Where what `local_map` makes is made."""
+"""The module of `local_map`'s results."""
 
 
 class _Later:
-    """An object that is made when it is first asked for something."""
+    """An object that is created at the first access to an attribute."""
 
     def __init__(self, made: Any) -> None:
         self._made = made
@@ -82,7 +82,7 @@ class _Later:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Around one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
+    """A context for one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
     from meshc.private import dynamo, pgo
 
     with (
@@ -99,7 +99,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 @contextlib.contextmanager
 def fewer_collections() -> Iterator[None]:
-    """Around one compilation. Who has set it to look more rarely, or never, keeps that."""
+    """A context for one compilation with rarer garbage collections. A user's higher threshold, or none, is kept."""
     young, *older = gc.get_threshold()
     if not 0 < young < OBJECTS:
         yield
@@ -112,7 +112,7 @@ def fewer_collections() -> Iterator[None]:
 
 
 def collected() -> None:
-    """Behind a compilation that leaves much which others begin with, and much garbage (graphs lie in circles): it is looked through now,
-    and not in the next one's time. Who has told Python to look for none keeps that."""
+    """Collect garbage after a compilation that leaves much of it (graphs have reference cycles) to later ones. Does nothing if the user has
+    disabled collection."""
     if gc.isenabled():
         gc.collect(1)

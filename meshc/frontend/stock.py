@@ -1,6 +1,6 @@
-"""What stock `transformers` models need before they can be traced: caches as trees, and the hooks that a first call would install.
+"""Preparation of stock `transformers` models for tracing: caches as trees, and the hooks that a first call would install.
 
-A model of another origin needs none of this, and `transformers` is not imported for it.
+Other models need none of this, and `transformers` is not imported for them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from meshc.private import found
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
-"""What of transformers collects hidden states, attentions and router logits."""
+"""The module of transformers that collects hidden states, attentions and router logits."""
 OWN_MASKS: Final = ("switch_transformers", "longt5")
-"""Models that make a mask of their own, unless they are compiled."""
+"""Models that build a mask of their own, unless they are compiled."""
 ENCODES_FIRST: Final = "_supports_mm_encoder_outputs"
-"""What generate asks a model whose prompts have images."""
+"""The method that generate calls on a model whose prompts have images."""
 GENERATES: Final = ("transformers.generation.utils", "GenerationMixin")
 """The class of models that generate."""
 INSTALLED: Final = "_output_capturing_hooks_installed"
-"""What transformers sets in a model whose hooks are there."""
+"""The attribute that transformers sets in a model with its hooks installed."""
 
 
 @contextlib.contextmanager
 def prepared(module: nn.Module) -> Iterator[None]:
-    """Inside, a model that holds `transformers` modules can be traced; other models are left alone. Its hooks are as before afterwards."""
+    """A context in which a model with `transformers` modules can be traced; other models are left alone. The model's hooks are restored at
+    the end."""
     stock = learn_trees(module)
     if not stock:
         yield
@@ -57,8 +58,8 @@ def prepared(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooked_once() -> Iterator[None]:
-    """Inside, models that have hooks get no second ones with those of the model that they are in, which a call of the inner one leaves
-    without: transformers does not look, and all that is collected would be there twice."""
+    """A context in which models with hooks get no second ones from the model around them, which a call of the inner one leaves without:
+    transformers does not check, and would collect each value twice."""
     install = found(f"{CAPTURING}:install_all_output_capturing_hooks")
 
     def unless_installed(model: nn.Module, prefix: str | None = None) -> None:
@@ -71,7 +72,7 @@ def _hooked_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_masks() -> Iterator[None]:
-    """Some models make the mask that they need, where none is given, unless they are compiled."""
+    """A context in which models build the mask that they need, where none is given, although they are traced."""
     with contextlib.ExitStack() as stack:
         for name in OWN_MASKS:
             if loaded := sys.modules.get(f"transformers.models.{name}.modeling_{name}"):
@@ -80,8 +81,8 @@ def _own_masks() -> Iterator[None]:
 
 
 class _Collector:
-    """What hooks of stock models collect for the innermost call that wants it. It stands in for transformers' own, which, compiled, has
-    forgotten the outer call when an inner one is over (a decoder that calls its picture encoder)."""
+    """The values that hooks of stock models collect for the innermost call that requests them. It replaces transformers' own, which,
+    compiled, loses the outer call's collection when an inner call ends (a decoder that calls its image encoder)."""
 
     def __init__(self) -> None:
         self.wanted: Any = None
@@ -106,7 +107,7 @@ def _nested_collectors() -> Iterator[None]:
 
 
 def learn_trees(module: nn.Module) -> list[nn.Module]:
-    """Those of transformers among a model's modules; if there are any, caches are trees from here on."""
+    """transformers' modules among a model's; if there are any, caches are registered as trees."""
     found = [child for child in module.modules() if type(child).__module__.startswith("transformers.")]
     if found:
         learn_caches()
@@ -114,8 +115,8 @@ def learn_trees(module: nn.Module) -> list[nn.Module]:
 
 
 def tell_generate(model: nn.Module) -> None:
-    """From here on the model's own generate hands images to the model's call, whose program encodes them. It would call their encoder by
-    itself, which is no program, and hand on what that makes."""
+    """From here on the model's own generate passes images to the model's call, whose program encodes them; it would call the encoder
+    itself, which is no program, and pass its output on."""
     if hasattr(type(model), ENCODES_FIRST):
         setattr(model, ENCODES_FIRST, _no)
 
@@ -125,8 +126,8 @@ def _no() -> bool:
 
 
 def called_by_generate(module: nn.Module) -> list[str]:
-    """Where in a model the modules are that generate calls by themselves, its own or that of a model inside it: the encoder; models that a
-    wrapper generates by (peft's, of its base model); of a stock model whose class has a generate of its own (Blip-2) all that it calls."""
+    """Paths of modules that generate calls directly, that of the model or of a model inside it: the encoder; models that a wrapper
+    generates with (peft's base model); all that the own generate of a stock model's class calls (Blip-2)."""
     models = [module, *(child for child in module.modules() if child is not module and can_generate(child))]
     wanted = [child for model in models for child in (*models[1:], *_encoder(model), *_written_out(model))]
     paths = {child: path for path, child in module.named_modules() if path}
@@ -134,7 +135,7 @@ def called_by_generate(module: nn.Module) -> list[str]:
 
 
 def can_generate(module: object) -> bool:
-    """Whether it is a model that generates by transformers' own code, or by its class's."""
+    """Whether a model generates by transformers' own code, or by its class's."""
     return any((base.__module__, base.__name__) == GENERATES for base in type(module).__mro__)
 
 
@@ -154,7 +155,8 @@ def _written_out(model: nn.Module) -> list[nn.Module]:
 
 
 def _install_hooks(child: nn.Module) -> None:
-    """What collects hidden states and router logits. The first call that wants some installs it under a lock, which cannot be traced."""
+    """Installs the hooks that collect hidden states and router logits. Otherwise the first call that needs them does so under a lock, which
+    cannot be traced."""
     from transformers import PreTrainedModel
 
     if isinstance(child, PreTrainedModel) and found(f"{CAPTURING}:_CAN_RECORD_REGISTRY").get(child):
@@ -162,7 +164,7 @@ def _install_hooks(child: nn.Module) -> None:
 
 
 def learn_caches() -> None:
-    """Caches are trees from here on, to meshc."""
+    """Register transformers' caches as meshc's trees."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     if stock_caches.can_be_padded():
@@ -181,8 +183,8 @@ def learn_caches() -> None:
 
 
 def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
-    """transformers has a tree for caches of keys and values only; those with layers of state-space models are laid out here, by state, then
-    layer, and of layers with attention the keys and values behind that."""
+    """transformers has a tree for caches of keys and values only; those with state-space layers are flattened here: by state, then layer,
+    and behind that the keys and values of layers with attention."""
     keys_and_values = _of_transformers(cache_class)
 
     def flatten(cache: Any) -> tuple[list[object], object]:
@@ -204,7 +206,8 @@ def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
 
 
 def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
-    """What transformers would register for `torch.export`, registered and taken back at once: nothing else hands it out."""
+    """The functions that transformers would register for `torch.export`, registered and removed at once: there is no other access to
+    them."""
     with trees.borrowed(cache_class) as registered:
         found("transformers.integrations.executorch:register_dynamic_cache_export_support")()
     return registered[0]

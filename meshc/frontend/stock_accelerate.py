@@ -1,14 +1,14 @@
-"""What a compiled model and Accelerate tell each other.
+"""Accelerate integration of a compiled model: prepared without a wrapper, batches dealt out and gathered by parts, scheduler steps.
 
-    accelerator.prepare(model)        would put DDP around it: it is prepared without that, as a model that is only evaluated; FSDP and
-                                      DeepSpeed are refused
-    accelerator.prepare(loader)       deals out a part of the batch to each process: where ranks share parts, to these ranks the same
-    gather_for_metrics                puts together what all processes have: where ranks share parts, of each part once
-    accelerator.prepare(scheduler)    steps it once a process at each step of the optimizer, since Accelerate deals out a batch for each:
-                                      where ranks pass fewer parts of a batch than there are processes, that is said once
+    accelerator.prepare(model)        would wrap it in DDP: it is prepared without, as a model that is only evaluated; FSDP and DeepSpeed
+                                      are refused
+    accelerator.prepare(loader)       deals out a part of the batch to each process: ranks that share a part get the same one
+    gather_for_metrics                concatenates the values of all processes: where ranks share parts, each part once
+    accelerator.prepare(scheduler)    steps it once per process at each step of the optimizer, since Accelerate deals out a batch for each:
+                                      where ranks pass fewer parts of a batch than there are processes, a note says so
 
-Accelerate asks a model whether it has prepared it before it wraps it; what for is read off the stack. Nobody keeps a list of the
-schedulers that it has prepared, so they are looked for among what Python holds, once, at the second call in training.
+Accelerate checks whether it has prepared a model before it wraps it; the caller's purpose is read from the stack. Accelerate keeps no list
+of the schedulers that it has prepared, so they are searched for among Python's objects, once, at the second call in training.
 """
 
 from __future__ import annotations
@@ -28,33 +28,32 @@ from meshc.ir import trees
 
 MARK: Final = "_is_accelerate_prepared"
 DDP: Final = "MULTI_"
-"""How the names of distributed types begin under which it wraps models in DDP."""
+"""Prefix of the distributed types under which Accelerate wraps models in DDP."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Which part of a batch each rank passes, where several pass the same one; of none, each passes its own or all pass the whole."""
+    """The part of a batch that each rank passes, where several pass the same one; (): each passes its own, or all pass the whole."""
 
     of_rank: tuple[int, ...] = ()
 
     def tell(self, accelerator: Any) -> None:
-        """Accelerate deals out and gathers by parts."""
+        """Make Accelerate deal out and gather by parts."""
         if self.of_rank and accelerator.num_processes == len(self.of_rank):
             self.deal_out(accelerator.state)
             firsts = [self.of_rank.index(part) for part in range(max(self.of_rank) + 1)]
             accelerator.gather = partial(_gather, accelerator, firsts)
 
     def deal_out(self, state: Any) -> None:
-        """Accelerate's loaders know meshes of which the axes of data are the major ones; on others they deal out to each process, which is
-        refused at the first batch."""
+        """Accelerate's loaders support meshes whose data axes are the major ones; on others they deal out to each process, which is refused
+        at the first batch."""
         ranks, sharing = len(self.of_rank), self.of_rank.count(0)
         if sharing and self.of_rank == tuple(rank // sharing for rank in range(ranks)) and getattr(state, "device_mesh", "") is None:
             state.device_mesh = _AxisSizes({"dp_replicate": ranks // sharing, "cp": sharing})
 
 
 class _AxisSizes:
-    """All that Accelerate's loaders ask of a mesh: how large axes are, by its names for those along which it deals out and those it does
-    not."""
+    """The part of a mesh that Accelerate's loaders read: sizes of axes, by its names for those along which it deals out and others."""
 
     def __init__(self, sizes: dict[str, int]) -> None:
         self._sizes, self.mesh_dim_names = sizes, tuple(sizes)
@@ -64,7 +63,7 @@ class _AxisSizes:
 
 
 def _gather(accelerator: Any, ranks: list[int], values: Any) -> Any:
-    """Accelerate's own `gather`; for metrics, of what these ranks have."""
+    """Accelerate's own `gather`; for metrics, only the values of `ranks`."""
     of_all = type(accelerator).gather(accelerator, values)
     if sys._getframe(1).f_code.co_name != "gather_for_metrics":
         return of_all
@@ -72,8 +71,8 @@ def _gather(accelerator: Any, ranks: list[int], values: Any) -> Any:
 
 
 class Unprepared:
-    """The answer to whether Accelerate has prepared a model: no; but if it is about to wrap it, the model is prepared as one that stays as
-    it is, and the answer is yes."""
+    """The answer to whether Accelerate has prepared a model: no; but where it is about to wrap the model, the model is prepared as one that
+    is only evaluated, and the answer is yes."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -104,7 +103,7 @@ class Unprepared:
 
 
 def tell_accelerate(model: nn.Module, parts: Parts) -> None:
-    """One that Accelerate has prepared stays prepared."""
+    """Mark a model, unless Accelerate has already prepared it."""
     if (state := _state()) is not None:
         parts.deal_out(state)
     if not hasattr(model, MARK) or isinstance(getattr(model, MARK), Unprepared):
@@ -112,14 +111,13 @@ def tell_accelerate(model: nn.Module, parts: Parts) -> None:
 
 
 def _state() -> Any | None:
-    """Accelerate's, if there is an Accelerator."""
+    """Accelerate's state; None if there is no Accelerator."""
     states = sys.modules.get("accelerate.state")
     return states.AcceleratorState() if states is not None and states.is_initialized() else None
 
 
 def schedule_note(parts: int, owns: Callable[[Tensor], object]) -> str:
-    """What to say where Accelerate steps a scheduler of an optimizer that has such parameters more often than a batch has parts; "" if it
-    does not."""
+    """The note where Accelerate steps a scheduler of these parameters' optimizer more often than a batch has parts; "" if it does not."""
     schedulers = sys.modules.get("accelerate.scheduler")
     state = _state()
     if schedulers is None or state is None:

@@ -1,9 +1,9 @@
-"""Caches of stock models: of which kind each layer's is, is asked of a configuration before the trace, not in it.
+"""Kinds of a stock model's cache layers, computed from its configuration before the trace.
 
-    DynamicCache(config=config)   asks   get_layer_types_and_kwargs(config)   which says   ["full_attention"] * 32, [{}] * 32
+    DynamicCache(config=config)   calls   get_layer_types_and_kwargs(config)   which returns   ["full_attention"] * 32, [{}] * 32
 
-transformers copies the configuration for each layer and asks the copies; Dynamo would follow that line by line, for most of the time that
-a trace of four layers takes.
+transformers copies the configuration for each layer and queries the copies; Dynamo would follow that line by line, for most of the time
+that a trace of four layers takes.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ASKED: Final = "get_layer_types_and_kwargs"
-"""Of `transformers.cache_utils`; releases that do not have it ask nothing."""
+"""The function of `transformers.cache_utils` that is replaced; some releases do not have it."""
 PADDED: Final = ("prepare_padding_mask", "maybe_pad_block_sequence_ids")
-"""Of `transformers.masking_utils`; a release that lacks one takes no window's buffers."""
+"""Functions of `transformers.masking_utils`; a release that lacks one supports no window's buffers."""
 LENGTH: Final = "cache_length"
-"""The argument that says how many tokens a cache's buffers hold, where a call hands them in: a 0-dim int64; None: there are none yet."""
+"""The argument with the number of tokens in a cache's buffers: a 0-dim int64; None: the cache is empty."""
 NAMES: Final = ("cache", "past_key_values")
-"""What models call the argument that is their cache: as of transformers 5.24, and before."""
+"""Names of models' cache argument: as of transformers 5.24, and before."""
 STATES: Final = ("conv_states", "recurrent_states")
-"""What a recurrent layer keeps between tokens, each a table of tensors by number."""
+"""States that a recurrent layer keeps between tokens, each a dict of tensors by number."""
 ATTENTION: Final = "attention"
-"""Beside them keys and values, of a layer that attends too."""
+"""Key of keys and values beside states, for a layer that attends too."""
 WINDOW: Final = "window"
-"""Keys and values of the last tokens alone, of a layer whose attention sees no others."""
+"""Key of keys and values of the last tokens alone, for a layer with sliding-window attention."""
 BEGIN: Final = "cache_first"
-"""The argument that says which token stands at the first place of such buffers: a 0-dim int64. A call without them has none."""
+"""The argument with the number of the first token in such buffers: a 0-dim int64. A call without such buffers has none."""
 LAYERS: Final = ("DummyLayer", "LinearAttentionCacheLayerMixin", ASKED)
-"""Of `transformers.cache_utils`, what buffers with room are made of: all there from release 5.23 on."""
+"""Classes and functions of `transformers.cache_utils` that padded caches need: all there from release 5.23 on."""
 Kinds = tuple[list[str], list[dict[str, Any]] | dict[str, Any]]
-"""The kind of each layer's cache, and what its class is given; before release 5.23 one dict for all of them."""
+"""The kind of each layer's cache, and its class's arguments; before release 5.23 one dict for all layers."""
 
 
 def can_be_padded() -> bool:
-    """Whether this release of transformers has what caches as buffers with room are made of. It is imported."""
+    """Whether this release of transformers, which is imported, supports padded caches."""
     from transformers import cache_utils
 
     return all(hasattr(cache_utils, name) for name in LAYERS)
@@ -48,7 +48,7 @@ def can_be_padded() -> bool:
 
 @contextlib.contextmanager
 def known(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, answers for the configurations of these modules are there."""
+    """A context with precomputed kinds for the configurations of these modules."""
     ask = _ask()
     if ask is None:
         yield
@@ -68,7 +68,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fewer(counts: Mapping[int, int]) -> Iterator[None]:
-    """Inside, caches of so many layers have so many; where a layer's is unlike another's they stay."""
+    """A context in which caches of n layers have `counts[n]`; a cache whose layers differ stays as it is."""
     ask = _ask()
     if ask is None or not counts:
         yield
@@ -87,8 +87,8 @@ def fewer(counts: Mapping[int, int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def masks() -> Iterator[None]:
-    """Inside, masks can be made for keys of which the first is token number `BEGIN`, a tensor: transformers asks such a number how much a
-    mask of padding lacks, which no trace can answer. As many places more as there are keys are always enough."""
+    """A context in which masks can be built for keys whose first token number (`BEGIN`) is a tensor: transformers computes a padding from
+    that number, which no trace can do. As many more places as there are keys are always enough."""
     own: Any = sys.modules.get("transformers.masking_utils")
     if own is None or not all(hasattr(own, name) for name in PADDED):
         yield
@@ -116,18 +116,18 @@ def _ask() -> Callable[[Any], Kinds] | None:
 
 
 def _config(module: nn.Module) -> Any:
-    """The one that a cache would be made by."""
+    """The configuration that a cache would be created from."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
     try:
         return config.get_text_config(decoder=True)
-    except ValueError:  # it has several texts
+    except ValueError:  # several text configurations
         return None
 
 
 def _kinds(ask: Callable[[Any], Kinds], config: Any) -> Kinds | None:
     try:
         return ask(config)
-    except (AttributeError, TypeError):  # of no decoder: nobody will ask it
+    except (AttributeError, TypeError):  # no decoder: it needs no cache
         return None

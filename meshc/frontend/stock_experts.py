@@ -1,12 +1,12 @@
-"""Routed experts of stock `transformers` models, written so that no row waits for another.
+"""Routed experts of stock `transformers` models in a form that shards: without sorting rows, or with dispatch to groups of experts.
 
     model:      sort all rows by expert, gather, products of runs, activation, products of runs, gather back, weigh, sum
     traced:     products of rows with the matrix of their expert, activation, the same, weigh, sum
     in groups:  to each group the rows that it has an expert for; there the same; the sum over the groups
 
 All families have one class for the weights of their experts and choose among implementations of its forward by name, from a table that
-`transformers` offers for more. While a model is traced, this one stands for those that a CPU has. Experts that axes are to split are traced
-in so many groups, of one rank each (`meshc/ops/expert_groups.py`).
+`transformers` lets users extend. While a model is traced, this implementation replaces those for a CPU. Experts that axes are to split are
+traced in so many groups, of one rank each (`meshc/ops/expert_groups.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from meshc.frontend.grouped_calls import grouped_calls
 from meshc.frontend.listed_experts import is_listed, is_of_all
 
 REPLACED = ("grouped_mm", "batched_mm", "eager")
-"""Implementations of one meaning: products of runs, a matrix gathered for each row, a loop over the experts."""
+"""Equivalent implementations: grouped products, a matrix gathered for each row, a loop over the experts."""
 
 
 @contextmanager
 def unsorted_experts() -> Iterator[None]:
-    """Inside, stock experts take this form, and so do products of runs that a model calls for itself."""
+    """A context in which stock experts take this form, and grouped products that a model calls itself are meshc's operator."""
     loaded = sys.modules.get("transformers.integrations.moe")
     table = {} if loaded is None else loaded.ALL_EXPERTS_FUNCTIONS
     before = {name: table.get(name) for name in REPLACED}
@@ -52,7 +52,7 @@ def unsorted_experts() -> Iterator[None]:
 def formed_experts(
     module: nn.Module, groups: Callable[[str], int], bound: float | None = None, batch: int = 1, capacity: Capacity | None = None
 ) -> Iterator[None]:
-    """Inside, the experts of each path are traced in so many groups, and take what `capacity` says."""
+    """A context in which the experts at each path are traced in `groups(path)` groups, with `capacity`."""
     marked = []
     try:
         for path, each in module.named_modules():
@@ -69,7 +69,7 @@ def formed_experts(
 
 
 class _Experts(Protocol):
-    """What transformers' own forward of experts reads of their module."""
+    """The attributes of experts' modules that transformers' own forward reads."""
 
     _is_expert_parallel: bool
     has_gate: bool
@@ -83,14 +83,14 @@ class _Experts(Protocol):
 
 
 def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward` has it.
+    """(tokens [t, hidden], experts of each [t, k], their weights [t, k]) -> [t, hidden], as `grouped_mm_experts_forward`.
 
-    A row is weighed before the last product, which is linear, if no norm stands behind that and nothing is promoted: split over the
-    experts' hidden dim, the product's partial sums are then added up over k before ranks exchange them, and are not kept for backward.
+    Rows are weighed before the last product, which is linear, if no norm follows it and nothing is promoted: split over the experts' hidden
+    dim, the product's partial sums are then summed over k before ranks exchange them, and are not kept for backward.
     """
     if self._is_expert_parallel:
         raise CaptureError(
-            "transformers has already spread the experts of this model over ranks; "  # in one line: who traces quotes it
+            "transformers has already spread the experts of this model over ranks; "  # in one line, which the tracer's error quotes
             "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
     form: Form = getattr(self, FORM, Form())
@@ -99,7 +99,7 @@ def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
 
 
 def _made(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:
-    """What the experts make of the tokens, weighed and summed."""
+    """The experts' output for the tokens, weighed and summed."""
     weights = routed.weights
     up = "gate_up_proj" if self.has_gate else "up_proj"
     made = routed.product(routed.to(hidden_states), _matrices(self, up))
@@ -117,7 +117,7 @@ def _made(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:
 
 
 def _matrices(self: _Experts, name: str) -> Tensor:
-    """The weights of the experts as [g, in, out]; untransposed they are [g, out, in]."""
+    """The experts' weights as [g, in, out]; untransposed they are [g, out, in]."""
     weight: Tensor = getattr(self, name)
     return weight if self.is_transposed else weight.transpose(-2, -1)
 

@@ -1,14 +1,14 @@
-"""Rotary frequencies of stock models that follow the length of the sequence, as functions of tensors: `rope_type` "dynamic" and "longrope".
+"""Length-dependent rotary frequencies of stock models, computed on tensors: `rope_type` "dynamic" and "longrope".
 
-transformers compares the length, a tensor, in Python, and puts another buffer in the place of `inv_freq`; no trace follows that. Here the
-buffer is written with what it would hold:
+transformers compares the length, a tensor, in Python, and replaces the buffer `inv_freq`; no trace follows that. Here the buffer is
+overwritten with the same values:
 
     n             the largest position of the batch, and 1
     dynamic       n < original length: the original frequencies; else the lesser of those that the buffer holds and those for n
     longrope      n > original length: those of the long factors; else the original ones
 
-Frequencies for a length fall as it grows, so those of the longest sequence since a short one, which transformers means by the numbers
-that it keeps in Python, are the least that the buffer has been given.
+Frequencies for a length fall as it grows, so the frequencies of the longest sequence since a short one, which transformers tracks by
+numbers in Python, are the least that the buffer has had.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 
 def follows_length(model: object) -> bool:
-    """Whether a token more changes what a model does with the others: no prompt of it is filled up."""
+    """Whether one more token changes what a model computes for the others, so that its prompts must not be padded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return any(_kind(module) in KINDS for module in modules)
 
 
 @contextlib.contextmanager
 def followed(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, such models can be traced."""
+    """A context in which these modules can be traced."""
     with contextlib.ExitStack() as stack:
         for owner in {type(module) for module in modules if _kind(module) in KINDS}:
             stack.enter_context(mock.patch.object(owner, "forward", _following(owner.forward)))
@@ -39,7 +39,7 @@ def followed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _following(forward: Any) -> Callable[..., Any]:
-    own = inspect.unwrap(forward)  # without what changes the buffer
+    own = inspect.unwrap(forward)  # without the decorator that replaces the buffer
 
     def follow(self: Any, x: Tensor, position_ids: Tensor) -> Any:
         with torch.no_grad():
@@ -50,7 +50,7 @@ def _following(forward: Any) -> Callable[..., Any]:
 
 
 def _kind(module: nn.Module) -> str | None:
-    """The kind of a rotary embedding whose frequencies one buffer holds, by transformers' own formulas; None of another module."""
+    """The kind of a rotary embedding with one buffer of frequencies, by transformers' own formulas; None for any other module."""
     kind, config = vars(module).get("rope_type"), vars(module).get("config")
     given = getattr(config, "rope_parameters", None)
     known = isinstance(kind, str) and isinstance(given, dict) and "alpha" not in given and "original_inv_freq" in module._buffers
@@ -75,7 +75,7 @@ def _longrope(rotary: Any, length: Tensor) -> Tensor:
 
 
 def _exponents(config: Any) -> tuple[Tensor, int]:
-    """Of each frequency, and how many dims of a head are turned."""
+    """The exponent of each frequency, and the number of a head's dims that are rotated."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dim = int(head * config.rope_parameters.get("partial_rotary_factor", 1.0))
     return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim, dim

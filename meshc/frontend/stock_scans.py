@@ -1,10 +1,11 @@
-"""Recurrences of stock `transformers` models, written so that a program does not grow with the sequence.
+"""Recurrences of stock `transformers` models as scans and padded convolutions, so that a program does not grow with the sequence.
 
     model:   for each position: state = a state + b, product with C        convolve with padding on both sides, cut to the sequence
     traced:  one recurrence, one product of all positions                  convolve with a kernel whose later half is zero
 
 Models with a selective scan have a function of one name for it, in a module each, and so have those with a gated delta rule, or a short
-causal convolution; RWKV has one for its average. While a model is traced, these here stand for them, where a call of both gives the same.
+causal convolution; RWKV has one for its average. While a model is traced, the functions here replace them, if both give equal results on a
+sample call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Function = Callable[..., Any]
 
 @contextmanager
 def traced_scans() -> Iterator[None]:
-    """Inside, stock models call these; without such models nothing happens."""
+    """A context in which stock models call these functions; it does nothing without such models."""
     replaced: list[tuple[dict[str, Any], str, Function]] = []
     for module, loaded in list(sys.modules.items()):
         if not module.startswith("transformers.models.") or ".modeling_" not in module:
@@ -58,9 +59,10 @@ def selective_scan(
     return_last_state: bool = False,
     **kwargs: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """(x and dt [batch, channels, t], A [channels, n], B and C [batch, n, t]) -> [batch, channels, t], and the last state if asked for it.
+    """(x and dt [batch, channels, t], A [channels, n], B and C [batch, n, t]) -> [batch, channels, t], and with `return_last_state` the
+    last state.
 
-    Casts are those of the model: the state has what its factors are promoted to, its product with C the dtype of x. (Gu, Dao: Mamba,
+    Casts are those of the model: the state has the promoted dtype of its factors, its product with C the dtype of x. (Gu, Dao: Mamba,
     arXiv:2312.00752.)
     """
     dtype = hidden_states.dtype
@@ -101,8 +103,8 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """(query, key [batch, t, key heads, keys], value [batch, t, heads, values], g, beta [batch, t, heads]) -> like value, and the last
-    state [batch, heads, keys, values] if asked for it. All in float32, as the model has it. (arXiv:2412.06464.)
+    """(query, key [batch, t, key heads, keys], value [batch, t, heads, values], g, beta [batch, t, heads]) -> like value, and with
+    `output_final_state` the last state [batch, heads, keys, values]. All in float32, as in the model. (arXiv:2412.06464.)
     """
     dtype, groups = query.dtype, value.shape[2] // key.shape[2]
     query, key = (x.repeat_interleave(groups, dim=2) if groups != 1 else x for x in (query, key))
@@ -126,8 +128,8 @@ def decaying_average(
     """(decay and first [channels], key and value [batch, t, channels]) -> [batch, t, channels], and the last state: RWKV's attention.
 
     Each position takes the average of the values before it, by weights exp(key) that decay, and of its own by exp(first + key). Sums are
-    kept as multiples of exp(peak), where peak is the largest exponent so far. The average does not depend on it, so it has no gradient;
-    a state does. (Peng et al.: RWKV, arXiv:2305.13048.)
+    kept as multiples of exp(peak), where peak is the largest exponent so far. The average does not depend on peak, so peak has no gradient;
+    a state does depend on it. (Peng et al.: RWKV, arXiv:2305.13048.)
     """
     keys, values, decay = key.float(), value.float(), -torch.exp(time_decay)
     numerator, denominator, highest = (None, None, None) if state is None else state
@@ -147,19 +149,19 @@ def decaying_average(
 
 
 def _before(x: Tensor, first: Tensor | None, fill: float = 0.0) -> Tensor:
-    """Of each position [batch, t, ...] what the one before it has."""
+    """x [batch, t, ...] shifted by one position; `first`, or `fill`, comes first."""
     return functional.pad(x, (0, 0, 1, -1), value=fill) if first is None else torch.cat([first[:, None], x[:, :-1]], 1)
 
 
 def _decaying(kept: Tensor, terms: Tensor, first: Tensor | None) -> Tensor:
-    """A running sum of which a share is kept at each step; what there was before comes in with the first term."""
+    """A running sum that decays by `kept` at each step; `first` is the sum before."""
     if first is not None:
         terms = terms + functional.pad(kept[:, :1] * first[:, None], (0, 0, 0, terms.shape[1] - 1))
     return torch.ops.meshc.recurrence(kept, terms, None, 1)
 
 
 def _drawn(*shape: int) -> Tensor:
-    """Numbers without an order, without a generator's state."""
+    """Sample values without regularity, independent of a generator's state."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * 1.7 + count).reshape(shape)
 
@@ -198,12 +200,12 @@ STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]]]] = {
     "torch_chunk_gated_delta_rule": (gated_delta_rule, _corrected),
     "rwkv_linear_attention": (decaying_average, _averaged),
 }
-"""By the name in a model's module: what stands for it, and a call of either."""
+"""Name in a model's module -> (the function that replaces it, a sample call of either)."""
 _found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()
 
 
 def _same(theirs: Function, ours: Function, call: Callable[[Function], list[Tensor]]) -> bool:
-    """Whether a call of both gives the same; what does not take the call is something else."""
+    """Whether a sample call of both gives equal results; a function that does not accept the call is another one."""
     if theirs not in _found:
         try:
             with torch.no_grad():

@@ -1,23 +1,23 @@
-"""What a compiled model of `transformers` and its `Trainer` tell each other.
+"""Trainer integration of a compiled `transformers` model: label counts, loss scale, and checkpoints written by all ranks.
 
-The model says that it owns its placement and its gradients, as models do that were split at load time. Then the Trainer neither wraps it in
-DDP nor moves it, and saves it with all ranks at once.
+The model declares that it owns its placement and its gradients, like models that were split at load time. Then the Trainer neither wraps it
+in DDP nor moves it, and saves it with all ranks at once.
 
     inputs="global"   every rank passes the same rows; the Trainer's loader must not deal out (docs/ecosystem.md)
     inputs="local"    each rank passes its own rows, which is how the Trainer's data loader deals them out
 
-The Trainer passes `num_items_in_batch`, how many labels it counts in all batches that make a step, and multiplies the loss by the number of
-processes, since under DDP a rank's loss is of its own rows and gradients are averaged. Here a loss is of all ranks' rows already. So that
-the model gets what the Trainer passes on one device, whether or not it divides by it, and however the Trainer counts (labels that a causal
-model shifts away are counted of some classes, and not of others):
+The Trainer passes `num_items_in_batch`, the number of labels that it counts in all batches of a step, and multiplies the loss by the number
+of processes, since under DDP a rank's loss is of its own rows and gradients are averaged. Here a loss is of all ranks' rows already. So
+the model gets the count that the Trainer passes on one device, whether or not the model divides by it, and however the Trainer counts
+(labels that a causal model shifts away are counted for some classes, and not for others):
 
     the count   summed over ranks, unless the Trainer has (`average_tokens_across_devices`); then over parts of the batch, each once
-    the loss    divided by what the Trainer multiplies it with
+    the loss    divided by the Trainer's factor
 
-Who calls is read off the stack. A call with that argument by anybody else means what the model means.
+The caller is read from the stack. A call with that argument by any other caller is passed on unchanged.
 
-A Trainer that is made asks the model too, and refuses to save the optimizer of one that was split: its checkpoints are then written by all
-ranks (`meshc/runtime/saved/trainer_checkpoint.py`).
+A new Trainer queries the model too, and refuses to save the optimizer of a split model: its checkpoints are then written by all ranks
+(`meshc/runtime/saved/trainer_checkpoint.py`).
 
 Releases without the mark refuse a model of DTensors themselves.
 """
@@ -34,15 +34,15 @@ from meshc.frontend.stock_accelerate import Parts
 
 MARK: Final = "_is_distributed_loading_by_transformers"
 SAVES: Final = "_save_optimizer_and_scheduler"
-"""By what the Trainer writes them into a checkpoint."""
+"""The Trainer's method that writes optimizer and scheduler into a checkpoint."""
 ITEMS: Final = "num_items_in_batch"
 DEEP: Final = 32
-"""How many frames there may be between the Trainer and the model's call: torch's, and those of contexts around forward."""
+"""Most frames between the Trainer and the model's call: torch's, and those of contexts around forward."""
 
 
 class Split:
-    """The answer to whether a model was split at load time: yes; but a Trainer that asks at its end of being made, to refuse checkpoints
-    with an optimizer, is told no, and saves it as `save_by_all` has told it."""
+    """The answer to whether a model was split at load time: yes; but a Trainer that asks at the end of its `__init__`, to refuse
+    checkpoints with an optimizer, gets no, and saves by `save_by_all`."""
 
     def __init__(self, parts: Parts, save_by_all: Callable[[Any], None]) -> None:
         self._parts, self._save_by_all = parts, save_by_all
@@ -60,7 +60,7 @@ class Split:
 
 
 def tell_trainer(model: nn.Module, parts: Parts, save_by_all: Callable[[Any], None]) -> None:
-    """Of a model without modules of transformers nothing changes."""
+    """Mark the transformers modules of a model."""
     for module in model.modules():
         if hasattr(type(module), MARK):
             setattr(module, MARK, Split(parts, save_by_all))
@@ -71,8 +71,8 @@ def is_told(model: nn.Module) -> bool:
 
 
 def as_trainer_counts(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """`call` of a model by which the Trainer trains and evaluates as it does on one device. parts: how many a batch has, of which each rank
-    passes one."""
+    """`call` of a model, such that the Trainer trains and evaluates as on one device. `parts`: parts of a batch, of which each rank passes
+    one."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         trainer = _asking() if kwargs.get(ITEMS) is not None else None
@@ -88,14 +88,14 @@ def as_trainer_counts(call: Callable[..., Any], parts: int) -> Callable[..., Any
 
 
 def _of_whole_batch(trainer: Any, items: Tensor, parts: int) -> Tensor:
-    """A count of labels that was summed over ranks, with each part of the batch counted once: several ranks may have the same part, of
-    which the Trainer knows those of its own tensor, context and sequence parallelism."""
+    """A count of labels summed over ranks, corrected to count each part of the batch once: several ranks may have the same part, of which
+    the Trainer accounts only for its own tensor, context and sequence parallelism."""
     of_trainer = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     return items * (of_trainer * parts / trainer.accelerator.num_processes)
 
 
 def _asking() -> Any | None:
-    """The Trainer whose own `compute_loss` calls the model, if one does."""
+    """The Trainer whose own `compute_loss` calls the model; None for any other caller."""
     frame = sys._getframe(2)
     for _ in range(DEEP):
         if frame.f_code.co_name == "compute_loss" and frame.f_globals.get("__name__") == "transformers.trainer":
@@ -107,7 +107,7 @@ def _asking() -> Any | None:
 
 
 def _divided(output: Any, times: int) -> Any:
-    """A model's output with the loss divided; one without a loss as it is."""
+    """A model's output with the loss divided; unchanged without a loss."""
     if isinstance(output, dict) and output.get("loss") is not None:
         output["loss"] = output["loss"] / times
     elif isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].dim() == 0:

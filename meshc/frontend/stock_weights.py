@@ -1,4 +1,4 @@
-"""Files of stock models, seen as the model names and shapes its tensors.
+"""Checkpoint files of stock models, renamed and reshaped to the model's own tensors.
 
     in the files                                            in the model
     model.layers.0.block_sparse_moe.experts.0.w1.weight ┐
@@ -6,8 +6,8 @@
     ... .experts.1.w1.weight, ...                       ┘
     layers.0.self_attn.q_proj.weight ─────────────────────> model.layers.0.self_attn.q_proj.weight
 
-What becomes what is transformers' own table, and its own operators make it; a release without such a table renames nothing. What one name
-in the files becomes is read in parts; what several become is made whole, one at a time.
+The mapping is transformers' own table, applied by its own operators; a release without such a table renames nothing. A tensor of one name
+in the files is read in parts; a tensor converted from several is built whole, one at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONVERSIONS = "transformers.conversion_mapping:get_model_conversion_mapping"
 
 
 def as_the_model_has_them(model: nn.Module, files: Weights) -> Weights:
-    """Files of a stock model under the model's names; those of another model as they are."""
+    """Files of a stock model under the model's names; those of another model unchanged."""
     if not type(model).__module__.startswith("transformers."):
         return files
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ def as_the_model_has_them(model: nn.Module, files: Weights) -> Weights:
 
 
 class _Converted:
-    """`Weights` of the names that the model has; names that it has not stay what they were."""
+    """`Weights` under the model's names; a tensor that the model does not have keeps its name."""
 
     def __init__(self, model: Any, files: Weights) -> None:
         self._model, self._files = model, files
@@ -70,7 +70,7 @@ class _Converted:
                 self._made[target] = first, tuple(value.shape)
 
     def _converted(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """All that is made of what lies under some names, by the model's names."""
+        """All tensors converted together with `first`, by the model's names. Raises StateError."""
         converter = copy.deepcopy(self._converters[first])
         for name, pattern in self._sources[first]:
             converter.add_tensor(first, name, pattern, read(name))
@@ -97,6 +97,6 @@ class _Converted:
             return self._files.tensor(self._plain[name])
         first = self._made[name][0]
         if self._last[0] != first:
-            self._last = "", {}  # gone before the next one comes
+            self._last = "", {}  # freed before the next one is built
             self._last = first, self._converted(first, self._files.tensor)
         return self._last[1][name]

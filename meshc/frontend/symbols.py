@@ -1,4 +1,4 @@
-"""From torch's symbolic sizes to meshc's: what tracing leaves open becomes `Size`, what it took for granted a constraint."""
+"""Symbolic sizes of a trace, translated from torch's to meshc's: open sizes become `Size`, assumptions of the trace become constraints."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Symbols:
     """Torch's symbols of one trace, and the user's dynamic sizes that they stand for."""
 
     def __init__(self, extents: Sequence[tuple[torch.SymInt, Dynamic]]) -> None:
-        """`extents` are open dims of the trace's inputs, and what the user calls them."""
+        """extents: open dims of the trace's inputs, each with the user's dynamic size."""
         self.extents = list(extents)
 
     def _names(self) -> tuple[tuple[sympy.Expr, sympy.Symbol], ...]:
-        """Torch puts one symbol in the place of another as it learns that they are equal, so this is asked anew each time."""
+        """Torch replaces one symbol by another as it learns that they are equal, so this is computed anew each time."""
         found = {}
         for extent, size in self.extents:
             name = sympy.Symbol(size.symbol, integer=True, positive=True)
@@ -50,7 +50,7 @@ class Symbols:
     def open(self, value: object) -> object:
         """A number of the trace: plain where it is fixed, a Size or a Ratio where it is open.
 
-        Multiplied out, as arithmetic with sizes leaves them: two are equal if their expressions are, and torch keeps n * (m - 1).
+        Expanded, as arithmetic with sizes leaves them: two sizes are equal if their expressions are, and torch keeps n * (m - 1).
         """
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
@@ -60,7 +60,7 @@ class Symbols:
         return tuple(self.open(extent) for extent in shape)
 
     def constraints(self, env: ShapeEnv | None, sizes: Sequence[Dynamic]) -> tuple[tuple[Dynamic, ...], tuple[str, ...]]:
-        """What tracing took for granted of the sizes: narrower ranges, and what no range says: `n_seq % 4 == 0`."""
+        """What tracing assumed of the sizes: narrowed ranges, and conditions that no range expresses: `n_seq % 4 == 0`."""
         found: dict[str, None] = {}
         ranges = {size.symbol: size for size in sizes}
         for guard in env.guards if env is not None else ():
@@ -109,7 +109,7 @@ def _place(guard: ShapeGuard) -> str:
 
 @lru_cache(maxsize=100_000)
 def _as_sympy(expr: sympy.Expr, names: tuple[tuple[sympy.Expr, sympy.Symbol], ...]) -> sympy.Expr:
-    """torch's own functions over integers as sympy's."""
+    """An expression with torch's own integer functions as sympy's, and meshc's symbols."""
     if expr.is_Symbol:
         found = dict(names).get(expr)
         if found is None:

@@ -1,11 +1,11 @@
-"""`nn.AdaptiveLogSoftmaxWithLoss` in a model that is traced: each cluster of classes on all rows; those count whose target is there.
+"""`nn.AdaptiveLogSoftmaxWithLoss` in a traced model: each cluster of classes on all rows, with a mask of those whose target is in it.
 
     rows = mask.nonzero().squeeze();  if rows.numel() == 0: continue          per_row = log_softmax(tail(where(mask, input, 0)))
     output.index_copy_(0, rows, log_softmax(tail(input[rows])) ...)           output = where(mask, per_row ..., output)
 
-torch gives each tail the rows of its own cluster, whose number is data, and passes over one that has none: it has no gradient then, and
-zeros here, which an update passes over by the same mask (`passes/trace/keep_unchosen.py`). Which targets are none of the classes torch
-checks; a program does not.
+torch gives each tail the rows of its own cluster, whose number is data, and skips a cluster without rows: it has no gradient then, and
+zeros here, which an update skips by the same mask (`passes/trace/keep_unchosen.py`). torch checks for targets outside of all classes; a
+program does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshc.private import AdaptiveOutput
 
 @contextmanager
 def traced_adaptive() -> Iterator[None]:
-    """Inside, such a module has no sizes that targets decide."""
+    """A context in which such a module has no sizes that targets decide."""
     kind = nn.AdaptiveLogSoftmaxWithLoss
     with mock.patch.object(kind, "forward", loss_of_clusters), mock.patch.object(kind, "predict", likeliest):
         yield

@@ -1,11 +1,11 @@
-"""`torch.nn.functional.ctc_loss` in a model that is traced: one operator, to which each row's targets come as a row.
+"""`torch.nn.functional.ctc_loss` in a traced model: one operator, with each row's targets as a row.
 
     loss = F.ctc_loss(log_probs, labels.masked_select(labels >= 0), frames, (labels >= 0).sum(-1))
       becomes
     loss = mean of meshc.ctc_loss(log_probs, chosen_in_front(labels, labels >= 0), frames, (labels >= 0).sum(-1)) by row
 
-Stock speech models pick the targets of all rows into one list, of a length that no program can hold; with the mask by which they are picked
-they lie in front of their rows. Targets that come as a list are put into rows by their lengths.
+Stock speech models select the targets of all rows into one list, whose length no program can have; by the mask of that selection they are
+moved to the front of their rows. Targets that are passed as a list are put into rows by their lengths.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meshc.ops import ctc
 
 @contextmanager
 def traced_ctc() -> Iterator[None]:
-    """Inside, the loss is `meshc::ctc_loss`; around it stock models choose kernels of cuDNN's, or none, which is not traced.
+    """A context in which the loss is `meshc::ctc_loss`; stock models choose cuDNN's kernels around it, or none, which is not traced.
 
-    Dynamo looks torch's functions up by their names, once, and would take what stands for them for torch's own: it has to have looked.
+    Dynamo looks torch's functions up by name, once, and would take the replacement for torch's own: the lookup is done before.
     """
     from meshc.private import trace_rules
 
@@ -43,7 +43,7 @@ def _as_they_are(*args: object, **kwargs: object) -> nullcontext[None]:
 
 
 def targets_in_rows(module: GraphModule) -> None:
-    """Gives each such loss of a torch-level graph its targets in rows. One whose targets are picked in another way is left as it is."""
+    """Give each such loss of a torch-level graph its targets in rows. A loss whose targets are selected in another way is left as it is."""
     for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
         for node in body.graph.nodes:
             if getattr(node.target, "overloadpacket", node.target) is torch.ops.meshc.ctc_loss:
@@ -69,7 +69,7 @@ def _in_rows(loss: Node) -> None:
 
 
 def _forget_with_checks(targets: Node) -> None:
-    """Erases a list that nothing reads any more but what torch asserts of its size."""
+    """Erases a list that only torch's assertions on its size still read."""
     found = {targets: None}
     for node in targets.graph.nodes:
         if any(one in found for one in node.all_input_nodes):
@@ -91,7 +91,7 @@ def _value(node: Node) -> Any:
 
 
 def _picked(targets: Node) -> tuple[Node, Node] | None:
-    """What a list is picked from, and by which mask, if both are [rows, s]: `x.masked_select(mask)`, `x[mask]`."""
+    """(x, mask) of a list selected by `x.masked_select(mask)` or `x[mask]`, if both are [rows, s]; None for any other list."""
     name = getattr(targets.target, "__name__", targets.target)
     if name not in ("masked_select", "getitem") or len(targets.args) != 2:
         return None
@@ -104,7 +104,7 @@ def _picked(targets: Node) -> tuple[Node, Node] | None:
 
 
 def _counts(lengths: Node, mask: Node) -> bool:
-    """Whether it is the number of a mask's entries in each row."""
+    """Whether `lengths` is the number of true entries in each row of `mask`."""
     while _is_cast(lengths):
         lengths = lengths.all_input_nodes[0]
     if getattr(lengths.target, "__name__", lengths.target) != "sum":
@@ -114,6 +114,6 @@ def _counts(lengths: Node, mask: Node) -> bool:
 
 
 def _is_cast(node: Node) -> bool:
-    """Whether a call leaves the numbers and their order as they are."""
+    """Whether a call keeps the numbers and their order."""
     name = getattr(node.target, "__name__", node.target)
     return name in ("to", "long", "int", "contiguous", "reshape") and _value(node).dim() == _value(node.all_input_nodes[0]).dim()

@@ -1,4 +1,4 @@
-"""`torch.distributions` in a model that is traced: what it decides by values, and what it looks up in a way that no trace can follow."""
+"""`torch.distributions` in a traced model: without validation by values, and with a table of divergences that a trace can follow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributions import Distribution, kl
 
 @contextlib.contextmanager
 def traced_distributions() -> Iterator[None]:
-    """Inside, a distribution checks neither its arguments nor what it is asked about, as under torch.compile (an explicit
-    `validate_args=True` does); and `kl_divergence` finds the function of two classes in a table, where it would search for it."""
+    """A context in which a distribution validates neither its arguments nor its samples, as under torch.compile (an explicit
+    `validate_args=True` does); and `kl_divergence` finds the function of two classes in a table, instead of a search."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:

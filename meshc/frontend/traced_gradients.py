@@ -1,12 +1,12 @@
-"""`torch.autograd.grad` in a model or a loss that is traced: one call of the graph, which AOTAutograd runs as any other.
+"""`torch.autograd.grad` in a traced model or loss: one call of the graph, which AOTAutograd runs like any other.
 
     x.requires_grad_()                                          x is  leaf_of(x)  from there on: a leaf of the trace
     torch.zeros(3, requires_grad=True)                          leaf_of(torch.zeros(3))
-    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)   itself: its operators, and what differentiates them, are the trace's
+    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)   itself: its operators, and their derivatives, are the trace's
     torch.autograd.functional.hessian(f, x)                     torch's own Python of it, traced
 
-Dynamo's own way (`trace_autograd_ops`) is for what an outer backward could not go through a second time: it refuses leaves that come back
-from a compiled function, and in torch 2.11 all that are made within. A program is traced with its backward, and no call frees what another
+Dynamo's own way (`trace_autograd_ops`) is for an outer backward that cannot go through a graph twice: it refuses leaves that a compiled
+function returns, and in torch 2.11 all leaves created inside. A program is traced with its backward, and no call frees a graph that another
 goes through.
 """
 
@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 GRADIENT: Final = torch.autograd.grad
 RETAINED: Final = 3
-"""Where `retain_graph` stands among its arguments."""
+"""Position of `retain_graph` among the arguments."""
 
 
 @contextmanager
 def traced_gradients() -> Iterator[None]:
-    """A context for tracing."""
+    """A context for tracing, in which gradients and leaves are calls of the graph."""
     from meshc.private import variables
 
     functions, tensors = variables.TorchInGraphFunctionVariable, variables.TensorVariable
@@ -40,7 +40,7 @@ def traced_gradients() -> Iterator[None]:
 
 
 class RetainedGraphs(TorchFunctionMode):
-    """A context for calls of a model beside its program: what a gradient goes through has one again, as in a trace."""
+    """A context for calls of a model beside its program: `torch.autograd.grad` retains its graph, as in a trace."""
 
     def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -50,12 +50,12 @@ class RetainedGraphs(TorchFunctionMode):
 
 
 def leaf_of(x: Tensor) -> Tensor:
-    """A tensor that gradients may be taken with respect to, of the same values."""
+    """A tensor of the same values, with respect to which gradients can be taken."""
     return x.detach().requires_grad_()
 
 
 def _calling(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Of what puts a call of torch's into a graph, one that knows gradients."""
+    """Dynamo's handler of torch calls, which also traces gradients and `requires_grad=True`."""
 
     def call(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         from meshc.private import variables
@@ -93,7 +93,7 @@ def _gradient(tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Of `requires_grad_`, one that makes leaves of what a model computes or is given; parameters are as they are outside."""
+    """`requires_grad_` that makes leaves of computed tensors and inputs; parameters are as they are outside."""
 
     def become_leaf(self: Any, tx: Any, requires_grad: Any = True) -> Any:
         from meshc.private import wrap_fx_proxy

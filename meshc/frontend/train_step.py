@@ -1,6 +1,6 @@
-"""`TrainStep`, and the function that is traced for one: the model's output, its loss, and what else the loss function tells.
+"""`TrainStep`, and the function traced for it: the model's output, its loss, and the loss function's metrics.
 
-program(x, y)      x goes to model.forward, y, which forward has no place for, to loss(output, target)
+program(x, y)      x goes to model.forward; y, which forward has no parameter for, to loss(output, target)
 loss, metrics      a loss function may return both: `program.metrics` then has the metrics beside loss, grad_norm and lr
 """
 
@@ -24,13 +24,13 @@ from meshc.optimizer.sets import Optimizers
 
 ROUTED: Final = "routed:"
 DROPPED: Final = "dropped:"
-"""What stands before a layer's path in the names of what a step tells of its experts."""
+"""Prefixes of a layer's path in the names of a step's metrics of experts."""
 BATCH_MIX: Final = ("refuse", "mean_of_parts")
 RESERVED: Final = ("loss", "grad_norm", "lr")
-"""What `program.metrics` has of every step."""
+"""Names that `program.metrics` has for every step."""
 LOSS: Final = "loss"
 METRICS: Final = "metrics"
-"""Where a step's function puts the two, if there are metrics; without, it returns the loss alone."""
+"""Keys of a step function's result with metrics; without, it returns the loss alone."""
 
 
 class TrainStep:
@@ -73,11 +73,11 @@ class TrainStep:
         self._found: tuple[tuple[int, ...], Optimizers] | None = None
         admission.refuse_kind(self)
         clipping.check(clip_grad_norm, (name for name, _ in model.named_parameters()))
-        self.optimizers  # noqa: B018  what is no optimizer is refused here, at the user's line
+        self.optimizers  # noqa: B018  refuses what is no optimizer, at the user's line
 
     @property
     def optimizers(self) -> Optimizers:
-        """Those that step. Looked for again when a wrapper has got other ones."""
+        """The optimizers that step. Searched again when a wrapper has got other ones."""
         ones = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
         there = tuple(id(one) for given in ones if hasattr(given, "__dict__") for one in wrapped.inner(given).values())
         if self._found is None or self._found[0] != there:
@@ -92,7 +92,7 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class Traced:
-    """A function to trace: called as function(module, **kwargs). `signature` says what its inputs are called."""
+    """A function to trace, called as function(module, **kwargs). `signature` names its inputs."""
 
     module: nn.Module
     function: Function
@@ -100,7 +100,7 @@ class Traced:
 
     @cached_property
     def parameters(self) -> list[inspect.Parameter] | None:
-        """Those of the signature, which is read once; None where there is none to read."""
+        """The signature's parameters, read once; None where Python has no signature."""
         try:
             return list(inspect.signature(self.signature).parameters.values())
         except (TypeError, ValueError):
@@ -138,11 +138,11 @@ def loss_of(output: object) -> Tensor:
     return loss.reshape(())
 
 
-# What a loss function returns.
+# Results of loss functions.
 
 
 def loss_and_metrics(result: object) -> object:
-    """A loss function's result as a step's function returns it."""
+    """A loss function's result in the form that a step's function returns."""
     if isinstance(result, Tensor):
         return _scalar(result)
     if isinstance(result, Mapping) and isinstance(result.get(LOSS), Tensor):
@@ -161,7 +161,7 @@ def loss_and_metrics(result: object) -> object:
 
 
 def split_result(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, metrics by name) of what a step's function returned."""
+    """(loss, metrics by name) of a step function's result."""
     return (result, {}) if isinstance(result, Tensor) else (result[LOSS], result[METRICS])
 
 
@@ -172,7 +172,7 @@ def _scalar(loss: Tensor) -> Tensor:
 
 
 def _number_in(output: object) -> str:
-    """What to write where one entry of a model's output is a number, as of (logits, loss); "" if none is, or several are."""
+    """Advice where exactly one entry of a model's output is a number, as in (logits, loss); "" otherwise."""
     entries = output.items() if isinstance(output, Mapping) else enumerate(output) if isinstance(output, list | tuple) else ()
     found = [key for key, value in entries if isinstance(value, Tensor) and value.numel() == 1]
     if len(found) != 1:
@@ -193,19 +193,19 @@ def _collect(value: object, path: str, found: dict[str, Tensor]) -> None:
             raise InputError(f"the loss function returns a metric {path!r}, which program.metrics has of every step: give it another name")
         if not isinstance(value, Tensor | bool | int | float):
             raise InputError(f"the metric {path!r} is a {type(value).__name__}: metrics are tensors and numbers")
-        found[path] = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)  # the loss itself, for one
+        found[path] = value.detach().clone() if isinstance(value, Tensor) else torch.tensor(value)  # may be the loss itself
 
 
-# What a call's arguments go to.
+# Arguments of a call.
 
 
 class StepSignature:
-    """What `program(...)` takes: `forward`'s parameters, and behind them those of the loss beyond its first, the model's output.
+    """The signature of `program(...)`: `forward`'s parameters, then those of the loss beyond its first, the model's output.
 
     forward     names of forward's parameters
     positional  those of them that may be given by position
     star        forward takes any number of positional arguments, so none are left for the loss
-    any_name    forward takes arguments of any name: those that the loss has no name for, if that takes no others
+    any_name    forward takes arguments of any name: those that the loss has no name for, unless the loss takes any name too
     shared      names that both take
     """
 
@@ -230,7 +230,7 @@ class StepSignature:
         return name in self.forward or self.any_name and all(p.name != name for p in self.theirs)
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """It only has a signature."""
+        """Never called: the object only has a signature."""
         raise TypeError("a signature is not called")
 
     def check(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:

@@ -1,5 +1,7 @@
-"""What goes around a call and cannot see into it: transforms of functions, traces, forward-mode derivatives. A program is no operator of
-theirs: they would fail in its midst, on some ranks, or give what it means for them without a word."""
+"""Refusal of a program's call inside transforms of functions, traces or forward-mode derivatives.
+
+A program is no operator of theirs: they would fail inside of it, on some ranks, or silently give a wrong result.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ AROUND: Final[tuple[tuple[Callable[[], bool], str, str], ...]] = (
     (lambda: _proxied(), "a trace of operators (torch.export, make_fx)", _PLAIN.format(instead="print(program) shows the program's own")),
     (lambda: torch.jit.is_tracing(), "torch.jit.trace", _PLAIN.format(instead="program.save(path) stores the program")),
 )
-"""(whether it is around the call, what it is, what to do)."""
+"""(whether the transform is around the call, its name, what to do)."""
 
 
 def _proxied() -> bool:
@@ -36,7 +38,7 @@ def _proxied() -> bool:
 
 
 def refuse_around(given: Iterable[object]) -> None:
-    """Raises StateError for a call that something of this kind is around. `given`: the call's arguments."""
+    """Raises StateError for a call inside such a transform. `given`: the call's arguments."""
     for is_around, name, advice in AROUND:
         if is_around():
             raise StateError(f"{name} is around this call of a compiled module, and cannot see into a program\n  {advice}")

@@ -1,14 +1,14 @@
-"""Transforms of torch.func that a model or a loss applies within (grad, vjp, vmap, jvp, ...): Dynamo writes them out as calls of the graph,
-and AOTAutograd runs those as any others.
+"""Transforms of torch.func inside a model or a loss (grad, vjp, vmap, jvp, ...): the calls within them, and values below their wrappers.
 
     _grad_increment_nesting();  x = _wrap_for_grad(x, 1)        from here on values are wrapped, a wrapper a level
     h = dropout(linear(x, w), 0.1)                              ^
     (g,) = _autograd_grad(h.sum(), x, create_graph=True)        ^  within
     _grad_decrement_nesting()                                   v  no longer
 
-meshc's operators have no rules for transforms: no batched form, no tangents, and gradients that are autograd's alone. So what stands within
-stays torch's own call, which torch takes apart into operators that have all of these. What draws there, and attention, whose fast kernels
-have no second derivative, is in `passes/trace/transformed_calls.py`.
+Dynamo writes transforms out as calls of the graph, which AOTAutograd runs like any others. meshc's operators have no rules for transforms:
+no batched form, no tangents, and only autograd's gradients. So calls within transforms stay torch's own, which torch decomposes into
+operators that have all of these. Random calls there, and attention, whose fast kernels have no second derivative, are in
+`passes/trace/transformed_calls.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshc.private import FakeTensorMode
 
 
 def within_transforms(graph: Graph) -> frozenset[Node]:
-    """The calls of a torch-level graph between where a transform begins and where it ends."""
+    """The calls of a torch-level graph between the beginning and the end of a transform."""
     found, levels = set[Node](), 0
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "")
@@ -38,13 +38,13 @@ def within_transforms(graph: Graph) -> frozenset[Node]:
 
 
 def storage_of(node: Node) -> int | None:
-    """The memory that a node's value lies in, below all wrappers of transforms; None of what is no tensor."""
+    """The id of the storage of a node's value, below all wrappers of transforms; None for a value that is no tensor."""
     value = below_wrappers(node.meta.get("example_value"))
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def below_wrappers(value: Any) -> Any:
-    """What the wrappers of transforms hold: of what vmap maps, all of it."""
+    """The value inside the wrappers of transforms: for vmap, the whole batch."""
     while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value
@@ -68,15 +68,15 @@ def traced_transforms() -> Iterator[None]:
 
     with (
         mock.patch.object(variables.builder, "_clone_input", copied_outside),
-        mock.patch.object(eager_transforms, "jacfwd", eager_transforms.jacrev),  # what hessian calls; a model has its own name for jacfwd
+        mock.patch.object(eager_transforms, "jacfwd", eager_transforms.jacrev),  # called by hessian; a model has its own name for jacfwd
     ):
         yield
 
 
 @contextmanager
 def restore_levels() -> Iterator[None]:
-    """Around a trace: what a failure has left of a transform is ended, or torch would take the rest of the process to stand within: no
-    tensor would take a gradient by itself, no checkpoint save anything, and no jvp begin."""
+    """A context for a trace, which ends the transforms that a failure has left open. Otherwise torch would take the rest of the process to
+    be within one: no tensor would take a gradient, no checkpoint save anything, and no jvp begin."""
     levels = torch._C._functorch.get_dynamic_layer_stack_depth()
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     try:
@@ -87,6 +87,6 @@ def restore_levels() -> Iterator[None]:
                 torch._C._functorch.pop_dynamic_layer_stack()
             if forbidden is None:
                 torch._C._autograd._saved_tensors_hooks_enable()
-            if forward_ad._current_level < 0:  # that of the caller's own
-                with suppress(RuntimeError):  # there is none that it has left
+            if forward_ad._current_level < 0:  # the caller's own level
+                with suppress(RuntimeError):  # no level was left open
                     torch._C._exit_dual_level(level=0)

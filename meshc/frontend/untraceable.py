@@ -1,7 +1,7 @@
-"""What tracing cannot make a graph of, in the user's terms: what torch's tracer said becomes an error with the user's line and advice.
+"""Errors for models that cannot be traced as one graph, in the user's terms: torch's error becomes one with the user's line and advice.
 
-Advice is data, first match first. What torch traces and no program can hold, a value or a size that depends on what tensors contain, is
-looked for in the graph.
+Advice is data, first match first. Code that torch traces and no program can have, a value or a size that depends on tensor values, is
+searched for in the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshc.ir import Source
 from meshc.private import FakeTensor, HigherOrderOperator
 
 GRADIENTS: Final = ("grad", "_autograd_grad")
-"""What calls that take gradients are called in a graph, torch.func's last."""
+"""Names of calls that take gradients in a graph, torch.func's last."""
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -92,7 +92,7 @@ OF_LIBRARIES: Final[tuple[tuple[str, str], ...]] = (
         "F.scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :]), the mask with ones for the picture's tokens"
     )),
 )  # fmt: skip
-"""Lines of libraries (a pattern of file or code), and what to do about each."""
+"""(pattern of a library's file or code, what to do)."""
 ADVICE: Final[tuple[tuple[str, str], ...]] = (
     *OF_LIBRARIES,
     (r"randomness error mode", RANDOMNESS),
@@ -184,7 +184,7 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
         "take that call out of forward (files, threads, clocks, other libraries are no part of a program), or do it outside the model"
     )),
 )  # fmt: skip
-"""What the tracer says (a pattern) and what to do."""
+"""(pattern of the tracer's message, what to do)."""
 
 CONTENT: Final[tuple[tuple[str, str, str], ...]] = (
     (r"^(wrapped_)?(item|__int__|__float__|__bool__|__index__|_local_scalar_dense|tolist|sym_\w+|int|float|bool)$",
@@ -204,14 +204,14 @@ CONTENT: Final[tuple[tuple[str, str, str], ...]] = (
     (r"unique", "makes a tensor whose size depends on which values are equal", "find unique values outside the model"),
     (r"", "makes a tensor whose size depends on the values of another", _FIXED),
 )  # fmt: skip
-"""Calls whose value or size depends on what tensors contain: (name of the call, what it does, what to do)."""
+"""Calls whose value or size depends on tensor values: (pattern of the call's name, what it does, what to do)."""
 
 _BY_VALUES: Final = r"^(bincount|histogram|histogramdd)\b"
-"""Calls that nobody knows the shape of before the values, even where the model goes on as if it had one: bincount(x).view(8)."""
+"""Calls whose result has no known shape before the values, even where the model implies one: bincount(x).view(8)."""
 
 
 def explained(error: Exception, signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> MeshcError:
-    """The error to raise for what torch's tracer raised."""
+    """The error to raise for an error of torch's tracer."""
     if isinstance(error, MeshcError):
         return error
     text = str(error)
@@ -230,9 +230,9 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
     returned = _returned(text)
     if returned:
         return CaptureError(returned)
-    raised = re.search(r"raised exception (\w+)\((?:[(\[]+ConstantVariable\(str: )?(['\"])(.*)\2\)", text)  # in brackets by torch 2.11
+    raised = re.search(r"raised exception (\w+)\((?:[(\[]+ConstantVariable\(str: )?(['\"])(.*)\2\)", text)  # in brackets in torch 2.11
     lines = [line for line in text.splitlines() if line.strip()]
-    if raised and raised[1] in (kind.__name__ for kind in MeshcError.__subclasses__()):  # what stands for a part of the model
+    if raised and raised[1] in (kind.__name__ for kind in MeshcError.__subclasses__()):  # raised by a replacement of a part of the model
         said, _, advice = raised[3].partition("; what to do: ")
         return CaptureError(f"{said}{where}" + (f"\n  what to do: {advice}" if advice else ""))
     reason = f"it raises {raised[1]}: {raised[3]}" if raised else lines[0] if lines else type(error).__name__
@@ -247,7 +247,7 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
 
 
 def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
-    """Raises CaptureError if autograd came to an operator without a gradient: one of the user's, or the backward of another."""
+    """Raises CaptureError if autograd reached an operator without a gradient: one of the user's, or the backward of another."""
     found = re.search(r"backward through (\S+) but no autograd formula|derivative for '?([\w:]+)'? is not implemented", str(error))
     if found is None:
         return
@@ -270,7 +270,7 @@ def refuse_no_gradient(error: RuntimeError, graph: GraphModule, source_of: Calla
 
 
 def refuse_changed(error: RuntimeError, graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
-    """Raises CaptureError if backward reads a value that the model has changed in place since; it names the lines that change such ones."""
+    """Raises CaptureError, with the lines of such changes, if backward reads a value that the model has changed in place since."""
     found = re.search(r"modified by an inplace operation: \[[\w.]+ \[([\d, ]*)\]\]", str(error))
     if found is None:
         return
@@ -292,7 +292,7 @@ def _shape(node: Node) -> tuple[int, ...] | None:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Around a trace: what torch writes to the log beside an error that it raises is left out."""
+    """A context for a trace, without torch's log message beside an error that it raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_is_no_echo)
     try:
@@ -306,7 +306,7 @@ def _is_no_echo(record: logging.LogRecord) -> bool:
 
 
 def _returned(text: str) -> str:
-    """What to say of an output that torch cannot take apart; "" if that is not the matter."""
+    """The message for an output of a class that torch cannot flatten; "" for any other error."""
     found = re.search(r"unrecognized type (\w+)\((\w*)\) at output", text)
     if found is None:
         return ""
@@ -321,20 +321,20 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _code(error: Exception) -> str:
-    """The text of the user's line, which often says more than the tracer does."""
+    """The text of the user's line, which often says more than the tracer's message."""
     frames = [frame for frame in getattr(error, "real_stack", None) or () if not is_torch(frame.filename)]
     return str(frames[-1].line or "") if frames else ""
 
 
 def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
-    """The innermost frame of the user's own code that a message shows; `further` frames come after those of the text."""
+    """The innermost frame of the user's own code in a message; `further` frames come after those of the text."""
     shown = [(file, int(line), name) for file, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)]
     users = [frame for frame in (*shown, *further) if is_users(frame[0])]
     return users[-1] if users else None
 
 
 def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
-    """Raises CaptureError if a value of the graph, or a size, depends on what tensors contain; it names each call that begins that."""
+    """Raises CaptureError, with each first such call, if a value or a size of the graph depends on tensor values."""
     faults = [_content(node, source_of) for node in (*_unbacked(graph), *_by_values(graph), *_branching(graph))]
     if faults:
         raise CaptureError(
@@ -345,7 +345,7 @@ def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> No
 
 
 def _unbacked(graph: GraphModule) -> Iterator[Node]:
-    """Calls that make such a value of operands that are none themselves."""
+    """Calls with such a result whose operands have none."""
     for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
         for node in body.graph.nodes:
             if node.op in ("call_function", "call_method", "call_module") and is_unbacked(node):
@@ -392,7 +392,7 @@ def _name(node: Node) -> str:
 
 
 def refuse_change_in_place(kind: str, name: str, trainable: Collection[str]) -> None:
-    """What a program may not change in place: inputs, constants, and parameters while it differentiates. Raises CaptureError."""
+    """Refuses changes in place of inputs, of constants, and of parameters in training. Raises CaptureError."""
     if kind == "constant":
         raise CaptureError(
             f"the model changes a tensor in place ({name}) that is neither its parameter nor its buffer; a program holds it as a constant\n"
@@ -411,7 +411,7 @@ def refuse_change_in_place(kind: str, name: str, trainable: Collection[str]) -> 
 
 
 def refuse_array(graph: GraphModule, target: str, source_of: Callable[[Node], Source]) -> None:
-    """A tensor that a trace has made of an array of numpy's that is no argument: it has no values. Raises CaptureError."""
+    """Refuses a numpy array that is no argument: in a trace it is a tensor without values. Raises CaptureError."""
     held = getattr(graph, target)
     reader = next((user for node in graph.graph.find_nodes(op="get_attr", target=target) for user in node.users), None)
     if not isinstance(held, FakeTensor) or reader is None:

@@ -1,9 +1,8 @@
-"""What a torch-level graph changes where it lies: by which calls, and whether a value is changed behind the call that makes it.
+"""In-place changes in a torch-level graph: the operand that a call changes, and whether a value is changed after the call that computes it.
 
     out = matmul(weights, v);  part = transpose(out, 1, 2);  part += x            out is, through a view
 
-What takes a value for its backward must find it there as it was. An operator that stands for the call that made a value may take it where
-that call did not.
+A value saved for backward must stay unchanged. An operator that replaces the call of a value may save the value where that call did not.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ CHANGES: Final[tuple[object, ...]] = (
     operator.iand, operator.ior, operator.ixor, operator.imatmul,
 )  # fmt: skip
 UNCHANGED: Final[tuple[object, ...]] = ("to", "type_as", "float", "double", "contiguous", "requires_grad_")
-"""Calls that may give back what they were given, and leave it alone."""
+"""Calls that may return their operand, and do not change it."""
 BY_STRIDES: Final[tuple[object, ...]] = ("reshape", "flatten", "contiguous", torch.reshape, torch.flatten)
-"""Calls that give a view or a copy, by how what they are given lies."""
+"""Calls that return a view or a copy, depending on their operand's strides."""
 
 
 def is_written_behind(value: Node) -> bool:
-    """Whether its memory is written to, or would be if it lay otherwise. Of a call of a kind that nobody knows, which gives back what it
-    was given, that is assumed."""
+    """Whether a value's memory is written by a later call, or would be with other strides. A call of an unknown kind that returns its
+    operand is taken to change it."""
     seen, waiting = {value}, [value]
     while waiting:
         one = waiting.pop()

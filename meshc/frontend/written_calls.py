@@ -1,4 +1,4 @@
-"""Calls that are written into a torch-level graph, with what they give on the fake tensors of its trace."""
+"""Calls inserted into a torch-level graph, with their values on the fake tensors of its trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshc.private import FakeTensor
 
 
 class WrittenCalls:
-    """Of one graph. Raises StopIteration for a graph without tensors."""
+    """Inserts calls into one graph. Raises StopIteration for a graph without tensors."""
 
     def __init__(self, module: GraphModule) -> None:
         self._module, self._graph = module, module.graph
@@ -20,7 +20,7 @@ class WrittenCalls:
         self._mode = next(one.fake_mode for one in examples if isinstance(one, FakeTensor))
 
     def _call(self, like: Node, target: Any, /, *args: Any, **kwargs: Any) -> Node:
-        """A call before `like`, as of its line; of a method by its name."""
+        """A call before `like`, with its source; a method by its name."""
         with self._graph.inserting_before(like):
             made = self._graph.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
         made.meta = {key: value for key, value in like.meta.items() if key not in ("example_value", "val", "unbacked_bindings")}
@@ -34,7 +34,7 @@ class WrittenCalls:
 
 
 def mapped(node: Node, function: Callable[[Node], Any]) -> tuple[Any, Any]:
-    """The arguments of a call, with other values in the place of nodes."""
+    """The arguments of a call, with `function` applied to nodes."""
     given: Any = (node.args, node.kwargs)
     args, kwargs = map_arg(given, function)
     return args, kwargs

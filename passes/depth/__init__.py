@@ -1,1 +1,1 @@
-"""Depth for free: layers that are proved equal are captured four times each, and the per-rank graph grows to the whole depth."""
+"""Capture of repeated layers: of layers that are proved equal four blocks are captured; the per-rank graph is grown to the whole depth."""

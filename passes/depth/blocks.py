@@ -1,11 +1,11 @@
-"""Blocks: to which block of a stretch each node of a graph belongs, as far as names say it. What they say is proved afterwards.
+"""Block numbers of a graph's nodes in a stretch of repeated layers, by module paths and port names (`equal.py` proves them).
 
     parameter:model.layers.2.mlp.up_proj.weight     block 2, and so its update
     mm  # model.layers.2.mlp.up_proj                block 2
-    add # model, of values of layers 1 and 2        block 2: code of what holds the list goes with what it reads last
-    all_reduce # of layer 1's sum, for layer 2      block 2: what lies otherwise for one reader stands where that reader stands
+    add # model, of values of layers 1 and 2        block 2: code of the list's owner goes with its last operand
+    all_reduce # of layer 1's sum, for layer 2      block 2: a reshard for one reader belongs to the reader's block
     cos # model.rotary_emb                          none
-    slice # model.layers.1, of a mask               none, if other layers read it too: the first that needs it makes it for all
+    slice # model.layers.1, of a mask               none, if other layers read it too: the first reader computes it for all
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from meshc.passes.phases.traced import Joint
 from meshc.program.program import Port
 
 Blocks: TypeAlias = dict[Node, int]
-"""Numbers of blocks, from the stretch's first; nodes of none are left out."""
+"""Block numbers, from the stretch's first; nodes of no block are left out."""
 
 NAMED = ("parameter", "buffer", "state", "gradient")
-"""Ports that go by a parameter's or buffer's name."""
+"""Kinds of ports that have a parameter's or buffer's name."""
 
 
 def blocks_of(joint: Joint, mentions: Mentions) -> Blocks:
-    """Of the global view."""
+    """Block numbers in the global view."""
     found = _entering(joint.graph, joint.inputs, mentions)
     for node in joint.graph.nodes:
         if node.op == "call_function":
@@ -43,7 +43,7 @@ def blocks_of(joint: Joint, mentions: Mentions) -> Blocks:
 
 
 def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, int | None], mentions: Mentions) -> Blocks:
-    """Of the per-rank graph; `whole` has those of the global view's values, by name."""
+    """Block numbers in the per-rank graph. `whole`: block numbers of the global view's values, by name."""
     found = _entering(graph, inputs, mentions)
     for node in graph.nodes:
         if node.op == "call_function":
@@ -56,8 +56,9 @@ def local_blocks_of(graph: Graph, inputs: tuple[Port, ...], whole: Mapping[str, 
 
 
 def _give_to_readers(graph: Graph, found: Blocks, mentions: Mentions) -> None:
-    """What no module makes, and what is none of the global view's values, stands where it was first needed, so it is the block's that alone
-    reads it: a layer may leave the running sum of the gradient norm partial, and the next one reduces it, behind some of its own."""
+    """Moves nodes that belong to no module and to no value of the global view into the block that alone reads them. Such nodes are inserted
+    where first needed: a layer may leave the running sum of the gradient norm partial, and the next one reduces it, behind some of its
+    own."""
     for node in reversed(graph.nodes):
         if node in found and node.op == "call_function" and not records(node)[0].of and not _module(node, mentions):
             readers = {found.get(user) for user in node.users}
@@ -68,7 +69,7 @@ def _give_to_readers(graph: Graph, found: Blocks, mentions: Mentions) -> None:
 
 
 def _without_common(graph: Graph, found: Blocks) -> Blocks:
-    """Without what layers inside make of nothing of any layer's, and others read."""
+    """Removes nodes of inner blocks that depend on no layer and are read outside their block."""
     made = set[Node]()
     for node in graph.nodes:
         if found.get(node) in INSIDE and node.op == "call_function" and call_of(node) is None:
@@ -90,7 +91,7 @@ def _entering(graph: Graph, inputs: tuple[Port, ...], mentions: Mentions) -> Blo
 
 
 def _near(node: Node, found: Blocks, mentions: Mentions) -> int | None:
-    """By the module in which a value is made; by what it is made of, where that module holds the list."""
+    """By the module of a node's source; by the block of its last operand, where that module holds the list."""
     module = _module(node, mentions)
     if module:
         return mentions.block(module)
@@ -98,6 +99,6 @@ def _near(node: Node, found: Blocks, mentions: Mentions) -> int | None:
 
 
 def _module(node: Node, mentions: Mentions) -> str:
-    """In which a value is made; empty of code that is written in no module, or in one that holds the list."""
+    """The module of a node's source; empty for code that is in no module, or in one that holds the list."""
     module = records(node)[0].source.module
     return "" if mentions.stretch.path.startswith(f"{module}.") else module

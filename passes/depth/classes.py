@@ -1,12 +1,12 @@
-"""Classes: which layers of a list are equal, and where blocks of them repeat.
+"""Runs of equal layers in a list of modules: which layers are equal, and with which period blocks of them repeat.
 
     0 0 0 1 1 1 1 1 1 1     dense layers, then routed ones      stretches: 0 0 0 (three, all captured); 1 1 1 1 1 1 1
     0 1 0 1 0 1 0 1 0 1     local and global attention          stretch of period 2: 01 01 01 01 01
 
-Two layers are equal if they make the same calls, of what is theirs, of what is the same for both, or of what lies equally far back; if
-their modules have the same classes, attributes and hooks (which without gradients say nothing that calls do not); and if the request says
-the same of both (groups of the optimizer, pins, where parameters are stored). Integers that grow in equal steps (`layer_idx`) do not tell
-layers apart: what is made of them shows in calls.
+Two layers are equal if they make the same calls, on tensors of their own, on common ones, or on ones from equally many layers back; if
+their modules have the same classes, attributes and hooks (compared with gradients only: without, calls show all); and if the request's
+settings are the same for both (groups of the optimizer, pins, storage of parameters). Integers that grow in equal steps (`layer_idx`) do
+not make layers differ: what depends on them shows in calls.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PARTS: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_
 
 
 Parts = tuple[tuple[str, Any], ...]
-"""What is compared of a layer, by what messages call it."""
+"""The compared parts of a layer, by their names in messages."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Layers from `first` on, `layers` of them, that repeat with a period: all are equal to the one a period before, but for the first
-    `ends` of them and for a block behind these, to which there is none. Those at its two ends may be anything: they are captured, and two
+    """`layers` layers from `first` on that repeat with `period`: each is equal to the one a period before, except the first `ends` layers
+    and the block behind these, which have none before them. The `ends` layers at both ends may be anything: they are captured, with two
     blocks from inside."""
 
     first: int
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def blocks(self) -> int:
-        """That are left out."""
+        """Number of blocks that are left out."""
         return max(0, (self.layers - 2 * self.ends) // self.period - len(INSIDE))
 
     @property
@@ -52,12 +52,12 @@ class Run:
 
     @property
     def seam(self) -> int:
-        """Behind how many of its layers those that are left out come."""
+        """Number of the run's layers before those that are left out."""
         return self.ends + self.period
 
 
 class Layers:
-    """The layers of one list, to be compared."""
+    """The layers of one list, for comparison."""
 
     def __init__(self, path: str, modules: Sequence[nn.Module], log: Log, said: Said) -> None:
         self.path = path
@@ -66,8 +66,9 @@ class Layers:
         self.faces = [_Face.of(path, number, module, log, values, said, parts) for number, module in enumerate(modules)]
 
     def runs(self, whole_ends: bool) -> list[Run]:
-        """In order; each run is the one from its first layer that leaves out most, unless one from the next layer on leaves out more: then
-        its first layer stands alone (of T5's it alone makes what all others are given). `whole_ends`: with a block at each end."""
+        """The runs in order. Each is the one from its first layer that leaves out most, unless one from the next layer on leaves out more:
+        then its first layer stands alone (T5's first layer computes what all others are passed). `whole_ends`: a whole block is captured
+        at each end."""
         found: list[Run] = []
         first = 0
         while first < len(self.faces):
@@ -79,7 +80,7 @@ class Layers:
         return found
 
     def _best(self, first: int, whole_ends: bool) -> Run:
-        """The run from a layer on that leaves out most."""
+        """The run from layer `first` on that leaves out most."""
         return max(self._from(first, whole_ends), key=lambda run: (run.left_out, -run.period))
 
     def _from(self, first: int, whole_ends: bool) -> list[Run]:
@@ -90,7 +91,7 @@ class Layers:
         return found
 
     def _layers(self, first: int, period: int, ends: int) -> int:
-        """How many layers there are from `first` on that repeat; each place of a block has its own step of integers."""
+        """The number of layers from `first` on that repeat; each place of a block has its own step of integers."""
         steps: dict[int, tuple[int, ...]] = {}
         for number in range(first + ends + period, len(self.faces)):
             step = self._step(number - period, number)
@@ -99,14 +100,14 @@ class Layers:
         return len(self.faces) - first
 
     def _step(self, one: int, other: int) -> tuple[int, ...] | None:
-        """By how much the integers of two equal layers differ; None if they are not equal."""
+        """The differences between the integers of two equal layers; None if the layers are not equal."""
         a, b = self.faces[one], self.faces[other]
         if not a.same(b) or not all(alike(x, y, other - one) for x, y in zip(a.origins, b.origins, strict=True)):
             return None
         return tuple(y - x for x, y in zip(a.integers, b.integers, strict=True))
 
     def difference(self) -> str:
-        """The first thing that tells the second layer from the third, in words; for lists in which nothing repeats."""
+        """The first difference between the second layer and the third, as text; for lists in which nothing repeats."""
         if len(self.faces) < 3:
             return ""
         a, b = self.faces[1], self.faces[2]
@@ -117,7 +118,7 @@ class Layers:
 
 
 def alike(one: Origin, other: Origin, apart: int) -> bool:
-    """Whether two layers read the same: one thing, or what is made equally far back. `apart` is how far apart they are."""
+    """Whether two layers, `apart` apart, read the same: one tensor, or results from equally many layers back."""
     if one == other:
         return one != UNKNOWN
     return one[0] == other[0] == "layer" and one[1] == other[1] and one[3:] == other[3:] and other[2] - one[2] == apart
@@ -125,11 +126,11 @@ def alike(one: Origin, other: Origin, apart: int) -> bool:
 
 @dataclass(frozen=True)
 class _Face:
-    """What is compared of one layer.
+    """Signature of one layer for comparison.
 
-    parts     all but what lies outside it, with names for messages, one object for equal layers of a list;  body: their hash
-    origins   what it reads that is not its own, in order
-    integers  of its attributes
+    parts     named parts that do not depend on other layers, one object for equal layers of a list;  body: their hash
+    origins   origins of tensors that the layer reads from outside, in order
+    integers  integers among its attributes
     """
 
     body: int
@@ -141,7 +142,7 @@ class _Face:
     def of(
         cls, path: str, number: int, module: nn.Module, log: Log, values: Sequence[int], said: Said, known: dict[int, list[Parts]]
     ) -> _Face:
-        """`known`: the parts of layers before, by their hashes, which are compared with each other again and again."""
+        """`known`: the parts of the layers before, by hash, so that equal parts become one object and compare fast."""
         prefix = f"{path}.{number}"
         calls, origins = _calls(log.layers.get((path, number), []), prefix, (path, number), values)
         integers: list[int] = []
@@ -164,7 +165,7 @@ class _Face:
         return cls(body, found, origins, tuple(integers))
 
     def same(self, other: _Face) -> bool:
-        """But for what the two read of others, of which they read as much."""
+        """Whether two layers are equal, apart from the values of `origins`, of which they have equally many."""
         if self.body != other.body or len(self.origins) != len(other.origins):
             return False
         return self.parts is other.parts or self.parts == other.parts
@@ -192,7 +193,7 @@ def _calls(
 
 
 def _attributes(name: str, module: nn.Module, integers: list[int]) -> tuple[Any, ...]:
-    """A module's class and what it holds beside parameters and modules. Integers go to `integers`."""
+    """A module's class and its attributes other than parameters and modules. Integers are appended to `integers`."""
     held = tuple((key, shown(value, integers)) for key, value in sorted(vars(module).items()) if key not in PARTS)
     hooks = tuple((key, tuple(shown(hook, integers) for hook in getattr(module, key).values())) for key in HOOKS)
     return name, type(module), held, hooks

@@ -1,9 +1,9 @@
-"""Copies: the graph of the whole model from the graph of a part, with copies of block 1 of a stretch behind it.
+"""The whole model's graph, grown from the captured part by copies of block 1 of a stretch behind it.
 
     block 0, block 1, block 2, block 3      becomes      block 0, block 1, 28 copies of it, block 2, block 3
 
-What block 2 read of block 1 it reads of the last copy, and what block 1 read of block 2 (a gradient) of the first. Behind the copies the
-numbers of random calls and of forward operators (`seq_nr`) are as many steps higher as there are copies; so are numbers in names.
+Block 2 then reads the last copy where it read block 1, and block 1 reads the first copy where it read block 2 (a gradient). Behind them,
+numbers of random calls and of forward operators (`seq_nr`), and numbers in names, are one step higher for each copy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SEQUENCE = "seq_nr"
 
 @dataclass(frozen=True)
 class Whole:
-    """The graph of the whole model.
+    """The whole model's graph.
 
-    kept    what each captured node is in it
-    copies  of each node of block 1: by number, from 1
-    draws   how many random calls there are more
+    kept    captured node -> its node in `graph`
+    copies  node of block 1 -> its copies, by number from 1
+    draws   the number of additional random calls
     """
 
     graph: Graph
@@ -49,15 +49,13 @@ class Whole:
 
 
 def copy_of(name: str, number: int) -> str:
-    """What a copy of a value of the global view is called."""
+    """The name of a copy of a value of the global view."""
     return f"{name}__{number}" if number else name
 
 
 class Growing:
-    """Makes the graph. Raises Unequal.
-
-    pairs  of a per-rank graph: values of the global view that its values are forms of, in block 1 -> in block 2; None of that view itself
-    """
+    """Builds the whole model's graph. Raises Unequal.
+    pairs  for a per-rank graph: names of values of the global view in block 1 -> in block 2; None for the global view itself"""
 
     def __init__(self, graph: Graph, blocks: Blocks, mentions: Mentions, pairs: Mapping[str, str] | None = None) -> None:
         self.graph, self.blocks, self.mentions, self.pairs = graph, blocks, mentions, pairs
@@ -91,7 +89,8 @@ class Growing:
         return Whole(self.made, tuple(entered), tuple(left), self.kept, self.copies, self.calls.step * self.count)
 
     def _name(self, node: Node, number: int, called: Series) -> str:
-        """What a node is called: as in a graph that was made whole; in the global view so that who has a name of the part finds it."""
+        """A node's new name: in a per-rank graph as in one that was captured whole; in the global view so that names of the captured part
+        stay valid."""
         if self.pairs is None:
             return copy_of(node.name, number)
         if node.op != "placeholder":
@@ -99,7 +98,7 @@ class Growing:
         return called.copy(node.name, self.twins[node].other.name, number) if number else called.later(node.name)
 
     def _refuse_readers(self) -> None:
-        """Layers inside are read by their neighbours alone."""
+        """Nodes of inner blocks are read by their own and by neighbouring blocks alone. Raises Unequal."""
         for nodes, near in ((self.twins, (0, 1, 2)), (self.others, (1, 2, 3))):
             for node in nodes:
                 for user in node.users:
@@ -109,7 +108,7 @@ class Growing:
     # ------------------------------------------------------------------------------------------------------------------ the nodes
 
     def _keep(self, node: Node, name: str) -> Node:
-        """A captured node."""
+        """Copies a captured node into the new graph."""
         twin = self.twins.get(node) or self.others.get(node)
         reads = iter(twin.reads if twin is not None else ())
 
@@ -129,7 +128,7 @@ class Growing:
         return made
 
     def _copy(self, node: Node, number: int, name: str) -> Node:
-        """The copy with this number of a node of block 1."""
+        """Builds the copy `number` of a node of block 1."""
         twin = self.twins[node]
         reads = iter(twin.reads)
 
@@ -145,7 +144,7 @@ class Growing:
         return made
 
     def _at(self, block: int, place: int, reader: Node) -> Node:
-        """The node at a place of a block, counted from block 1 as 0."""
+        """The node at `place` of a block, counted from block 1 as 0."""
         node = self.places[place]
         if block > self.count:
             found = self.kept.get(self.twins[node].other)
@@ -183,7 +182,7 @@ class Growing:
     # ---------------------------------------------------------------------------------------------------------------- the results
 
     def _results(self, outputs: Sequence[Port]) -> list[Port]:
-        """Makes the graph's end; its ports."""
+        """Writes the graph's output; returns its ports."""
         results = results_of(self.graph)
         places: dict[Node, list[int]] = defaultdict(list)
         for place, node in enumerate(results):
@@ -205,8 +204,8 @@ class Growing:
         return left
 
     def _refuse_missing(self, outputs: Sequence[Port], left: Sequence[Port], results: Sequence[Node]) -> None:
-        """What leaves by a layer's name leaves for every layer. One value may be the gradient of them all (of layers that are added up),
-        and is made in none of them. Raises Unequal."""
+        """Results with a layer's name leave the graph for every layer. One value may be the gradient of all layers (of layers whose results
+        are summed), and then belongs to no block. Raises Unequal."""
         inside = [place for place, port in enumerate(outputs) if port.kind in NAMED and self.mentions.block(port.of or port.name) == 1]
         if sum(port.kind in NAMED for port in left) == sum(port.kind in NAMED for port in outputs) + self.count * len(inside):
             return
@@ -215,7 +214,8 @@ class Growing:
 
 
 class Ports:
-    """Ports of a stretch's blocks: their names go on, their shardings are said of other layers. `pairs`: of block 1 and of block 2."""
+    """Ports of a stretch's blocks: names go on from block to block, shardings mention the copies' layers. `pairs`: ports of block 1 and of
+    block 2."""
 
     def __init__(self, pairs: Iterable[tuple[Port, Port]], mentions: Mentions) -> None:
         found, self.mentions = list(pairs), mentions
@@ -243,7 +243,7 @@ def _record(port: Port) -> Record:
 
 
 class Steps:
-    """Numbers that are higher by one step in each further block, if they are not the same in all. `pairs`: of block 1 and of block 2."""
+    """Numbers that grow by one step from block to block, unless all blocks have the same. `pairs`: those of block 1 and of block 2."""
 
     def __init__(self, pairs: Iterable[tuple[int | None, int | None]]) -> None:
         apart = [(one, other) for one, other in pairs if one is not None and other is not None and one != other]
@@ -254,7 +254,7 @@ class Steps:
         self.least = min((other for _, other in apart), default=0)
 
     def later(self, number: Any, copies: int) -> Any:
-        """The number of what is captured."""
+        """The number of a captured node in the whole model."""
         return number + copies * self.step if number is not None and self.step and number >= self.least else number
 
     def copy(self, one: int | None, other: int | None, number: int, copies: int) -> int | None:

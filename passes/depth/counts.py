@@ -1,4 +1,4 @@
-"""Counts: for how many nodes of the whole model each captured one stands."""
+"""Multiplicities of captured nodes: the number of nodes of the whole model that each one stands for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshc.passes.phases.traced import Joint
 
 
 def counts_of(joint: Joint, depth: Depth | None) -> Mapping[Node, int]:
-    """Of the nodes that stand for more than themselves, those of block 1 of each stretch."""
+    """Multiplicities of the nodes that stand for several, those of block 1 of each stretch."""
     found: dict[Node, int] = {}
     for stretch in depth.stretches if depth is not None else ():
         blocks = blocks_of(joint, Mentions(stretch))

@@ -1,4 +1,4 @@
-"""Equal: two blocks of a graph that are the same, node by node, with what each reads of the others.
+"""Node-by-node equality of two blocks of a graph, with the reads of each node relative to its block.
 
     block 1: n1 = norm(h0, w1)       block 2: n2 = norm(h1, w2)       h: one block back      w: its own      cos: the same for all
              q1 = rotate(n1, cos)             q2 = rotate(n2, cos)
@@ -19,16 +19,16 @@ from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
 
 Relative = tuple[int, int]
-"""What is read of a block: how many blocks further on, and which of its nodes."""
+"""An operand in a block: (how many blocks further on, its index in the block)."""
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A node of block 1 and the one of block 2 that is equal to it.
+    """A node of block 1 and its equal in block 2.
 
-    reads    of each node among the arguments, in order: what it is; None: the same for all blocks
-    fixed    numbers of layers that its texts mention and that are the same for all blocks
-    draws    by how much the number of its random call is higher in the next block
+    reads    per operand, in order: its relative place; None: the same node for all blocks
+    fixed    numbers of layers that its texts mention and that are the same for all blocks (a text is an argument or part of a record)
+    draws    difference of the numbers of their random calls
     """
 
     one: Node
@@ -39,7 +39,7 @@ class Twin:
 
 
 def read(node: Node) -> list[Node]:
-    """The nodes among the arguments, in the order in which `mapped` meets them."""
+    """The operands, in the order in which `map_arg` meets them."""
     found: list[Node] = []
 
     def met(operand: Node) -> Node:
@@ -51,7 +51,8 @@ def read(node: Node) -> list[Node]:
 
 
 def twins(graph: Graph, blocks: Blocks, mentions: Mentions, of: Mapping[str, str]) -> list[Twin]:
-    """Blocks 1 and 2, node by node. Raises Unequal with the first difference. `of`: values of the global view, in block 1 -> in 2."""
+    """Pairs of equal nodes of blocks 1 and 2. Raises Unequal with the first difference. `of`: values of the global view, in block 1 -> in
+    2."""
     members: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if node in blocks:
@@ -94,12 +95,12 @@ def _reads(node: Node, one: Node, other: Node, places: Mapping[Node, tuple[int, 
 
 
 def texts(node: Node) -> list[str]:
-    """The arguments that are texts, which may mention layers (a check says what it checks)."""
+    """The string arguments, which may mention layers (a check has its message)."""
     return [argument for argument in node.args if isinstance(argument, str)]
 
 
 def _without_nodes(node: Node) -> object:
-    """The arguments but for other nodes and for texts, which are compared by what they mention."""
+    """The arguments without nodes and strings; strings are compared by the layers that they mention."""
     args = tuple("" if isinstance(argument, str) else argument for argument in node.args)
     return exactly(map_arg((args, node.kwargs), lambda operand: None))
 
@@ -118,8 +119,8 @@ def same_records(
     one: Sequence[Record], other: Sequence[Record], mentions: Mentions, of: Callable[[str], str], said: str,
     arguments: Sequence[tuple[str, str]] = (),
 ) -> frozenset[int]:  # fmt: skip
-    """The numbers of layers that both mention and that are no block further on in the other. Raises Unequal if anything else differs.
-    `arguments` are texts of both that are to mention the same."""
+    """The numbers of layers that both records mention alike, with no step from block to block. Raises Unequal if anything else differs.
+    `arguments`: pairs of string arguments, which are compared likewise."""
     fixed: set[int] = set()
     moved: set[int] = set()
     pairs = [pair for mine, theirs in zip(one, other, strict=True) for pair in zip(_texts(mine), _texts(theirs), strict=False)]
@@ -161,7 +162,7 @@ def _differing(wanted: Record, found: Record) -> str:
 
 
 def _said(node: Node) -> str:
-    """An operator as messages name it."""
+    """An operator's description in messages."""
     if node.op == "placeholder":
         return node.name
     found = records(node)[0]

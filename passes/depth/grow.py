@@ -1,10 +1,10 @@
-"""Grow: what each rank runs, of the whole model, from what it runs of the layers that were captured.
+"""Grow: the per-rank graph of the whole model, from that of the captured layers.
 
     norm_0 attend_0 .. norm_1 attend_1 .. norm_2 .. norm_3 ..     becomes     norm_0 .. norm_1 .. norm_2 .. 28 more .. norm_31 ..
 
 The model has been proved to repeat itself (`prove.py`); here two inner blocks of the global view and of the per-rank graph are proved equal
-node by node, and that of the per-rank graph is copied. Passes after this one see the whole graph: cuts, buckets, liveness reach across
-layers. The global view grows when somebody asks for it (`view.py`). A model that is captured whole is left alone.
+node by node, and the per-rank graph's block is copied. Passes after this one see the whole graph: cuts, buckets, liveness reach across
+layers. The global view is grown on request (`view.py`). A model that is captured whole is left unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def grow(lowered: Lowered) -> Lowered:
 
 
 def _refuse_some_checkpointed(graph: Graph, stretch: Stretch) -> None:
-    """Nothing proves which of the layers that were left out are checkpointed. Raises Unequal."""
+    """Raises Unequal if some layers of a stretch are checkpointed and others not: nothing proves which of those left out are."""
     layer = re.compile(rf"{re.escape(stretch.path)}\.\d+(?=\.|$)")
     found: dict[str, bool] = {}
     for node in graph.nodes:
@@ -61,7 +61,7 @@ def _refuse_some_checkpointed(graph: Graph, stretch: Stretch) -> None:
 
 
 def _grown(local: Whole, joint: Joint, stretch: Stretch, count: int) -> tuple[Whole, int]:
-    """The per-rank graph with one stretch's copies. `count`: of factors that have no name; how many there are then."""
+    """The per-rank graph with the copies of one stretch, and the number of unnamed factors in it. `count`: their number before."""
     mentions = Mentions(stretch)
     blocks, pairs = pairs_of(joint, mentions)
     by_name = {node.name: blocks.get(node) for node in joint.graph.nodes}
@@ -72,8 +72,7 @@ def _grown(local: Whole, joint: Joint, stretch: Stretch, count: int) -> tuple[Wh
 
 
 def pairs_of(joint: Joint, mentions: Mentions) -> tuple[Blocks, dict[str, str]]:
-    """The blocks of the global view, of which two inner ones are equal, and by name of each value of the first of them that of the second.
-    Raises Unequal."""
+    """The block numbers of the global view, and, by name, each value of block 1 -> its equal in block 2. Raises Unequal."""
     blocks = blocks_of(joint, mentions)
     return blocks, {twin.one.name: twin.other.name for twin in twins(joint.graph, blocks, mentions, {})}
 

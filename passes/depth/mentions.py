@@ -1,4 +1,4 @@
-"""Mentions: layers of a stretch where a text names them, and the same text said of other layers.
+"""Mentions of layers in texts, and the same texts for other layers of a stretch.
 
     "mm of model.layers.1.mlp, for add"     one block on      "mm of model.layers.2.mlp, for add"
 
@@ -19,7 +19,7 @@ from meshc.passes.phases.depth import Stretch
 
 
 class Mentions:
-    """Of the layers of one stretch's list. `unnamed`: factors that are called by numbers of their own."""
+    """Mentions of layers of one stretch's list. `unnamed`: factors that are called by numbers of their own."""
 
     def __init__(self, stretch: Stretch, unnamed: Unnamed | None = None) -> None:
         self.stretch, self.unnamed = stretch, unnamed or Unnamed()
@@ -29,18 +29,18 @@ class Mentions:
         self._named: dict[int, tuple[Sharding, bool]] = {}
 
     def block(self, name: str) -> int | None:
-        """The number of the captured block, from the stretch's first, in which a named thing lies; below 0 and above the last outside it.
-        None: in no layer of the list."""
+        """The captured block of a named parameter, module or value, from the stretch's first; below 0 or above the last outside the
+        stretch. None: in no layer of the list."""
         layer = self.layer(name)
         return None if layer is None else self.stretch.block(layer)
 
     def layer(self, name: str) -> int | None:
-        """The number of the list's layer in which a named thing lies."""
+        """The number of the list's layer that `name` begins with; None if there is none."""
         found = self._split(name)
         return None if len(found) < 2 or found[0] else int(found[1])
 
     def numbers(self, text: str) -> tuple[int, ...]:
-        """Of the layers that a text mentions, in its order."""
+        """Numbers of the layers that a text mentions, in order."""
         return tuple(map(int, self._split(text)[1::2]))
 
     def _elsewhere(self, number: Callable[[int], int], factors: Callable[[str], str]) -> Elsewhere:
@@ -53,7 +53,7 @@ class Mentions:
         return Elsewhere(said, self._names)
 
     def _names(self, sharding: Sharding) -> bool:
-        """Whether it has factors that are called by a layer or by a number; few have."""
+        """Whether the sharding has factors that are named by a layer or by a number; few have."""
         found = self._named.get(id(sharding))
         if found is None:
             factors = [part.factor for _, _, part in sharding.parts()]
@@ -61,23 +61,23 @@ class Mentions:
             found = self._named[id(sharding)] = sharding, named  # the first keeps the key's object alive
         return found[1]
 
-    # ----------------------------------------------------------------------------------------------------------- where a text is said
+    # ---------------------------------------------------------------------------------------------------------- from layers to others
 
     def next(self, fixed: frozenset[int]) -> Elsewhere:
-        """What block 1 mentions, in block 2; `fixed` are the same for all blocks."""
+        """From block 1 to block 2; layers of `fixed` stay."""
         return self._elsewhere(lambda layer: layer if layer in fixed else layer + self.stretch.period, self.unnamed.one_further)
 
     def later(self) -> Elsewhere:
-        """What is captured, in the whole model."""
+        """From the captured layers to the whole model."""
         return self._kept(frozenset(), 0, self._later)
 
     def inside(self, fixed: frozenset[int], number: int) -> Elsewhere:
-        """What block 1 mentions, in the copy of it with this number."""
+        """From block 1 to its copy `number` in the whole model."""
         period = self.stretch.period
         return self._kept(fixed, number, lambda layer: self._later(layer) if layer in fixed else layer + number * period)
 
     def other(self, fixed: frozenset[int]) -> Elsewhere:
-        """What block 2 mentions, in the whole model."""
+        """From block 2 to its place in the whole model."""
         further = self.stretch.left_out * self.stretch.period
         return self._kept(fixed, -1, lambda layer: self._later(layer) if layer in fixed else layer + further)
 
@@ -93,8 +93,8 @@ class Mentions:
 
 @dataclass
 class Elsewhere:
-    """What is said of values, said of the same values in other layers. `said`: of a text; `named`: whether of a sharding anything is.
-    Nearly all is said many times."""
+    """Rewrites texts, records and shardings for the same values in other layers, memoised. `said` rewrites a text; `named`: whether a
+    sharding mentions layers at all."""
 
     said: Callable[[str], str]
     named: Callable[[Sharding], bool]
@@ -109,7 +109,7 @@ class Elsewhere:
         return found
 
     def record(self, record: Record, of: str) -> Record:
-        """The record of the same value there, which is a form of the value `of`."""
+        """The rewritten record, with `of` as the name of the global view's value."""
         sharding = None if record.sharding is None else self.sharding(record.sharding)
         returned = tuple(map(self.text, record.returned_by)) if record.returned_by else ()
         source = self._source(record.source)

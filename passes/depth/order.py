@@ -1,10 +1,10 @@
-"""Order: where the copies of a block stand in a sequence of which each block has several pieces.
+"""Positions of a block's copies in a sequence in which each block may have several pieces.
 
     captured   x 0a 1a 2a 3a y 3b 2b 1b 0b z          pieces a in ascending order, pieces b in descending order (backward)
     grown      x 0a 1a +1a +2a 2a 3a y 3b 2b +2b +1b 1b 0b z
 
-Copies of block 1 stand between it and block 2. A piece is what stands of block 1 between two members of other blocks; what belongs to no
-block may stand inside it.
+Copies of block 1 come between it and block 2. A piece is a run of block 1's items without members of other blocks between; items of no
+block may be inside it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Item = TypeVar("Item", bound=Hashable)
 def grown(
     items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item], copies: int
 ) -> Iterator[tuple[Item, int]]:
-    """The sequence with copies: (item, 0) for what is there, (item of block 1, d) for its d-th copy.
+    """The sequence with copies: (item, 0) for each original, (item of block 1, d) for its d-th copy.
 
-    partner   of each item of block 1 the one of block 2 that is equal to it
+    partner   item of block 1 -> its equal in block 2
     """
     before: dict[Item, list[Item]] = {}
     behind: dict[Item, list[Item]] = {}
@@ -39,7 +39,7 @@ def grown(
 
 
 def seams(items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item]) -> dict[Item, int]:
-    """Of each item of block 1 the place in the sequence before which its copies stand."""
+    """By item of block 1, the position in the sequence before which its copies come."""
     at = {item: place for place, item in enumerate(items)}
     return {item: at[found[-1]] + 1 if up else at[found[0]] for up, found in _ways(items, blocks, partner) for item in found}
 
@@ -47,7 +47,7 @@ def seams(items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Map
 def _ways(
     items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item]
 ) -> Iterator[tuple[bool, list[Item]]]:
-    """The pieces of block 1, each with whether its copies stand behind it."""
+    """The pieces of block 1, each with whether its copies come behind it."""
     at = {item: place for place, item in enumerate(items)}
     for piece in _pieces(items, blocks):
         for up, part in groupby(piece, lambda item: at[partner[item]] > at[item]):
@@ -55,7 +55,7 @@ def _ways(
 
 
 def _pieces(items: Sequence[Item], blocks: Mapping[Item, int | None]) -> list[list[Item]]:
-    """What stands of block 1 without a member of another block between."""
+    """Runs of block 1's items without a member of another block between."""
     found: list[list[Item]] = []
     inside = False
     for item in items:

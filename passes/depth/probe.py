@@ -1,12 +1,12 @@
-"""Probe: one run of a model on tensors without values, and what it called, layer by layer.
+"""Log of a model's calls, layer by layer, from one run on meta tensors.
 
     outside     embedding(input:input_ids, parameter:embed.weight)
     layers.0    linear(outside 0, own norm.weight) ...
     layers.1    linear(layers.0 row 41, own norm.weight) ...
     outside     linear(layers.1 row 41, parameter:lm_head.weight)
 
-Nothing is traced: torch's functions are seen as they are called, on meta tensors, with `torch.compiler.is_compiling()` true, as in a trace.
-Code that looks at values cannot run so. What the model's code does to Python values is undone (`untouched.py`).
+Nothing is traced: a torch function mode records calls, with `torch.compiler.is_compiling()` true, as in a trace. Code that reads values
+cannot run so. Changes that the model's code makes to Python values are undone (`untouched.py`).
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ Place = tuple[str, int]
 """A layer: the path of its list, and its number in it."""
 Origin = tuple[Any, ...]
 """Where a tensor comes from: ("parameter", name), ("input", path), ("outside", row, result), ("layer", list, number, row, result), ("held",
-which) of one that was there before and is no parameter."""
+index) of a tensor that existed before the run and is no parameter.
+"""
 UNKNOWN: Final[Origin] = ("unknown",)
-"""Of a tensor that was made past torch's functions (`torch.from_numpy`): equal to nothing."""
+"""Origin of a tensor that was created past torch's functions (`torch.from_numpy`): equal to nothing."""
 
 QUESTIONS: Final = frozenset({
     "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "ndimension", "__len__", "element_size",
     "nelement", "storage_offset", "is_inference",
 })  # fmt: skip
-"""Calls that make no value and change none."""
+"""Calls that create no value and change none."""
 BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
-"""What of torch's functions is no Python."""
+"""Types of torch's functions that are not written in Python."""
 LEAST: Final = 5
-"""Layers of a list of which some could be left out."""
+"""Length from which some layers of a list can be left out."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call: what, and of what, tensors as their types; `origins` of those tensors, in order. The state it ran in is part of `what`."""
+    """One call: `what` is the function, its arguments with tensors as their types, and the state that it ran in; `origins` are those of the
+    tensors."""
 
     what: tuple[Any, ...]
     origins: tuple[Origin, ...]
@@ -62,11 +64,11 @@ class Row:
 @dataclass
 class Log:
     """
-    outside  rows outside layers
-    calls    of layers: each with the number of rows outside before it
-    layers   rows of each layer's calls
-    leaves   of the output: origins of its tensors, None for what is none
-    given    objects among the arguments, alive as long as they are compared by which they are
+    outside  calls outside layers
+    calls    calls of layers, each with the number of outside rows before it
+    layers   by layer, the calls inside it
+    leaves   origins of the output's leaves; None for leaves that are no tensors
+    given    objects among the arguments, kept alive since they are compared by identity
     """
 
     outside: list[Row] = field(default_factory=list)
@@ -77,7 +79,8 @@ class Log:
     given: list[Any] = field(default_factory=list)
 
     def values(self) -> list[int]:
-        """Of each row outside the first that is the same call of the same values, so that both make one value; itself if it draws."""
+        """Common subexpressions outside: per row, the first row that is the same call of the same values; itself if it draws random
+        numbers."""
         found: list[int] = []
         first: dict[tuple[Any, ...], int] = {}
         for number, row in enumerate(self.outside):
@@ -88,7 +91,7 @@ class Log:
 
 
 def probe(request: Request, lists: Sequence[str]) -> Log:
-    """What the request's call does, by layers of these lists. Raises whatever the model's code raises on tensors without values."""
+    """Log of the request's call, by layers of `lists`. Raises whatever the model's code raises on tensors without values."""
     module = request.module
     with (
         untouched(module, (request.function, request.signature)) as there,
@@ -126,7 +129,7 @@ def probe(request: Request, lists: Sequence[str]) -> Log:
 
 
 def settled(log: Log) -> Log:
-    """With what is called between a layer and the next one as the beginning of the next one's rows, by numbers below 0."""
+    """The log with calls between one layer and the next moved to the start of the next one's rows, numbered below 0."""
     moved: dict[int, Origin] = {}
     ahead: dict[Place, list[Row]] = {}
     for ((path, number), start), (place, end) in zip(log.calls, log.calls[1:], strict=False):
@@ -176,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         self.alive.append(tensor)
 
     def origin(self, tensor: torch.Tensor) -> Origin:
-        if id(tensor) not in self.origins and tensor.device.type == "meta":  # made where nobody looks, inside an operator: here
+        if id(tensor) not in self.origins and tensor.device.type == "meta":  # created unseen, inside an operator
             self.name(tensor, (*self._here(), len(self._rows()), "inside"))
         return self.origins.get(id(tensor), UNKNOWN)
 
@@ -187,7 +190,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module, lists: Sequence[str]) -> Iterator[None]:
-        """Inside, calls of the lists' layers, hooks included, are told apart."""
+        """A context in which calls inside the lists' layers, hooks included, are recorded by layer."""
         layers = [(layer, (path, number)) for path in lists for number, layer in enumerate(module.get_submodule(path).children())]
         for layer, place in layers:
             layer.__dict__["_call_impl"] = self._within(place, layer._call_impl)
@@ -214,8 +217,8 @@ class _Recorder(TorchFunctionMode):
         return entered
 
     def _function(self, apply: Any) -> Callable[..., Any]:
-        """A user's own autograd function: what it takes counts, since its backward is not run here. Registered operators have made one for
-        themselves, and have been seen."""
+        """Records calls of user-defined autograd functions with their arguments, since their backward is not run here. Those of registered
+        operators are skipped: the operators have been recorded."""
 
         def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
             if kind.__module__.startswith("torch._library."):
@@ -235,7 +238,7 @@ class _Recorder(TorchFunctionMode):
         if name in QUESTIONS:
             return function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        with torch._C.DisableTorchFunction():  # what is asked here is nobody else's
+        with torch._C.DisableTorchFunction():  # the recorder's own queries are not recorded
             given = self._shown((args, kwargs), tensors)
             what, origins = (_named(function), given, _state()), tuple(map(self.origin, tensors))  # before it writes into them
             key = self._key(function, name, kwargs, what, tensors)
@@ -255,9 +258,9 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _key(self, function: Any, name: str, kwargs: Any, what: tuple[Any, ...], of: Sequence[torch.Tensor]) -> object:
-        """By what a call is known whose result says nothing but what it is: one of torch's own, which makes something new of tensors
-        without values. Where it was called so before, and has made one tensor, another like that is all there is to it, and equal layers
-        ask the same. None of any other."""
+        """The memoisation key of a call; None if it has none. It has one if the function is torch's own, writes nothing and takes meta
+        tensors only: where the same call has returned one tensor before, an empty tensor like that is its result, and equal layers make
+        the same calls."""
         own = isinstance(function, BUILT_IN) or getattr(function, "__module__", "").startswith("torch.")
         if not own or _writes(name) or "out" in kwargs:
             return None
@@ -268,7 +271,7 @@ class _Recorder(TorchFunctionMode):
     def _again(self, key: object) -> torch.Tensor | None:
         try:
             known = self.known.get(key)
-        except TypeError:  # an argument that nothing can be looked up by
+        except TypeError:  # an unhashable argument
             return None
         return None if known is None else known()
 
@@ -281,7 +284,7 @@ class _Recorder(TorchFunctionMode):
         return self.log.outside if self.at is None else self.log.layers[self.at]
 
     def _shown(self, value: Any, tensors: list[torch.Tensor]) -> Any:
-        """An argument as plain data, its tensors as their types; they go to `tensors`."""
+        """An argument as plain data, tensors as their types; the tensors are appended to `tensors`."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
@@ -301,13 +304,13 @@ class _Recorder(TorchFunctionMode):
 
 
 def _another(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-    """A tensor without values that some operator has made."""
+    """An empty meta tensor like the memoised result of an operator."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return made.requires_grad_().clone() if requires_grad else made
 
 
 def _named(function: Any) -> Any:
-    """What tells two functions apart; a getter of an attribute is made anew each time."""
+    """The identity of a function; getters of attributes are created anew each time, so by name."""
     owner = getattr(function, "__self__", None)
     return (function.__name__, getattr(owner, "__name__", "")) if getattr(function, "__name__", "") == "__get__" else function
 
@@ -324,6 +327,6 @@ def _leaves(value: Any) -> Sequence[Any]:
 
 
 def _state() -> tuple[Any, ...]:
-    """What else than its arguments says what a call does, or keeps for backward."""
+    """Global state that a call's result or backward depends on."""
     casts = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts

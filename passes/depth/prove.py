@@ -1,9 +1,9 @@
-"""Prove: that a model is a few of its layers, repeated.
+"""Proof that a model is a few of its layers, repeated: the captured depth, or the first difference.
 
     run the whole model without values; find where equal layers repeat; run it again with the lists cut; nothing else may differ
 
-What differs outside the lists knows how many layers there are (a scale by their number), or reads one of those that would be left out. Such
-a model is captured whole, with a note of the first difference.
+A difference outside the lists comes from code that depends on the number of layers (a scale), or reads a layer that would be left out.
+Such a model is captured whole, with a note of the first difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshc.passes.phases.request import Request
 
 
 def with_depth(outset: Outset, whole_ends: bool = False) -> Outset:
-    """With what is captured of the model, or a note of what is in the way."""
+    """The phase with the captured depth, or with a note of why all layers are captured."""
     if outset.request.depth == "whole":
         return outset
     if any(str(name).isdecimal() for place in outset.request.numbers for _, name in place.steps):
@@ -41,9 +41,8 @@ def whole_note(difference: object) -> str:
 
 
 def prove(request: Request, whole_ends: bool = False) -> Depth | None:
-    """How much of the model is captured; None: it has no list of layers of which any could be left out. Raises Unequal.
-
-    `whole_ends`: of what repeats in blocks of several layers a block at each end, not one layer."""
+    """The depth to capture; None if the model has no list of layers of which any could be left out. Raises Unequal. `whole_ends`: where
+    blocks have several layers, a whole block is captured at each end, not one layer."""
     lists = [*_lists(request.module)]
     if not lists or request.dynamic:
         return None
@@ -76,7 +75,7 @@ def _log(request: Request, lists: list[str], otherwise: str) -> Log:
 
 
 def _lists(module: nn.Module) -> Iterator[str]:
-    """Paths of the lists of layers, without those inside others. Raises Unequal if one layer stands in several places."""
+    """Paths of the lists of layers, without nested ones. Raises Unequal if one layer occurs in several places."""
     within = [path for path, each in module.named_modules() if is_listed(each)]  # lists of experts are none
     places: dict[nn.Module, str] = {}
     for path, each in module.named_modules():
@@ -91,8 +90,8 @@ def _lists(module: nn.Module) -> Iterator[str]:
 
 
 def _captured(runs: list[Run]) -> tuple[int, ...]:
-    """Of each run what is ahead, two blocks, and what is behind; where as many from the front are of the same classes, those: their own
-    numbers are then the ones that they have in the list."""
+    """Numbers of the captured layers: of each run the layers ahead, two blocks, and the layers behind. Where the list's only shortened run
+    is its last, as many layers from the front, so that each keeps its number in the list."""
     numbers: list[int] = []
     for run in runs:
         back = run.seam + run.period if run.left_out else run.layers
@@ -102,7 +101,7 @@ def _captured(runs: list[Run]) -> tuple[int, ...]:
 
 
 def _numbers(runs: list[Run]) -> dict[int, int]:
-    """The layers of a list that are not left out, counted from both ends of each run: number in the list -> among those captured."""
+    """The layers that are not left out, counted from both ends of each run: number in the list -> number among the captured ones."""
     found: dict[int, int] = {}
     for run, first in _captured_first(runs):
         for place in range(run.layers):
@@ -121,7 +120,7 @@ def _stretches(path: str, runs: list[Run]) -> Iterator[Stretch]:
 
 
 def _captured_first(runs: list[Run]) -> Iterator[tuple[Run, int]]:
-    """Each with the number of its first layer among those captured."""
+    """Each run with the number of its first layer among the captured ones."""
     first = 0
     for run in runs:
         yield run, first
@@ -131,11 +130,11 @@ def _captured_first(runs: list[Run]) -> Iterator[tuple[Run, int]]:
 # ------------------------------------------------------------------------------------------------------------------ whole and part
 
 Numbers = Mapping[str, Mapping[int, int]]
-"""By the path of a list: the number of a layer in the whole model -> in the part."""
+"""By the path of a list: number of a layer in the whole model -> in the part."""
 
 
 def _compare_layers(whole: Mapping[str, Layers], part: Mapping[str, Layers], numbers: Numbers) -> None:
-    """The layers of the part do what those of the whole model do for which they stand. Raises Unequal."""
+    """The part's layers do the same as the whole model's layers that they stand for. Raises Unequal."""
     for path, row in numbers.items():
         for number, kept in row.items():
             mine, theirs = whole[path].faces[number], part[path].faces[kept]
@@ -145,7 +144,7 @@ def _compare_layers(whole: Mapping[str, Layers], part: Mapping[str, Layers], num
 
 
 def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
-    """Both do the same outside the layers. Raises Unequal."""
+    """Both models do the same outside the layers. Raises Unequal."""
     for mine, other in zip(whole.outside, part.outside, strict=False):
         if mine.what != other.what:
             raise Unequal(f"outside the layers {_told(mine)} is another call where there are fewer of them")
@@ -169,12 +168,12 @@ LEFT_OUT: Origin = ("left out",)
 
 
 def _is(origin: Origin, other: Origin, numbers: Numbers) -> bool:
-    """Whether what is read in the whole model is what is read in the part."""
+    """Whether an origin in the whole model is `other` in the part."""
     return origin != UNKNOWN and _moved(origin, numbers) == other
 
 
 def _moved(origin: Origin, numbers: Numbers) -> Origin:
-    """What is read in the whole model, as the part has it."""
+    """An origin of the whole model, as the part has it."""
     if origin[0] == "layer" and origin[1] in numbers:
         number = numbers[origin[1]].get(origin[2])
         return LEFT_OUT if number is None else (*origin[:2], number, *origin[3:])

@@ -1,4 +1,4 @@
-"""Said: what a request says of single layers, by their names: groups of the optimizer, storage, pins, store lines, entries of the plan."""
+"""Settings of single layers in a request, by their names: optimizer groups, storage, pins, store lines, entries of the plan."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from meshc.plan.recipes import resolve
 
 Line: TypeAlias = "Pin | StoreLine | OperatorPin"
 DIMS = 4
-"""Of parameters, whose factors are called `<name>.<dim>`."""
+"""Dims of parameters whose factors are called `<name>.<dim>`."""
 
 
 class Said:
-    """Of one request."""
+    """Settings of layers in one request."""
 
     def __init__(self, request: Request) -> None:
         self.grad, self.fixed = request.grad, request.fixed
@@ -45,14 +45,14 @@ class Said:
         self.patterns = [*dict.fromkeys((text,) for text in texts), *_by_what_they_say(self.lines)]
 
     def among(self, depth: Depth) -> Said:
-        """The same of the layers that are captured, by their numbers among these."""
+        """The same settings for the captured layers, by their numbers among these."""
         found = copy.copy(self)
         said = _by_what_they_say(captured_lines(self.lines, depth))
         found.patterns = [*self.patterns[: len(self.patterns) - len(said)], *said]
         return found
 
     def of(self, prefix: str, module: nn.Module) -> tuple[Any, ...]:
-        """Of the layer at a path; equal layers give equal answers."""
+        """The settings of the layer at path `prefix`; equal settings give equal results."""
         parameters = [(f"{prefix}.{name}", parameter) for name, parameter in module.named_parameters(remove_duplicate=False)]
         groups = tuple(self.groups.get(id(parameter)) for _, parameter in parameters)
         fixed = tuple(str(self.fixed.get(name)).replace(f"{prefix}.", "") for name, _ in parameters)
@@ -62,7 +62,7 @@ class Said:
 
 
 def _by_what_they_say(lines: Iterable[Line]) -> list[tuple[str, ...]]:
-    """Patterns of lines that say the same of what they match are told apart by nothing."""
+    """Patterns of lines, grouped: lines that differ in their pattern alone are one group."""
     found: dict[object, dict[str, None]] = {}
     for line in lines:
         module, slash, operator = line.pattern.partition("/")
@@ -71,7 +71,7 @@ def _by_what_they_say(lines: Iterable[Line]) -> list[tuple[str, ...]]:
 
 
 def _names(prefix: str, module: nn.Module, parameters: list[str]) -> Iterator[str]:
-    """What patterns of a plan may match in a layer."""
+    """Names in a layer that patterns of a plan may match."""
     for name, _ in module.named_modules():
         path = f"{prefix}.{name}" if name else prefix
         yield path

@@ -1,4 +1,4 @@
-"""Series: names that go on from block to block, by the number in which they differ.
+"""Names of ports that go on from block to block, by the number in which they differ.
 
     parameter:model.layers.1.mlp.up_proj.weight    parameter:model.layers.2.mlp.up_proj.weight    ..3.., ..4..
     output:past_key_values.0.1                     output:past_key_values.0.2                     0.3, 0.4
@@ -17,14 +17,14 @@ NUMBER: Final = re.compile(r"(\d+)")
 
 class Series:
     """
-    pairs   a name of block 1 and the same of block 2
-    copies  how many blocks come between
+    pairs   a name of block 1 and its equal of block 2
+    copies  the number of blocks between them
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]], copies: int) -> None:
         self.copies = copies
         self._steps: dict[str, tuple[int, int]] = {}
-        """What stands before a number -> (the least number in block 2, by how much it grows)."""
+        """The text before a number -> (the least number in block 2, its step)."""
         for one, other in pairs:
             place = _place(one, other)
             if place is not None:
@@ -36,7 +36,7 @@ class Series:
                 self._steps[prefix] = min(least, int(b[place])), step
 
     def copy(self, one: str, other: str, number: int) -> str:
-        """The name in the copy of this number."""
+        """The name in the copy `number`."""
         place = _place(one, other)
         if place is None:
             return one
@@ -45,7 +45,7 @@ class Series:
         return "".join(a)
 
     def later(self, name: str) -> str:
-        """The name in the whole model of what is captured."""
+        """A captured name in the whole model."""
         parts = NUMBER.split(name)
         for place in range(1, len(parts), 2):
             found = self._steps.get("".join(parts[:place]))
@@ -56,7 +56,7 @@ class Series:
 
 
 def _place(one: str, other: str) -> int | None:
-    """Where two names differ, in the list of their texts and numbers; None if they are one."""
+    """The index at which two names differ, in the list of their texts and numbers; None if they are equal."""
     a, b = NUMBER.split(one), NUMBER.split(other)
     places = [place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
     if not places and len(a) == len(b):

@@ -1,4 +1,4 @@
-"""Shown: Python values as hashable data, so that two may be compared; what cannot be looked into counts as itself.
+"""Python values as hashable data, for comparison; opaque objects are compared by identity.
 
     self.rate = 0.1      float '0.1'           self.act = gelu          that function, with what it has closed over
     layer_idx = 3        int, and 3 apart      self.config = config     that object
@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 DEEP: Final = 3
-"""How many containers inside each other are looked into."""
+"""Levels of nested containers that are compared by content."""
 
 
 class _Plain:
-    """An object of a class as large as this one holds nothing but its attributes."""
+    """An object of a class with this basic size has no state but its attributes."""
 
 
 def shown(value: Any, integers: list[int], deep: int = DEEP) -> Any:
-    """Integers go to `integers`, in order. Whoever keeps the result keeps the value: some of it are numbers of objects that live."""
+    """Integers are appended to `integers`, in order. The caller keeps `value` alive as long as the result, which may hold ids."""
     if isinstance(value, bool | str | bytes | type(None) | torch.dtype | torch.device | type):
         return type(value), value
     if isinstance(value, int):
@@ -55,7 +55,7 @@ def shown(value: Any, integers: list[int], deep: int = DEEP) -> Any:
 
 
 def _closed(value: Any, integers: list[int], deep: int) -> Any:
-    """What a function has closed over, tensors by which they are: its calls are not always seen."""
+    """A value in a function's closure or arguments; tensors by identity, since calls of the function are not always recorded."""
     if isinstance(value, torch.Tensor) or not deep:
         return type(value), id(value)
     return shown(value, integers, deep - 1)

@@ -1,9 +1,9 @@
-"""Slice: inside, lists of a model hold the layers that are captured, and no others; outside, the model is as it was.
+"""A context in which a model's lists hold the captured layers only.
 
     model.layers  [0, 1, 2, ..., 31]      inside      model.layers  [0, 1, 2, 31]
 
-Only the lists are cut: modules, configuration, parameters and the optimizer stay what they are. Caches that stock models make have an entry
-for each layer that is left, where those are the first of the list: layers find theirs by their own numbers.
+Only the lists are cut: modules, configuration, parameters and the optimizer are unchanged. Caches of stock models get an entry for each
+captured layer, where these are the first of the list: layers index the cache by their own numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshc.passes.phases.depth import Depth
 
 @contextlib.contextmanager
 def sliced(module: nn.Module, depth: Depth | None) -> Iterator[None]:
-    """Layers that stay are numbered anew. Nothing happens where all are captured."""
+    """Captured layers are renumbered. Does nothing if all layers are captured."""
     captured = {} if depth is None else depth.captured
     lists = [(module.get_submodule(path), numbers) for path, numbers in captured.items()]
     whole = [each._modules for each, _ in lists]
@@ -35,7 +35,7 @@ def sliced(module: nn.Module, depth: Depth | None) -> Iterator[None]:
 
 
 def _front(captured: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> dict[int, int]:
-    """How many layers there are -> how many of their caches are used."""
+    """Number of layers -> number of their caches that are used."""
     if any(numbers != tuple(range(len(numbers))) for numbers in captured) or len(set(lengths)) < len(lengths):
         return {}
     return {length: len(numbers) for length, numbers in zip(lengths, captured, strict=True)}

@@ -1,4 +1,4 @@
-"""Standing: for how much of the whole model what was captured stands, and where that comes in the model's order.
+"""Multiplicity of captured nodes, and where the layers that they stand for come in the whole model's order.
 
     captured   0 1 2 3     |     3 2 1 0        block 1 stands for 29
     whole      0 1 . . . 2 3 | 3 2 . . . 1 0    the others come at its seams: behind it in forward, before it in backward
@@ -28,10 +28,10 @@ from meshc.program.program import Port
 @dataclass(frozen=True)
 class Standing:
     """
-    block  of the nodes of a stretch: which stretch, and the number of the block in it
-    place  of the same: which of the block's layers that is
-    twin   of each node of a block 2 its equal in block 1
-    count  of each node of a block 1: how many it stands for, itself included
+    block  node of a stretch -> (number of the stretch, number of the block in it)
+    place  node of a stretch -> index of its layer within the block
+    twin   node of block 2 -> its equal in block 1
+    count  node of block 1 -> the number of nodes that it stands for, itself included
     """
 
     block: dict[Node, tuple[int, int]] = field(default_factory=dict)
@@ -41,16 +41,16 @@ class Standing:
     _seam: dict[Node, int] = field(default_factory=dict)
 
     def one(self, node: Node) -> Node:
-        """In block 1, for what is in block 1 or 2."""
+        """The node of block 1 for a node of block 1 or 2."""
         return self.twin.get(node, node)
 
     def seam(self, node: Node) -> int | None:
-        """Of what is in block 1 or 2: the position in the graph before which come those that are left out."""
+        """For a node of block 1 or 2: the position in the graph before which the nodes that are left out come."""
         return self._seam.get(self.one(node))
 
 
 def standing_of(joint: Joint, depth: Depth | None) -> Standing:
-    """Of the global view of what was captured. Raises Unequal where two blocks inside are not the same."""
+    """Multiplicities in the captured global view. Raises Unequal where two inner blocks differ."""
     found = Standing(count=dict(counts_of(joint, depth)))
     nodes, ports = [*joint.graph.nodes], dict(zip(placeholders(joint.graph), joint.inputs, strict=True))
     for number, stretch in enumerate(depth.stretches if depth is not None else ()):
@@ -66,15 +66,15 @@ def standing_of(joint: Joint, depth: Depth | None) -> Standing:
 
 
 def _named(node: Node, joint: Joint, ports: Mapping[Node, Port]) -> str:
-    """The parameter or the module by which a node names a layer, if it does."""
+    """The parameter or module by which a node belongs to a layer."""
     if node in ports:
         return ports[node].of or ports[node].name
     return joint.updates.get(node) or records(node)[0].source.module
 
 
 def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
-    """What a module, parameter or value of the captured layers is called in the whole model, with all that it stands for:
-    layers.1.up of four captured layers is layers.1.up to layers.29.up, and layers.3.up is layers.31.up."""
+    """All names in the whole model of a module, parameter or value of the captured layers: layers.1.up of four captured layers is
+    layers.1.up to layers.29.up, and layers.3.up is layers.31.up."""
     names = [name]
     for stretch in reversed(depth.stretches if depth is not None else ()):  # from the back: what stands before keeps its numbers
         mentions = Mentions(stretch)
@@ -91,8 +91,8 @@ def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
 
 
 def whole_places(depth: Depth | None, model: nn.Module, places: Sequence[Place]) -> tuple[Place, ...]:
-    """What a trace of the captured layers has read of Python, in the whole model: the captured under their own numbers, and of each that is
-    left out what was read of the layers inside, of which it is a copy."""
+    """Places of Python values that a trace of the captured layers has read, in the whole model: captured layers under their own numbers,
+    and for each layer left out the places of the inner layers, of which it is a copy."""
     found = list(places)
     if depth is None:
         return tuple(found)
@@ -107,7 +107,7 @@ def whole_places(depth: Depth | None, model: nn.Module, places: Sequence[Place])
 def _of_layers(
     place: Place, steps: Sequence[Step], numbers: Sequence[int], inside: Collection[int], left_out: Sequence[int]
 ) -> Iterator[Place]:
-    """A place in a layer of the list at `steps`, in those that the layer stands for; any other as it is."""
+    """A place in a layer of the list at `steps`, for all layers that it stands for; any other place unchanged."""
     at = len(steps)
     if place.root != MODEL or place.steps[:at] != steps or len(place.steps) <= at or place.steps[at][0] != ITEM:
         yield place

@@ -1,4 +1,4 @@
-"""Which captured layer stands for a layer of the whole model: `layers.17.mlp` is `layers.1.mlp` of the four that are captured."""
+"""Names and plan patterns of the whole model, on the captured layers: `layers.17.mlp` is `layers.1.mlp` of the four that are captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Line = TypeVar("Line", bound=Pin | StoreLine | OperatorPin)
 
 
 def captured_name(name: str, depth: Depth | None) -> str:
-    """The name, with the layers' numbers as they are among those captured."""
+    """The name, with layer numbers as among the captured layers."""
     for path in depth.captured if depth is not None else ():
         found = re.match(rf"{re.escape(path)}\.(\d+)(?=[./]|$)", name)
         if found is not None:
@@ -27,14 +27,14 @@ def captured_name(name: str, depth: Depth | None) -> str:
 
 
 def captured_lines(lines: Sequence[Line], depth: Depth | None) -> tuple[Line, ...]:
-    """A plan's lines, which name layers by their numbers in the whole model, about those that stand for them."""
+    """A plan's lines, which number layers as in the whole model, for the captured layers that stand for them."""
     if depth is None:
         return tuple(lines)
     return tuple(replace(line, pattern=one) for line in lines for one in captured_patterns(line.pattern, depth))
 
 
 def captured_patterns(pattern: str, depth: Depth) -> tuple[str, ...]:
-    """Of a pattern that names a list and some numbers in it, one for each captured layer that it means; any other as it is."""
+    """For a pattern that names a list and numbers in it, one pattern for each captured layer that it means; any other unchanged."""
     for path in depth.captured:
         found = re.match(rf"(?:value:)?{re.escape(path)}\.([\d?\[\]!-]+)(?=[./]|$)", pattern)
         if found is not None:
@@ -46,6 +46,6 @@ def captured_patterns(pattern: str, depth: Depth) -> tuple[str, ...]:
 
 
 def _whole_numbers(path: str, depth: Depth) -> list[list[str]]:
-    """Of each captured layer of a list: the numbers of those that it stands for."""
+    """Per captured layer of a list, the numbers of the layers that it stands for."""
     names = [whole_names(depth, f"{path}.{number}") for number in range(len(depth.captured[path]))]
     return [[name.removeprefix(f"{path}.") for name in each] for each in names]

@@ -1,4 +1,4 @@
-"""Unequal: what tells two layers apart, or a model from its part."""
+"""The error of two layers that differ, or of a model that differs from its part."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from meshc.errors import MeshcError
 
 
 class Unequal(MeshcError):
-    """The first difference that was found. No user sees it raised: the model is captured whole, with a note."""
+    """The first difference that was found. Users never see it raised: the model is captured whole, with a note."""

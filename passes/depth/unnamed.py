@@ -1,4 +1,4 @@
-"""Unnamed: factors that are called f0, f1, ... for lack of a name, by their order in the graph; each block has its own.
+"""Numbers of unnamed factors (f0, f1, ... by their order in the graph) from block to block; each block has its own.
 
     captured   f0 (block 0)  f1 (block 1)  f2 (block 2)  f3 (block 3)
     grown      f0            f1            f2, f3, ... the copies'     f30           f31
@@ -21,7 +21,7 @@ NAME: Final = re.compile(r"\bf(\d+)\b(?!\.)")
 @dataclass(frozen=True)
 class Unnamed:
     """
-    next    of a block's factors, what they are called in the block after it
+    next    number of a block's factor -> its number in the next block
     names   (number, copy) -> number in the whole model; copy 0: of what is captured
     """
 
@@ -29,20 +29,20 @@ class Unnamed:
     names: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def one_further(self, text: str) -> str:
-        """What is said of block 1, said of block 2."""
+        """A text about block 1, for block 2."""
         if not self.next:
             return text
         return NAME.sub(lambda found: f"f{self.next.get(int(found[1]), found[1])}", text)
 
     def in_copy(self, text: str, copy: int) -> str:
-        """What is said of a captured value (0), or of block 1, said of the whole model's."""
+        """A text about a captured value (copy 0), or about block 1, for the whole model."""
         if not self.names:
             return text
         return NAME.sub(lambda found: f"f{self.names.get((int(found[1]), copy), self.names.get((int(found[1]), 0), found[1]))}", text)
 
 
 def unnamed(pairs: Iterable[tuple[Sharding | None, Sharding | None]], count: int, copies: int) -> Unnamed:
-    """`pairs`: shardings in block 1, and of the same values in block 2; `count`: of unnamed factors there are."""
+    """`pairs`: shardings in block 1, and of the same values in block 2; `count`: the number of unnamed factors. Raises Unequal."""
     following: dict[int, int] = {}
     for one, other in pairs:
         if one is None or other is None or one is other:

@@ -1,10 +1,10 @@
-"""Untouched: a model's code runs, and leaves nothing behind.
+"""A context that restores Python state which a model's code changes: attributes, containers, globals, closures, random generators.
 
     self.seen += 1      CACHE[key] = mask      print(h.shape)      logger.warning_once("...")      torch.rand(())      self.scale.mul_(2)
 
-Python values that the code can reach from the model are as before when it is over: attributes, what lists and dicts hold, globals and class
-attributes where the model's classes are written, what its functions have closed over. Nothing is printed, logged or warned of; generators
-of random numbers stand where they stood.
+Restored are Python values that the code can reach from the model: attributes, contents of lists and dicts, globals and class attributes of
+the modules that define the model's classes, closures of its functions; and the state of random generators. Inside, nothing is printed,
+logged or warned of.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import nn
 
 PLAIN: Final = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, types.ModuleType)
 LIBRARIES: Final = ("torch", "numpy", "builtins", "typing", "collections", "functools", "transformers.configuration_utils")
-"""Modules whose globals and whose objects a model does not change by running."""
+"""Modules whose globals and objects a model does not change by running."""
 
 
 @contextlib.contextmanager
 def untouched(module: nn.Module, functions: tuple[Callable[..., Any], ...] = ()) -> Iterator[list[torch.Tensor]]:
-    """The tensors that were found on the way. `functions`: what is called beside the model."""
+    """Yields the tensors that were found. `functions`: what is called beside the model."""
     kept = Kept()
     for value in (module, *functions):
         kept.add(value)
@@ -43,7 +43,7 @@ def untouched(module: nn.Module, functions: tuple[Callable[..., Any], ...] = ())
 
 
 class Kept:
-    """What can be changed, with what it held. Classes that are dicts or lists and more are read and written past what they define."""
+    """A snapshot of mutable Python state. Subclasses of dict and list are read and written by the base class's methods, past their own."""
 
     def __init__(self) -> None:
         self.seen: dict[int, Any] = {}
@@ -78,7 +78,7 @@ class Kept:
                 work += (type(value), getattr(value, "__dict__", None))
 
     def _container(self, value: Any) -> Sequence[Any]:
-        """Keeps it; what it holds."""
+        """Records a container; returns its items."""
         if isinstance(value, dict):
             kind: type[dict[Any, Any]] = OrderedDict if isinstance(value, OrderedDict) else dict
             items = list(kind.items(value))
@@ -100,7 +100,7 @@ class Kept:
                     yield cell.cell_contents
 
     def _of_class(self, kind: type) -> None:
-        """What a class holds that is no function, and the globals where it is written."""
+        """Records a class's data attributes, and the globals of its module."""
         for base in kind.__mro__:
             if not _is_library(base.__module__):
                 held = {name: value for name, value in vars(base).items() if _is_data(value) and not name.startswith("__")}
@@ -153,7 +153,7 @@ def _is_data(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is said. What transformers says once a process it may say still."""
+    """Silences output and logging. The once-per-process warnings of transformers stay available for later."""
     once = [name for name in ("warning_once", "info_once") if hasattr(logging.Logger, name)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

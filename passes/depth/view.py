@@ -1,6 +1,6 @@
-"""View: the global view of the whole model, from that of the layers that were captured.
+"""The global view of the whole model, grown from that of the captured layers on request.
 
-What the passes read of it has been decided by then; stages ask it which forward operator a gradient belongs to, and verification runs it.
+Passes have decided shardings by then; stages look up the forward operator of a gradient in this view, and verification runs it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshc.program.program import Port
 
 
 def view_of(joint: Joint, depth: Depth | None) -> Later[Joint]:
-    """Made when it is asked for: most compilations do not. Raises Unequal then."""
+    """Grown on first use, since most compilations need none. Raises Unequal then."""
     return Later((lambda: joint) if depth is None else partial(_grown, joint, depth))
 
 
 def _grown(joint: Joint, depth: Depth) -> Joint:
-    """Its ports do not say how they lie."""
+    """The whole model's graph; its ports have no shardings."""
     for stretch in reversed(depth.stretches):
         mentions = Mentions(stretch)
         plain = replace(joint, inputs=_without_shardings(joint.inputs), outputs=_without_shardings(joint.outputs))

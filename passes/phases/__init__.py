@@ -1,1 +1,1 @@
-"""What passes hand to each other: the request, the three phases, what is found out on the way; and what a pass is."""
+"""Data that passes map: the request, the three phases (traced, placed, lowered), factors and shardings; and the pass type."""

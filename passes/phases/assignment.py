@@ -1,4 +1,4 @@
-"""Assignment: how every value lies, and why (`propagate` decides it)."""
+"""Sharding of every value and axes of every operator, with reasons (`propagate` decides them)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Assignment:
-    """What propagation decided.
+    """Decisions of `propagate`.
 
-    given    per value: how it lies when made; None where it has no opinion (free values, parameters before storage)
+    given    per value: its sharding when computed; None if undecided (free values, parameters before storage)
     wanted   per operator: the sharding of each operand
     chosen   per operator: the axes of each token
-    rings    per operator that takes blocks from rank to rank: the axes of the tokens that its rule's `rings` split beside those
-    zigzag   those of them whose blocks lie in an order that gives every rank as much to do
-    gathered operators that could take them so, and for which it would be slower
-    turns    per operator whose ranks take their stretches of its steps in turn, in how many parts
+    rings    per operator that passes blocks from rank to rank: the axes of the tokens that its rule's `rings` split, beyond `chosen`
+    zigzag   operators of `rings` whose blocks are in zigzag order, which gives every rank the same work
+    gathered operators that could pass blocks round a ring, where gathering is faster
+    turns    per operator whose ranks take their stretches of its steps in turn: the number of parts
     free     operators that are recomputed on demand
     entries  the plan's entry of each axis, as text, for reasons
-    storage  per parameter name and kind (parameter, gradient, state): how it lies between steps
+    storage  per parameter name and kind (parameter, gradient, state): its sharding between steps
     """
 
     factors: Factors
@@ -49,6 +49,6 @@ class Assignment:
     entries: dict[str, str] = field(default_factory=dict)
 
     def whole(self, value: Value) -> Sharding:
-        """A value's dims with the names of their factors, split by nothing."""
+        """The unsharded type of a value: its dims with the names of their factors."""
         dims = self.factors.dims[value]
         return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in dims))

@@ -1,4 +1,4 @@
-"""Choices: what a search has decided for some axes, which `propagate` takes in place of what the plan would have it choose."""
+"""Axis assignments that a search has decided, which `propagate` takes in place of the plan's own choice."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshc.passes.phases.factors import Factors, Token
 
 @dataclass(frozen=True)
 class Directed:
-    """What one operator is told to do along some axes.
+    """The axis assignment that one operator must take.
 
-    axes      those that are spoken of; what others do is not said
+    axes      the axes that are decided; others stay open
     tokens    the axes of each token, major to minor
-    deferred  axes over which its operands come in still partial, and its result is
+    deferred  axes over which operands come in still partial, and the result stays partial
     """
 
     axes: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Directed:
     deferred: tuple[str, ...] = ()
 
     def along(self, axes: Collection[str]) -> Directed:
-        """What is said of these axes."""
+        """The part about these axes."""
         tokens = {token: tuple(axis for axis in row if axis in axes) for token, row in self.tokens.items()}
         return Directed(
             tuple(axis for axis in self.axes if axis in axes),
@@ -36,11 +36,11 @@ class Directed:
 
 @dataclass(frozen=True)
 class Choices:
-    """What `axes` do; of other axes nothing is said.
+    """The assignment of `axes` over a graph; other axes stay open.
 
     tokens    per operator: the axes of each token, major to minor
-    deferred  per operator: axes over which its operands come in still partial, and its result is; where it is missing, none do
-    storage   per parameter name and kind (parameter, gradient, state): how it lies between steps
+    deferred  per operator: axes over which its operands come in still partial, and its result stays partial; none if missing
+    storage   per parameter name and kind (parameter, gradient, state): its sharding between steps
     """
 
     axes: tuple[str, ...]
@@ -49,7 +49,7 @@ class Choices:
     storage: Mapping[tuple[str, str], Sharding] = field(default_factory=dict)
 
     def directed(self, node: Node) -> Directed | None:
-        """What an operator is to do; None for one of which nothing is said."""
+        """The assignment of one operator; None if nothing is decided for it."""
         return Directed(self.axes, self.tokens[node], self.deferred.get(node, ())) if node in self.tokens else None
 
 
@@ -67,7 +67,7 @@ class Known:
         return Known(replace(choices, tokens={}, deferred={}), tokens, {node.name: axes for node, axes in choices.deferred.items()})
 
     def at(self, factors: Factors) -> Choices:
-        """For the operators of a graph that have these names and letters; what others do is not said."""
+        """The choices for the operators of another graph that have the same names and letters; other operators stay open."""
         nodes = {
             node.name: node
             for node, instance in factors.instances.items()

@@ -1,4 +1,4 @@
-"""Chunked: which operators of a step run in chunks of their tokens, and in how many."""
+"""Operators of a step's head and loss that run in chunks of their tokens, and the number of chunks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.fx import Node
 @dataclass(frozen=True)
 class Chunked:
     """
-    count     of chunks
-    product   the head's, of the global view
-    tokens    factors of its rows, major to minor; one of them is cut into chunks
-    features  factors that it has of its weight
-    nodes     the product, what forward makes of it, and what backward makes of that until it has the gradients of the product's operands
+    count     number of chunks
+    product   the head's matrix product, in the global view
+    tokens    factors of the product's rows, major to minor; one of them is cut into chunks
+    features  factors that the product has from its weight
+    nodes     the product, forward operators that depend on it, and backward ones up to the gradients of the product's operands
     """
 
     count: int

@@ -58,7 +58,8 @@ class Factors:
         return found
 
     def tied(self) -> dict[int, set[int]]:
-        """Classes that windows tie, one way or through others: class -> all of its group. Classes tied to none are left out."""
+        """Classes that windows tie, directly or through others: class -> all classes of its group. Classes that are tied to none are left
+        out."""
         groups: dict[int, set[int]] = {}
         for instance in self.instances.values():
             for token, other in instance.tied.items():

@@ -1,4 +1,4 @@
-"""Later: a value that is made when it is first asked for, and then kept."""
+"""A lazy value: computed when first requested, and then memoised."""
 
 from __future__ import annotations
 

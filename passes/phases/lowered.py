@@ -1,4 +1,4 @@
-"""Lowered: what each rank runs, as stages and a schedule."""
+"""The lowered phase: what each rank runs, as stages and a schedule."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from meshc.program.program import Instruction, PlainProgram, Port, Stage
 @dataclass(frozen=True, kw_only=True)
 class Lowered(Outset):
     """
-    placed    what was lowered: the global view, and who splits what in it
-    model     torch's graph of the model; from `grow` on its output is the whole model's, and so are its random calls
-    inputs, outputs  the program's; a microbatch's rows may enter and leave otherwise than `placed` has it
-    tried     what was searched for the stages of a pipeline, and why the others were dropped; nothing, if there was no choice
-    weighed   plans that a search has compared for the axes that were left open; nothing, if none were
-    backward  as `cut` left it, for `specialise`; None where no output could do without its gradient
-    divided   the part of the arithmetic on whole matrices in updates that is divided over ranks, by axes
+    placed    the placed model that was lowered: the global view and its shardings
+    model     torch's graph of the model; from `grow` on its output and its number of random calls are the whole model's
+    inputs, outputs  the program's ports; rows of a microbatch may be sharded otherwise than in `placed`
+    tried     pipeline variants that were searched, and why the others were dropped; empty if there was no choice
+    weighed   plans that a search has compared for the axes that were left open; empty if none were
+    backward  the backward stage as `cut` left it, for `specialise`; None where no output can do without its gradient
+    divided   by axes: the fraction of the arithmetic on whole matrices in updates that is divided over ranks
     """
 
     placed: Placed
@@ -46,11 +46,11 @@ class Lowered(Outset):
 
     @property
     def joint(self) -> Joint:
-        """The global view's graph of operators, of the whole model."""
+        """The operator graph of the whole model's global view."""
         return self.placed.view.value
 
     def as_program(self) -> PlainProgram:
-        """As far as it is known, for what reads programs: dumps, checks, costs."""
+        """The program as far as it is known, for dumps, checks and costs."""
         request = self.request
         return PlainProgram(
             dict(self.stages), self.mesh, self.plan, self.inputs, self.outputs, self.schedule, dict(self.placed.joint.constants),

@@ -1,4 +1,4 @@
-"""Names: what a plan may call the factor classes of a graph (`names` gives them)."""
+"""Names of factor classes, by which a plan refers to them (`passes/place/names.py` assigns them)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class BatchDims:
-    """Where inputs have the batch.
+    """The batch dim of each input.
 
-    dims     by input; None: it has none
-    factors  by input, of what was found: the factors of that dim which are the batch
-    unclear  of inputs of which it is not clear: why, and what to write
-    ordered  classes that operators go along: steps, windows, keys
+    dims     by input: its batch dim; None: it has none
+    factors  by input whose batch was found: the factors of that dim that are the batch
+    unclear  by input whose batch dim is not clear: why, and what to write in the plan
+    ordered  classes along which operators depend on position: steps, windows, keys
     """
 
     dims: Mapping[str, int | None] = field(default_factory=dict)
@@ -25,7 +25,8 @@ class BatchDims:
     ordered: frozenset[int] = frozenset()
 
     def of(self, name: str, dims: Sequence[tuple[int, ...]]) -> tuple[int | None, tuple[int, ...]]:
-        """The dim of an input that is called batch, and the factors of it that are: the first, where it is not clear."""
+        """An input's dim that is called batch (the first, where it is not clear), and the batch factors of that dim. `dims`: the factors of
+        each dim."""
         first = self.dims.get(name, 0)
         return first, () if first is None else self.factors.get(name, dims[first])
 
@@ -34,9 +35,9 @@ class BatchDims:
 class Names:
     """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`).
 
-    `attention` and `products` are the operators of the regions that have these names. `sums` are gradients that autograd adds up, which no
-    module does: the modules that their parts are made in. `ones` are names of dims of size 1: no class has them, since there is nothing to
-    split, but a plan may speak of them (a last batch of one row). `batch` is where inputs have it.
+    `attention` and `products` are the operators of the regions of these names. `sums`: of gradients that autograd adds up, which belong to
+    no module, the modules of their summands. `ones` are names of dims of size 1: no class has them, since there is nothing to split, but a
+    plan may name them (a last batch of one row). `batch`: the batch dims of inputs.
     """
 
     of: dict[int, str] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Names:
     batch: BatchDims = BatchDims()
 
     def copied(self) -> Names:
-        """Names that may be added to."""
+        """An independent copy."""
         also = defaultdict(set, {factor: set(names) for factor, names in self.also.items()})
         return Names(dict(self.of), also, set(self.attention), set(self.products), dict(self.sums), set(self.ones), self.batch)
 

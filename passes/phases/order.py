@@ -1,10 +1,10 @@
-"""Order: a value that an axis splits may lie in zigzag order along it (`meshc/ir/sharding.py`); its sharding says so.
+"""Zigzag order in shardings: how an axis is marked while shardings are decided, and how a value's type records it.
 
-    ("cp~zigzag",)         the axes of a part while it is decided who splits what: what is split so is split by another axis
-    seq 4096/cp~zigzag     the part as types say it, whose axis is cp and whose order is zigzag
+    ("cp~zigzag",)         the axes of a part while shardings are decided: zigzag order counts as an axis of its own
+    seq 4096/cp~zigzag     the part in a type, whose axis is cp and whose order is zigzag (`meshc/ir/sharding.py`)
 
-What treats each position by itself computes on either alike, so of what it makes no more than the order is said. In the per-rank program
-the exchange of halves that a change of order is stands as a line of its own.
+Operators that treat each position by itself compute the same in either order, so only the type of their result changes. In the per-rank
+program a change of order is an exchange of halves, a line of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK: Final = f"~{ZIGZAG}"
 
 
 def zigzag(axis: str) -> str:
-    """The axis, as it splits what lies in zigzag order."""
+    """The axis, marked as splitting in zigzag order."""
     return axis + _MARK
 
 
@@ -30,7 +30,7 @@ def is_zigzag(axis: str) -> bool:
 
 
 def plain(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes themselves."""
+    """The axes without marks."""
     return tuple(axis.removesuffix(_MARK) for axis in axes) if any(map(is_zigzag, axes)) else axes
 
 
@@ -39,17 +39,17 @@ def plain_tokens(axes: Mapping[Key, tuple[str, ...]]) -> dict[Key, tuple[str, ..
 
 
 def turned(sharding: Sharding) -> bool:
-    """Whether anything of it lies in zigzag order."""
+    """Whether any part of the sharding is in zigzag order."""
     return any(is_zigzag(axis) for _, _, part in sharding.parts() for axis in part.axes)
 
 
 def natural(sharding: Sharding) -> Sharding:
-    """The same in natural order."""
+    """The same sharding in natural order."""
     return _each(sharding, lambda part: replace(part, axes=plain(part.axes)))
 
 
 def told(sharding: Sharding) -> Sharding:
-    """The same as a value's type says it."""
+    """The sharding with marks replaced by `order`, as a value's type has it."""
     return _each(sharding, lambda part: replace(part, axes=plain(part.axes), order=ZIGZAG) if is_zigzag(part.axes[0]) else part)
 
 

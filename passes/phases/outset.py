@@ -1,4 +1,4 @@
-"""Outset: what is known before the first pass, and stays known in every phase; what has been said and taken so far."""
+"""Base of the three phases: request, plan and mesh sizes, known before the first pass, with notes and pass times."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from meshc.program.parts import Parts
 @dataclass(frozen=True, kw_only=True)
 class Outset:
     """
-    plan     the request's, over its mesh
-    sizes    of the mesh's axes, and of that of the microbatches if there are several
-    parts    set if the step is the mean of its microbatches: graphs before `microbatch` are then those of one of them
-    opened   set if a batch of 1 is padded; until the end its size is open then
-    depth    set if some of the model's layers stand for others; until `grow` graphs are those of the layers that are captured
-    kept_whole  why one is not, where an axis has nothing else to split
-    notes    what the user is to be told
-    seconds  of each pass that has run
+    plan     the request's plan, resolved over its mesh
+    sizes    by name, of the mesh's axes, and of the microbatch axis if there are several microbatches
+    parts    set if the step is the mean of its microbatches: graphs before `microbatch` are then for one microbatch
+    opened   set if a batch of 1 is padded; its size then stays symbolic until the end
+    depth    set if some of the model's layers stand for others; until `grow` graphs have the captured layers only
+    kept_whole  why a batch of 1 is not padded, where an axis has nothing else to split
+    notes    messages for the user
+    seconds  by pass, its run time
     """
 
     request: Request
@@ -48,32 +48,32 @@ class Outset:
         return replace(self, notes=(*self.notes, *notes))
 
     def asked(self, request: Request) -> Self:
-        """The same under another request: its plan and its microbatches, whatever was opened stays open."""
+        """The phase under another request, with that request's plan and microbatches; dims that were opened stay open."""
         own = begin(request)
         return replace(self, request=request, plan=own.plan, sizes=own.sizes)
 
     def updating(self, optimizer: OptimizerSpec | None) -> Self:
-        """The same for what an optimizer has become when it was adopted: what it was holds whole parameters."""
+        """The phase with `optimizer` as adoption has left it: before, its spec refers to whole parameters."""
         return replace(self, request=replace(self.request, optimizer=optimizer))
 
     @property
     def local_batch(self) -> tuple[str, ...]:
-        """The axes over which ranks pass parts of a batch of their own; none if all pass the whole."""
+        """Axes over which ranks pass their own parts of a batch; empty if all ranks pass the whole batch."""
         if self.request.inputs != "local":
             return ()
         return tuple(axis.name for axis in self.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
 
     def real(self, size: int) -> int:
-        """A size as it will be, where one that stands for it decides otherwise."""
+        """The actual size, where `size` is computed from a stand-in for an opened dim."""
         return size if self.opened is None else at(size, self.opened.values)
 
 
 def begin(request: Request) -> Outset:
-    """What a request says by itself."""
+    """The first phase of a request: its plan and sizes."""
     sizes = {axis.name: axis.size for axis in request.mesh.axes} | ({MICROBATCH: request.count} if request.count > 1 else {})
     return Outset(request=request, plan=resolve(request.plan, request.mesh), sizes=sizes)
 
 
 def carried(phase: Outset) -> dict[str, Any]:
-    """What a phase hands on to the next, by field."""
+    """The fields that each phase passes on to the next, by name."""
     return {each.name: getattr(phase, each.name) for each in fields(Outset)}

@@ -1,4 +1,4 @@
-"""Placed: the global view with its factors; in the end it is decided for every value who splits what."""
+"""The placed phase: the global view with its factors, the plan's pins, and in the end every value's sharding."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced import Joint, Traced
 
 Slots = Mapping[tuple[int, int], tuple[str, ...]]
-"""(dim, position) -> axes; none: the factor stays whole."""
+"""(dim, position) -> axes; empty: the factor stays whole."""
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the plan's lines about tensors hold.
+    """The plan's lines about tensors, resolved.
 
-    values   of pins: where values are computed
-    storage  of pins: where parameters are stored, with gradients and state
-    spread   of pins that are not `only`: whole classes
-    stored   of store lines: where each of a parameter, its gradient and its state lies, by name and kind; over and above `storage`
-    operators  of pins of operators: what these are told
+    values   from pins: axes of values where they are computed
+    storage  from pins: axes of stored parameters, with gradients and state
+    spread   from pins that are not `only`: axes of whole factor classes
+    stored   from store lines, by name and kind (parameter, gradient, state): axes of storage, beyond `storage`
+    operators  from operator pins: their axis assignments
     """
 
     values: Mapping[Value, Slots] = field(default_factory=dict)
@@ -44,13 +44,13 @@ class Pins:
 @dataclass(frozen=True, kw_only=True)
 class Placed(Outset):
     """
-    traced      what was placed
-    joint       its graph of operators, which nothing changes any more: factors and assignment refer to its nodes
-    view        the global view of the whole model, where `joint` is that of a few of its layers
+    traced      the traced model that was placed
+    joint       the operator graph, immutable from here on: factors and assignment refer to its nodes
+    view        the global view of the whole model, where `joint` has a few of its layers only
     pins        from `annotate` on
-    choices     what a search has decided of axes that the plan leaves open, for `propagate`
-    chunked     from `propagate` on: what runs in chunks, if anything does
-    assignment  from `propagate` on; ports say how they lie from `lay_ports` on
+    choices     a search's decisions for axes that the plan leaves open, for `propagate`
+    chunked     from `propagate` on: the head and loss that run in chunks, if any
+    assignment  from `propagate` on; ports have shardings from `lay_ports` on
     """
 
     traced: Traced
@@ -68,7 +68,7 @@ class Placed(Outset):
         return self.joint.graph
 
     def decided(self) -> Assignment:
-        """How every value lies; that is known from `propagate` on."""
+        """The assignment, which exists from `propagate` on."""
         assert self.assignment is not None, "propagate has not run"
         return self.assignment
 
@@ -76,5 +76,5 @@ class Placed(Outset):
         return replace(super().updating(optimizer), traced=self.traced.updating(optimizer))
 
     def again(self, request: Request) -> Self:
-        """What `factorize` left, for the passes after it under another request: of their own they keep nothing in it."""
+        """The phase as `factorize` left it, under another request, for the passes after it: their own results are dropped."""
         return replace(self.asked(request), pins=Pins(), chunked=None, assignment=None)

@@ -1,4 +1,4 @@
-"""What a compilation is asked for."""
+"""Request of a compilation: model, arguments, mesh, plan and options as one value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from meshc.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Joined:
-    """How inputs were put together of ranks' parts: by input along which dim, None if it has no batch; of how many parts, 0 if they have
-    different numbers of rows."""
+    """How inputs were joined from the parts of ranks. `dims`: by input, the dim of the joint; None if it has no batch. `ranks`: the number
+    of parts; 0 if they have different numbers of rows."""
 
     dims: Mapping[str, int | None]
     ranks: int
@@ -34,41 +34,41 @@ class Joined:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, in one value.
+    """The user's request of one compilation.
 
     function      called as function(module, *args, **kwargs); its output is the program's
     train         the output is a loss: gradients, and the update if there is an optimizer, are part of the program
-    adds          of a training step: gradients are added to those of the calls before, and nothing is updated
-    hooks         by parameter, what its gradient is given to before it is clipped and updated with
+    adds          gradient accumulation: a training step adds gradients to those of the calls before, and nothing is updated
+    hooks         by parameter, hooks that run on its gradient before clipping and the update
     microbatches  None: as many as are predicted to be fastest
-    joined        of inputs of which each rank has a part: how they were put together
-    batch_mix     "mean_of_parts": with several microbatches, the step is the mean of what each gives alone
-    fixed         storage of parameters that another program of the same model has settled
-    offloaded        names of those of them that lie on the host by it
+    joined        how inputs were joined, where each rank passes a part
+    batch_mix     "mean_of_parts": with several microbatches, the step is the mean of the microbatches' own results
+    fixed         storage of parameters, as another program of the same model has fixed it
+    offloaded     names of parameters of `fixed` that are kept on the host
     dynamic       which dims of the inputs are left open
-    schedule      of a pipeline: a name, each rank's list as text, or a function that makes these lists
+    schedule      of a pipeline: a name, each rank's list as text, or a function that returns these lists
     stages_per_rank  of a pipeline; None: as many as the schedule wants
-    memory_budget  bytes that a rank may hold; None: of a GPU its memory, for what is not named
-    host_budget   bytes of its host that a rank may have to keep that budget; None: what the plan says alone lies there
+    memory_budget  bytes that a rank may hold; None: a GPU's memory, for choices that are not fixed
+    host_budget   bytes of host memory that a rank may use to keep that budget; None: only what the plan offloads
     gather_once   of a pipeline: whether parameters that are stored split may be gathered once a call, where that is expected to fit
     pp_splits     modules at which the second and further stages of a pipeline begin
-    check_indices  labels and indices that their reader has no row for are refused
+    check_indices  labels and indices that are out of range for their reader are refused
     backend       what will run the program
-    searched      what a search has found already for the axes that the plan leaves open; None: it is searched for
+    searched      an earlier search's result for the axes that the plan leaves open; None: they are searched
     depth         "whole": all layers are captured; "auto": of those that are proved equal, a few
-    remat         what backward recomputes of forward: a policy's name; None: what keeps `memory_budget`, or what takes little
-    attention     "ring", "zigzag" or "gather": how keys come where the sequence is split; None: what is predicted to be faster
+    remat         recompute policy's name; None: what keeps `memory_budget`, or what is cheap
+    attention     "ring", "zigzag" or "gather": how keys reach ranks where the sequence is split; None: what is predicted to be faster
     must_pass     with "ring" or "zigzag": attention whose keys cannot pass round is refused; False: they are gathered, and a note says so
     recurrence    "turns" or "join": how ranks take the steps of a split sequence; None: what is predicted to be faster
-    expert_bound  places for rows of experts that a rank has, in multiples of what it has if all are chosen alike; None: the worst case
-    expert_dispatch  "flat", "hierarchical" or "auto": how rows go to experts on other nodes
-    expert_capacity  what an expert takes of the tokens that choose it; None: all
-    expert_bias_update  by how much routers' biases change after a step, towards experts that were chosen less; None: they do not
-    chunks        in how many chunks of their tokens a step's head and loss run, 1: whole; None: as the plan says
-    spare         bytes of that budget that are left to what passes after `recompute` and `stages` add
-    beaten_s      what a plan on another mesh takes: what cannot be faster is not made, and Beaten is raised; None: none is known
-    numbers       where numbers of Python stand that are inputs of the program
-    owners        coordinate on the pipeline axis, by key, of what another program of the same model has settled
+    expert_bound  places for dispatched rows on a rank, in multiples of an even load; None: the worst case
+    expert_dispatch  "flat", "hierarchical" or "auto": how rows are dispatched to experts on other nodes
+    expert_capacity  how many of the tokens that choose it an expert takes; None: all
+    expert_bias_update  by how much routers' biases change after a step, towards less chosen experts; None: not at all
+    chunks        number of chunks of tokens in which a step's head and loss run, 1: whole; None: as the plan says
+    spare         bytes of `memory_budget` reserved for what passes after `recompute` and `stages` add
+    beaten_s      seconds of a plan on another mesh: Beaten is raised where this one cannot be faster; None: none is known
+    numbers       places of Python numbers that are inputs of the program
+    owners        by key, the coordinate on the pipeline axis that another program of the same model has fixed
     """
 
     module: nn.Module
@@ -121,18 +121,18 @@ class Request:
 
     @property
     def count(self) -> int:
-        """How many microbatches there are, once that is settled."""
+        """Number of microbatches, once that is decided."""
         return self.microbatches or 1
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Dims of 1 of the inputs that are traced with their size open, so that they have factors, and the axes that want them for it."""
+    """Input dims of size 1 that are traced with a symbolic size, so that they have factors, and the axes that are to split them."""
 
     dims: DynamicDims
     axes: frozenset[str]
 
     @property
     def values(self) -> dict[str, int]:
-        """What is put in at the end, by symbol."""
+        """By symbol, the actual size that is put in at the end."""
         return {PREFIX + name: 1 for name in self.dims.ranges}

@@ -1,7 +1,7 @@
 """A pass: a function from a phase to itself or to the next, with its name, and the reason of its place in the order.
 
-A pass is given its phase for good: it may write into the graphs in it, and what it returns is all that is left. Who wants to keep a phase
-copies it first. Nothing writes into what the last pass has left.
+A pass owns the phase that it is given: it may write into the graphs in it, and only its result is used afterwards. A caller that keeps a
+phase copies it first. Nothing writes into the result of the last pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Left = TypeVar("Left", bound=Outset)
 
 @dataclass(frozen=True)
 class Pass(Generic[Given, Left]):
-    """`why` is said where the place is not obvious."""
+    """`why` is given where the place in the order is not obvious."""
 
     name: str
     run: Callable[[Given], Left]
@@ -28,14 +28,14 @@ class Pass(Generic[Given, Left]):
 
 
 Hook = Callable[[str, Outset], None]
-"""Called as hook(name of a pass, the phase that it left)."""
+"""Called as hook(name of a pass, the phase that it returned)."""
 
 _ONLOOKER: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("onlooker", default=None)
 
 
 @contextmanager
 def heard_by(onlooker: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `onlooker` is told what a pass that takes long is at."""
+    """A context in which long passes report their progress to `onlooker`."""
     before = _ONLOOKER.set(onlooker)
     try:
         yield

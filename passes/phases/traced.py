@@ -1,4 +1,4 @@
-"""Traced: the model as graphs, for one device. No rank and no plan is in them."""
+"""The traced phase: the model as graphs for one device, without ranks or plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshc.program.program import Port
 
 @dataclass(frozen=True)
 class Joint:
-    """The graph of operators over the global view, with its backward and its update; what each placeholder and each result is.
+    """The operator graph over the global view, with its backward and its update, and the port of each placeholder and result.
 
     inputs, outputs  in the order of placeholders and results
     updates          nodes that update a parameter -> its name
@@ -39,7 +39,7 @@ class Joint:
         return list(results_of(self.graph))
 
     def copied(self) -> Joint:
-        """The same with a graph of its own."""
+        """The same with an independent graph."""
         graph, made = Graph(), dict[Node, Node]()
         graph.output(copy_into(graph, self.graph, made))
         return replace(self, graph=graph, updates={made[node]: name for node, name in self.updates.items()})
@@ -50,8 +50,8 @@ class Traced(Outset):
     """
     model        torch's graph of the model: calls as the model wrote them
     joint        the graph of operators, from `differentiate` on
-    dynamic      sizes that calls choose
-    constraints  what they must satisfy, as text
+    dynamic      symbolic sizes that calls choose
+    constraints  conditions on these sizes, as text
     """
 
     model: TorchGraph
@@ -60,10 +60,10 @@ class Traced(Outset):
     constraints: tuple[str, ...] = ()
 
     def operators(self) -> Joint:
-        """The graph of operators; there is one from `differentiate` on."""
+        """The operator graph, which exists from `differentiate` on."""
         assert self.joint is not None, "differentiate has not run"
         return self.joint
 
     def beside(self, request: Request) -> Self:
-        """The same under another request, with a graph of operators of its own: passes write into the one that they are given."""
+        """The phase under another request, with an independent operator graph, since passes write into theirs."""
         return replace(self.asked(request), joint=self.operators().copied())

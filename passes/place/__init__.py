@@ -1,1 +1,1 @@
-"""Who splits what: factors, names, the plan's words, propagation."""
+"""Sharding decisions: factors and their names, the plan's entries as factor classes, propagation, storage."""

@@ -1,4 +1,4 @@
-"""Which values of a graph have one meaning, and so one set of factors: a gradient and its parameter, a value before and after a step."""
+"""Pairs of values that share factors: a gradient and its parameter, a value before and after a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshc.passes.phases.traced import Joint
 
 
 def alike(joint: Joint) -> list[tuple[Value, Value]]:
-    """Gradients, sums of them, new values and tangents with what they are gradients, sums, new values and tangents of."""
+    """Pairs of a gradient, accumulated sum, new value or tangent with the value that it belongs to."""
     inputs = joint.placeholders()
     results = {port.key: value_of(node) for port, node in zip(joint.outputs, joint.results(), strict=True)}
     pairs = []

@@ -1,9 +1,9 @@
-"""Recurrent layers whose steps every rank takes: those that stay torch's own, step by step (packed sequences, projections).
+"""Notes on recurrent layers that run all steps on every rank: those that stay torch's own (packed sequences, projections).
 
-    cp: seq                  its input is gathered, and each rank takes all steps of all rows
-    cp: batch@lstm > seq     rows change places with positions before and behind it: each rank takes all steps of some rows
+    cp: seq                  the layer's input is gathered, and each rank takes all steps of all rows
+    cp: batch@lstm > seq     an all-to-all before and after the layer: each rank takes all steps of some rows
 
-Others are `meshc::rnn`, whose state is handed on (`partition/turns.py`).
+Others are `meshc::rnn`, whose state is passed from rank to rank (`partition/turns.py`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def all_steps(placed: Placed) -> list[str]:
 
 
 def _along_the_sequence(placed: Placed) -> set[str]:
-    """Axes that take the sequence wherever they find it."""
+    """Axes that split the sequence in any region."""
     named = {factor for factor, names in placed.names.also.items() if "seq" in names}
     found = interests(placed.plan, placed.names, list(placed.sizes))
     return {axis for axis, one in found.items() if any(region is None for factor in named for _, region in one.ranks.get(factor, ()))}
 
 
 def _idle(placed: Placed, layers: set[str]) -> list[tuple[str, str, Node]]:
-    """Layer and axis, where a forward product of the layer is split by other axes, if by any; and the product."""
+    """(layer, axis, product) for each axis that does not split a forward product of the layer."""
     found = []
     for node, chosen in placed.decided().chosen.items():
         record = records(node)[0]

@@ -1,11 +1,11 @@
-"""Annotate: the plan's words become factor classes and pins; everything that does not fit is refused together.
+"""Annotate: the plan's words as factor classes and pins; everything that does not fit is refused together.
 
     tp: heads, ffn, vocab                                  classes 7, 9 (heads), 11 (ffn), 3 (vocab)
     pin *.up_proj.weight: ffn/tp, _            becomes     value model.layers.0.mlp.up_proj.weight: dim 0 split by tp
 
-A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error. An axis
-that is larger than anything it may split leaves ranks without work, which a note says; so does one whose only factors have size 1 and could
-not be opened (`one_row`), where ranks do the same work.
+A factor that a role's recipe names and the model does not have is dropped with a note; one that the user wrote by hand is an error. Notes
+report an axis that is larger than anything it may split, which leaves ranks without work, and an axis whose only factors have size 1 and
+could not be opened (`one_row`), where ranks do the same work.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ NO_EXPERTS: Final = (
     "has them)"
 )
 SHOWN: Final = 3
-"""Lines of a model that an error names."""
+"""Number of the model's lines that an error names."""
 OTHERS: Final = "use these ranks as dp or tp, or write what they take instead, as in `ep: batch`"
 SORTED: Final = (torch.ops.meshc.grouped_mm.default, torch.ops.aten._grouped_mm.default)
-"""Products of rows that a model has sorted by expert itself: how many there are of each is data, of which no axis can take its part."""
+"""Products of rows that a model has sorted by expert itself: the number of rows of each expert is data, so no axis can split them."""
 
 
 def annotate(placed: Placed) -> Placed:
-    """With what the plan pins and how it stores; raises PlanError with every fault found."""
+    """The phase with pins and storage by the plan; raises PlanError with every fault found."""
     notes, faults = _unknown_factors(placed)
     pinning = Pinning(placed)
     faults += pinning.apply()
@@ -61,7 +61,7 @@ def _known(placed: Placed) -> dict[str, set[int]]:
 
 
 def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
-    """Notes on what recipes name, and faults in what the user does, of factors that the model has not."""
+    """Notes on factors that recipes name, and faults for factors that the user names, where the model has none of that name."""
     known = _known(placed)
     notes, faults = [], []
     for entry in placed.plan.axes:
@@ -86,7 +86,7 @@ def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
 
 
 def _no_experts(placed: Placed) -> str:
-    """Why no axis can split experts, with the lines of those that the model has."""
+    """Why no axis can split experts, with the lines of the model's products of sorted rows."""
     calls = [records(node)[0].source for node in placed.joint.graph.nodes if node.target in SORTED]
     lines = dict.fromkeys(f"{source} `{source.code}`" if source.code else str(source) for source in calls)
     if not lines:
@@ -99,12 +99,12 @@ def _no_experts(placed: Placed) -> str:
 
 
 def idle(placed: Placed) -> dict[str, AxisEntry]:
-    """Axes of several ranks whose entries speak of dims of size 1 and of nothing else."""
+    """Axes of several ranks whose entries name dims of size 1 only."""
     return {axis.name: entry for axis, entry, sizes, ones in _splittable(placed) if ones and not sizes}
 
 
 def _splittable(placed: Placed) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
-    """For each axis of several ranks: its entry, the largest size by name of what that could split, and the names of dims of size 1."""
+    """For each axis of several ranks: its entry, the factors it could split as name -> largest size, and the names of dims of size 1."""
     known = _known(placed)
     for axis in placed.mesh.axes:
         entry = placed.plan.entry(axis.name)
@@ -119,7 +119,7 @@ def _splittable(placed: Placed) -> Iterator[tuple[Axis, AxisEntry, dict[str, int
 
 
 def _large_axes(placed: Placed) -> list[str]:
-    """What to say of axes larger than anything that their entries could split."""
+    """Notes on axes larger than anything that their entries could split."""
     notes = []
     for axis, _, sizes, ones in _splittable(placed):
         if ones and not sizes:

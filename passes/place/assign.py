@@ -1,4 +1,4 @@
-"""Assign: how every value lies. `propagate` decides; here it is told what is known, and what it has decided is noted."""
+"""Assign: the sharding of every value, by `propagate`, with notes on parts of the plan that have no effect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assign(placed: Placed) -> Placed:
 
 
 def propagator(placed: Placed, kind: type[Kind]) -> Kind:
-    """What will decide how values lie under this plan."""
+    """The propagator of a placed model under its plan."""
     joint, names = placed.joint, placed.names
     interest = interests(placed.plan, names, list(placed.sizes))
     if placed.opened is not None:
@@ -49,7 +49,7 @@ def propagator(placed: Placed, kind: type[Kind]) -> Kind:
 
 
 def _idle_pins(placed: Placed) -> list[str]:
-    """A value that every rank makes where it is used, in whatever part is asked for, lies nowhere that a pin could change."""
+    """Notes on pins of values that each rank computes where needed, in whatever sharding is requested."""
     notes = []
     for (node, index), slots in placed.pins.values.items():
         if node.op == "call_function" and node in placed.decided().free and any(slots.values()):
@@ -61,7 +61,8 @@ def _idle_pins(placed: Placed) -> list[str]:
 
 
 def _idle_store_lines(placed: Placed) -> list[str]:
-    """Of a parameter that an earlier program has laid, and of a gradient that does not outlive its step, a line changes nothing."""
+    """Notes on store lines without effect: of a parameter whose storage an earlier program has fixed, and of a gradient that does not
+    outlive its step."""
     decided, request = placed.decided(), placed.request
     notes = []
     for line in placed.plan.stores:
@@ -85,7 +86,7 @@ def _idle_store_lines(placed: Placed) -> list[str]:
 
 
 def _no_rings(placed: Placed, rings: Rings) -> list[str]:
-    """Attention for which a ring was asked, and whose keys are gathered all the same. Raises PlanError where the user has asked."""
+    """Notes on attention whose keys are gathered although a ring was requested. Raises PlanError if the request must be met."""
     if rings.how not in PASSING:
         return []
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
@@ -128,7 +129,7 @@ def _replicated(placed: Placed) -> list[str]:
 
 
 def _whole_updates(placed: Placed, decides: Propagator) -> list[str]:
-    """Updates that need whole matrices, and what that takes; who does it is said where they are divided."""
+    """A note on updates that need whole matrices, and their FLOPs; how they are divided is reported by `divide_updates`."""
     work: dict[str, float] = {}
     for node in decides.whole_updates:
         name = placed.joint.updates[node]
@@ -145,7 +146,7 @@ def _whole_updates(placed: Placed, decides: Propagator) -> list[str]:
 
 
 def _place(record: Record) -> str:
-    """Where a value is made first, as far as a line of the user's is behind it."""
+    """The user's line that first computes a value, if there is one."""
     if str(record.source):
         return f", first at {record.source}"
     return ", in the optimizer's step" if record.phase == "update" else ""

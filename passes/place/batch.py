@@ -1,14 +1,14 @@
-"""Which dim of each input is the batch: the first one, unless the model goes along it.
+"""The batch dim of each input: the first one, unless operators depend on positions along it.
 
-    ids  i64[6, 4] -> embedding -> attention "b h q d!, b h k! d!, ..."     nothing goes along dim 0: it is the batch
-    src  i64[6, 4] -> embedding -> rnn "t b h!"                             steps go along dim 0, nothing along dim 1: that is the batch
+    ids  i64[6, 4] -> embedding -> attention "b h q d!, b h k! d!, ..."     nothing runs along dim 0: it is the batch
+    src  i64[6, 4] -> embedding -> rnn "t b h!"                             steps run along dim 0, nothing along dim 1: that is the batch
     h    f32[2, 4, 16] beside src                                           dim 1 is the batch, as it is the dim of src
     mask f32[6, 6] beside src                                               has no batch
 
-Rows of a batch know nothing of each other until they are summed, so no model steps along them, lays windows over them or has keys for
-attention of them, and no parameter has a dim for them. Where the first dim is such a one, the batch is what another input has by its first
-dim, or the only dim that nothing goes along. Where neither is there, or positions of the first dim are picked out by number, it is not
-clear; `names=` says it then. Assumes that factors are solved (`factorize`).
+Rows of a batch are independent until they are summed, so no model has recurrences, windows or attention keys along them, and no parameter
+has a dim for them. Where the first dim has one of these, the batch is the factor that another input has as its first dim, or the only dim
+along which nothing runs. Where there is neither, or positions of the first dim are selected by number, the batch is not clear, and the user
+must pass `names=`. Assumes that factors are solved (`factorize`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ BATCH = "batch"
 
 
 class JoinedElsewhere(CompileError):
-    """Parts of a batch were joined along another dim than the model's batch: `dims` has the right one of each input."""
+    """Parts of a batch were joined along another dim than the model's batch. `dims`: the right dim of each input."""
 
     def __init__(self, dims: Mapping[str, int | None]) -> None:
         super().__init__("parts of the batch are joined along other dims")
         self.dims = dims
 
     def unsettled(self) -> CompileError:
-        """What is raised where parts were joined along that dim, and the model shows another one now."""
+        """The user's error, where joining along that dim makes the model show yet another one."""
         said = ", ".join(f"{name!r}: {_labels(dim)}" for name, dim in self.dims.items())
         return CompileError(_unclear("which dims are the batch depends on along which the parts are joined", f"names={{{said}}}"))
 
@@ -48,12 +48,13 @@ class JoinedElsewhere(CompileError):
 def find_batch(
     factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: Joined | None
 ) -> BatchDims:
-    """The batch's dim of each input. names: what the user calls dims; joined: along which dims inputs were put together of parts."""
+    """The batch dim of each input. `names`: the user's names of dims; `joined`: dims along which inputs were joined from parts."""
     return _Finding(factors, inputs, placeholders, names, joined).run()
 
 
 def refuse_other_joint(request: Request, batch: BatchDims) -> None:
-    """Of a rank's parts: raises CompileError where the batch's dim is not clear, JoinedElsewhere where they were joined along another."""
+    """For inputs joined from ranks' parts: raises CompileError where the batch dim is not clear, JoinedElsewhere where the parts were
+    joined along another dim."""
     joined = request.joined
     if joined is None:
         return
@@ -74,7 +75,8 @@ def refuse_other_joint(request: Request, batch: BatchDims) -> None:
 
 
 def refuse_numbers_of_rows(request: Request, factors: Factors, batch: BatchDims) -> None:
-    """Of a rank's parts: raises CompileError where rows of the batch are picked by numbers of an input, since each rank numbers its own."""
+    """For inputs joined from ranks' parts: raises CompileError where rows of the batch are indexed by an input, since each rank numbers its
+    own rows."""
     rows = {factor for found in batch.factors.values() for factor in found}
     for instance in _forward(factors) if request.joined is not None else ():
         for index, picked in _indices(instance):
@@ -90,7 +92,7 @@ def refuse_numbers_of_rows(request: Request, factors: Factors, batch: BatchDims)
 
 
 def _indices(instance: Instance) -> Iterator[tuple[Node, set[int]]]:
-    """The indices that an operator reads or writes by, each with the classes of the dim in which it picks positions."""
+    """The indices that an operator reads or writes by, each with the classes of the dim that it indexes."""
     node = instance.node
     bounds = [one for one in BOUNDS[node.target](node, operands(node)) if one.operand] if node.target in BOUNDS else []
     dims = [tokens for tokens in instance.operands[0] if any(letter.startswith("v") for letter, _ in tokens)] if bounds else []
@@ -113,8 +115,8 @@ def _unclear(text: str, names: str, when: str = "") -> str:
 
 
 class _Finding:
-    """One search. `found`: by input the dim and its factors that are the batch; `known`: these of all inputs; `torn`: inputs of which
-    several dims have a part of the batch each, as they do where parts were joined along another dim."""
+    """One search. `found`: by input, the batch dim and its batch factors; `known`: the batch factors of all inputs; `torn`: inputs of which
+    several dims have a part of the batch each, as where parts were joined along another dim."""
 
     def __init__(
         self, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: Joined | None
@@ -173,7 +175,7 @@ class _Finding:
         self.known.update(some or self.rows[name][dim])
 
     def _take_known(self) -> None:
-        """Inputs that have the batch of others."""
+        """Takes the inputs that share the batch of others."""
         groups = {factors: name for name, (_, factors) in self.found.items() if factors}
         for name in self._left():
             for factors, other in groups.items():
@@ -186,14 +188,14 @@ class _Finding:
                     self.torn[name] = f"dims {have} have what dim {self.found[other][0]} of {other} is made of"
 
     def _note_torn(self) -> None:
-        """Two inputs whose batches have something in common, and each something that the other has not."""
+        """Records inputs whose batches share some factors, while each has a factor that the other lacks."""
         for name, (dim, factors) in self.found.items():
             for other, (place, theirs) in self.found.items():
                 if {*factors} & {*theirs} and {*factors} - {*theirs} and {*theirs} - {*factors}:
                     self.torn.setdefault(name, f"dim {dim} has a part of what dim {place} of {other} is made of")
 
     def _why_not(self, name: str, dim: int) -> str:
-        """What goes along a dim, so that it is no batch."""
+        """The operator or name that rules a dim out as batch."""
         if not self.rows[name][dim] and self.labels[name][dim] not in (None, BATCH):
             return f"names= calls it {self.labels[name][dim]}"
         return next((self.along[factor] for factor in self.rows[name][dim] if factor in self.along), "")
@@ -202,14 +204,14 @@ class _Finding:
         return next((self.picked[factor] for factor in self.rows[name][dim] if factor in self.picked), "")
 
     def _plain(self, name: str, dim: int) -> bool:
-        """Whether nothing goes along a dim of several positions."""
+        """Whether a dim of several positions may be the batch: nothing runs along it."""
         return bool(self.rows[name][dim]) and not self._why_not(name, dim) and not self._why_picked(name, dim)
 
     def _plain_dims(self, name: str) -> list[int]:
         return [dim for dim in range(1, len(self.rows[name])) if self._plain(name, dim)]
 
     def _only_plain(self, name: str) -> int | None:
-        """The dim that alone may be the batch, where the first is not: of one position, if none has several."""
+        """The only dim that may be the batch, where the first may not: one of size 1, if none has several positions."""
         if not self._why_not(name, 0):
             return None
         plain = self._plain_dims(name)
@@ -220,7 +222,7 @@ class _Finding:
         return dims[0]
 
     def _own_size(self, name: str, dim: int) -> int:
-        """Size of a dim as each rank has it."""
+        """A rank's own size of a dim."""
         size = int(self.shapes[name][dim])
         joined = self.joined
         return size // joined.ranks if joined is not None and joined.ranks and joined.dims.get(name) == dim else size
@@ -229,7 +231,7 @@ class _Finding:
         return {self._own_size(name, dim) for name, (dim, _) in self.found.items()}
 
     def _said(self, name: str) -> str:
-        """What is known of the dims of an input whose batch is not clear, and the line to write."""
+        """The message on an input whose batch is not clear: what is known of its dims, and the line to write."""
         rank = len(self.shapes[name])
         shape = [self._own_size(name, dim) for dim in range(rank)]
         reasons = {dim: self._why_not(name, dim) or self._why_picked(name, dim) for dim in range(rank)}
@@ -244,8 +246,8 @@ class _Finding:
 
 
 def _along(factors: Factors) -> dict[int, str]:
-    """Classes that some operator goes along, and which: steps, windows, keys of attention. Only where a class is all that a letter
-    stands for: what goes along the tokens of all rows goes along no row."""
+    """Classes along which some operator depends on positions, with the reason: steps, windows, keys of attention. Only classes that are a
+    letter's only factor: what runs along the tokens of all rows runs along no row."""
     found: dict[int, str] = {}
     for instance in _forward(factors):
         rule, what = instance.rule, ""
@@ -266,7 +268,7 @@ def _along(factors: Factors) -> dict[int, str]:
 
 
 def _picked(factors: Factors) -> dict[int, str]:
-    """Classes of which several positions are picked out by number, one by one, as a loop over steps does."""
+    """Classes of which several positions are selected by number, one by one, as a loop over steps does."""
     numbers: dict[int, dict[object, Node]] = defaultdict(dict)
     for instance in _forward(factors):
         if op_name(instance.node) != "aten.select.int":

@@ -1,10 +1,10 @@
-"""Chunks: which factor of its rows a head runs in chunks along, and which letters of its operators that are.
+"""The factor along which a head runs in chunks, and the tokens of its operators that are cut.
 
-    mm  [batch 64/dp, seq 8192] in 8 chunks      batch 64/dp/chunk: 8 rows of a rank, one a chunk, which lie together
+    mm  [batch 64/dp, seq 8192] in 8 chunks      batch 64/dp/chunk: 8 adjacent rows of a rank, one in each chunk
     mm  [batch 4/dp, seq 8192]                   seq 8192/chunk
 
-An axis that takes the same factor at the product is outside the chunks: each rank cuts what it has. One that takes it further on, where
-rows alone are left of the product, is inside: each chunk is cut over the ranks.
+An axis that splits the same factor at the product is outside the chunks: each rank cuts its tile. One that splits it further on, where
+only rows are left of the product, is inside: each chunk is split over the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Chosen = Mapping[Token, Sequence[str]]
 
 
 class Chunks:
-    """`factor`: what is cut, from the head's product on; None where no rank has two rows to take apart."""
+    """`factor`: the class that is cut into chunks, from the head's product on; None where no rank has two rows to cut."""
 
     def __init__(self, chunked: Chunked, factors: Factors, sizes: Mapping[str, int]) -> None:
         self.chunked, self.factors, self.sizes = chunked, factors, sizes
@@ -28,7 +28,7 @@ class Chunks:
         self.outside: frozenset[str] = frozenset()
 
     def token(self, instance: Instance, chosen: Chosen) -> Token | None:
-        """Which of an operator's tokens is cut into chunks, after the axes of the mesh have `chosen`."""
+        """The token of an operator that is cut into chunks, given the axes that the mesh's axes have `chosen`; None if there is none."""
         if instance.node is self.chunked.product:
             self._settle(instance, chosen)
         if self.factor is None or instance.node not in self.chunked.nodes:
@@ -36,7 +36,7 @@ class Chunks:
         return next((token for token in instance.size if instance.factor[token] == self.factor), None)
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes of a part, with the chunks in their place."""
+        """The axes of a part, with the chunk axis in its place."""
         if CHUNK not in axes:
             return tuple(axes)
         inside = [axis for axis in axes if axis not in self.outside and axis != CHUNK]

@@ -1,9 +1,9 @@
-"""Cuts: where dims fall into factors, by what the relations of all operators ask.
+"""Cuts of dims into factors, solved over the relations of all operators.
 
     [24] = [4, 6]     [24] = [2, 12]     [24] = [3, 8]     the dim is cut at 6 and at 12; 8 does not nest with 12: the last is dropped
 
-A cut of a dim is one of its suffix products. Cuts of a dim fit if each divides the next. A class of dims is cut as one, and is a number.
-What is done is near linear in relations, as cuts are carried on from each new one alone, and taken back if it does not fit.
+A cut of a dim is one of its suffix products. Cuts of a dim fit if each divides the next. A class of dims, which is a number, is cut as one.
+The time is near linear in relations, since cuts are propagated from each new relation alone, and undone if it does not fit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.fx import Node
 from meshc.passes.rules.rule import Relation
 
 Side = list[tuple[int | None, int]]
-"""The dims along one side of a relation, major to minor: the class, or None for a letter that is only a number; the size."""
+"""The dims along one side of a relation, major to minor: (class, or None for a letter that is only a number; size)."""
 
 
 @dataclass
 class Demand:
-    """What a relation asks of the dims of its operator; `active` says whether it holds."""
+    """A relation's demand on the dims of its operator; `active`: whether the relation holds."""
 
     node: Node
     relation: Relation
@@ -31,7 +31,7 @@ class Demand:
     active: bool = True
 
     def asked(self) -> dict[int, set[int]] | None:
-        """The cuts of each class, if nothing else is cut; None if the two sides have no factors in common."""
+        """The cuts of each class that the relation needs by itself; None if the two sides have no factors in common."""
         wanted = self.suffixes({})
         merged: dict[int, set[int]] = defaultdict(set)
         for side in (self.inside, self.outside):
@@ -43,13 +43,13 @@ class Demand:
         return merged
 
     def suffixes(self, cuts: dict[int, frozenset[int]]) -> set[int]:
-        """Where the product of either side is cut, if dims are cut so."""
+        """Suffix products at which either side is cut, given the cuts of dims."""
         return _suffixes(self.inside, cuts) | _suffixes(self.outside, cuts)
 
 
 def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, int]) -> dict[int, frozenset[int]]:
-    """The cuts of each class of dims. Hard relations first, the most supported first; a soft one only joins if it adds no cut.
-    `counts`: for how many an operator stands, where that is more than one."""
+    """The cuts of each class of dims. Hard relations first, the most supported first; a soft one only joins if it adds no cut. `counts`:
+    the multiplicity of operators that stand for several."""
     voters: dict[tuple[int, int], list[int]] = defaultdict(list)
     asked = [(demand, demand.asked()) for demand in demands]
     for demand, cuts in asked:
@@ -63,7 +63,7 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
     support = Counter({cut: _votes(standing) for cut, standing in voters.items()})
 
     def weight(entry: tuple[Demand, dict[int, set[int]] | None]) -> tuple[object, ...]:
-        """The support of what is least asked for; equals are told apart by what they ask, so that the graph's order says nothing."""
+        """The support of the relation's least supported cut; ties are broken by cuts and sizes, so that the graph's order has no effect."""
         demand, cuts = entry
         found = sorted((support[dim, cut], cut) for dim, wanted in (cuts or {}).items() for cut in wanted)
         sides = [[size for _, size in side] for side in (demand.inside, demand.outside)]
@@ -89,24 +89,24 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
 
 
 def _votes(standing: list[int]) -> int:
-    """How often a cut is asked for; `standing`: for how many layers each voter stands. A dim of one layer has votes of that layer alone."""
+    """The support of a cut. `standing`: the number of layers of each voter. A dim of one layer has the votes of that layer alone."""
     return len(standing) if min(standing) > 1 else sum(standing)
 
 
 class _Cuts:
-    """The cuts of classes of dims under the relations added so far, carried through all of them to the fixpoint."""
+    """The cuts of classes of dims under the relations added so far, propagated through all of them to the fixed point."""
 
     def __init__(self) -> None:
         self.cuts: dict[int, frozenset[int]] = {}
         self._touching: dict[int, list[Demand]] = defaultdict(list)
 
     def has(self, demand: Demand) -> bool:
-        """Whether what a relation asks of its one side is cut already."""
+        """Whether the cuts that a relation needs on its inside exist already."""
         inner = _inner(demand.inside, demand.suffixes({}))
         return inner is not None and all(found <= self.cuts.get(dim, frozenset()) for dim, found in inner.items())
 
     def add(self, demand: Demand) -> bool:
-        """Whether the relation fits: if cuts stop nesting under it, all is as it was before."""
+        """Adds a relation; False, without any change, if cuts stop nesting under it."""
         dims = {dim for dim, _ in (*demand.inside, *demand.outside) if dim is not None}
         for dim in dims:
             self._touching[dim].append(demand)
@@ -119,7 +119,7 @@ class _Cuts:
         return False
 
     def _carry(self, last: Demand, before: dict[int, frozenset[int]]) -> bool:
-        """Carry cuts on from a new relation; `before` receives what each changed class had."""
+        """Propagates cuts from a new relation; `before` receives the old cuts of each changed class."""
         work = [last]
         while work:
             demand = work.pop()
@@ -155,7 +155,7 @@ def _suffixes(side: Side, cuts: dict[int, frozenset[int]]) -> set[int]:
 
 
 def _inner(side: Side, wanted: set[int]) -> dict[int, set[int]] | None:
-    """Cuts that `wanted` suffix products mean for each dim of a side; None if one falls across a dim."""
+    """The cuts of each dim of a side at `wanted` suffix products; None if one falls across a dim."""
     found: dict[int, set[int]] = defaultdict(set)
     after = 1
     for dim, size in reversed(side):

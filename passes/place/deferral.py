@@ -1,9 +1,9 @@
-"""Deferral: which sums need not be reduced where they are read, since what is made of them comes out partial again.
+"""Deferred reductions: partial sums that stay partial past operators that are linear in them.
 
     a + b     both partial over tp, and read by nobody else       one reduction, of the total
-    a * 0.5   a partial over tp                                   it is reduced where the product is read
+    a * 0.5   a partial over tp                                   reduced where the product is read
 
-Reductions are deferred past operators that are linear in what they read, where that saves a collective or moves it to what is smaller.
+Reductions are deferred past operators that are linear in their operands, where that saves a collective or moves it to a smaller value.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.rules.layout import is_grown
 
 Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
-"""Of operands, reductions that they need not have seen."""
+"""Operand -> reductions (axis, kind) that it need not have had."""
 
 
 def may_defer(instance: Instance) -> bool:
-    """Whether reductions of sums may be deferred past an operator: it is linear in what `deferring` names, each of it given once."""
+    """Whether reductions of sums may be deferred past an operator: it is linear in the operands of `deferring`, each passed once."""
     rule = instance.rule
     if not rule.defers or not rule.linear:
         return False
@@ -34,15 +34,15 @@ def may_defer(instance: Instance) -> bool:
 
 
 def deferring(instance: Instance) -> tuple[Value, ...]:
-    """The operands of which reductions are deferred, together."""
+    """The operands whose reductions are deferred, together."""
     return instance.values if instance.rule.adds else instance.values[:1]
 
 
 @dataclass(frozen=True)
 class Deferral:
     """
-    instances  of the operators of a graph;  axes  those of more than one rank, in the order of the mesh
-    given      how values lie that have been made so far; others are added to it
+    instances  instances of a graph's operators;  axes  the axes of more than one rank, in mesh order
+    given      shardings of the values computed so far; grows as propagation goes on
     """
 
     instances: Mapping[Node, Instance]
@@ -50,7 +50,7 @@ class Deferral:
     given: Mapping[Value, Sharding | None]
 
     def past(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directed) -> Deferred:
-        """Reductions that operands need not have seen: those that come out partial again, with no collective between."""
+        """The reductions deferred past an operator: operands that may come in partial, since the result is partial again."""
         if not may_defer(instance):
             return {}
         over = {*told.deferred, *self._over(instance, chosen, told.axes)}
@@ -58,7 +58,7 @@ class Deferral:
         return dict.fromkeys(deferring(instance), reductions) if reductions else {}
 
     def _over(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], decided: Sequence[str]) -> list[str]:
-        """The axes, but for those that are `decided`, over which it saves a collective to reduce the result."""
+        """The axes, except those `decided`, over which reducing the result instead saves a collective."""
         taken = {axis for axes in chosen.values() for axis in axes}.union(decided)
         partial = {value: dict((self.given.get(value) or Sharding()).partial) for value in instance.values}
         waiting = {axis for axes in partial.values() for axis, how in axes.items() if how == "sum"} - taken
@@ -84,18 +84,18 @@ class Deferral:
         return over
 
     def all_partial(self, instance: Instance, axis: str) -> bool:
-        """Whether an addition only adds up sums that are partial over the axis: one reduction of the total is then enough."""
+        """Whether all summands of an addition are partial over the axis: one reduction of the total is then enough."""
         if not instance.rule.adds:
             return False
         partial = [dict((self.given.get(value) or Sharding()).partial).get(axis) for value in instance.values]
         return all(how == "sum" for how in partial) and self._lonely(instance, instance.values)
 
     def _lonely(self, instance: Instance, values: Sequence[Value]) -> bool:
-        """Whether nobody else reads these operands, nor has a layout made them larger."""
+        """Whether nothing else reads these operands, and no layout has made them larger."""
         return all(self._only_user(value, instance.node) and not is_grown(value[0]) for value in values)
 
     def _only_user(self, value: Value, user: Node) -> bool:
-        """Whether `user` is the only operator that reads `value`, or what it is a layout of."""
+        """Whether `user` is the only operator that reads `value`, through layouts."""
         node = value[0]
         while True:
             users = {u for u in node.users}

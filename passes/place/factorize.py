@@ -1,14 +1,14 @@
-"""Factorize: find the indivisible indices of the computation, as classes over the dims of every value.
+"""Factorize: the indivisible indices of the computation, as classes over the dims of every value.
 
     w: f32[2304, 768]      c: f32[96, 2304] = mm(x, w^T)      q: f32[8, 12, 4, 192]... = view, split
   becomes
     w: [3 * heads 12 * head 64, hidden 768]     c: [batch 8 * seq 12, 3 * heads * head]
 
-Each operator's rule unifies the dims that share a letter; a view, an equal split, a concatenation of equal parts ask for the places where a
-dim must be cut. Cuts of one dim are its suffix products; a set of them fits if each divides the next. They are collected over the whole
-graph before any is applied, the ones asked for most often win, and a relation that does not fit is dropped with its reason: its dims must
-be whole there. The result does not depend on the order of the graph. (Shardy's factor-based rules and TOAST's named dims, arXiv 2508.15010,
-are the sources; classes only name: `propagate` decides at each operator.)
+Each operator's rule unifies the dims that share a letter; a view, an equal split, a concatenation of equal parts need cuts of dims. Cuts
+of a dim are its suffix products; a set of them fits if each divides the next. Cuts are collected over the whole graph before any is
+applied, the most needed win, and a relation that does not fit is dropped with its reason: its dims must be whole there. The result does not
+depend on the order of the graph. (Sources: Shardy's factor-based rules and TOAST's named dims, arXiv 2508.15010; classes only name:
+`propagate` decides at each operator.)
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshc.passes.rules import rule_of
 from meshc.passes.rules.rule import ONE, Relation, Rule
 
 Pairs = list[tuple[Token | None, Token | None]]
-"""Tokens of the two sides of a relation that are one; None where a side has a number."""
+"""Pairs of tokens of a relation's two sides that are the same; None where a side has a number."""
 
 
 class _Known(NamedTuple):
-    """What stands along a side of a relation: a factor, and the operator's token for it; neither where the relation has a number."""
+    """An element of a relation's side: a factor, and the operator's token for it; both None where the relation has a number."""
 
     token: Token | None
     factor: int | None
@@ -38,7 +38,7 @@ class _Known(NamedTuple):
 
 
 class _Classes:
-    """Numbers that may turn out to be one."""
+    """Union-find over numbers."""
 
     def __init__(self) -> None:
         self.parent: list[int] = []
@@ -60,7 +60,7 @@ class _Classes:
 
 
 class _Dims:
-    """A class for each dim of each value, joined where dims are one."""
+    """A class for each dim of each value, joined where dims are the same."""
 
     def __init__(self) -> None:
         self.classes = _Classes()
@@ -82,7 +82,7 @@ class _Dims:
 
 @dataclass
 class _Operator:
-    """An operator's rule, the values it reads, the class of dims that each of its letters is, and what its relations ask."""
+    """An operator's rule, the values it reads, the class of dims of each of its letters, and the demands of its relations."""
 
     node: Node
     rule: Rule
@@ -91,14 +91,14 @@ class _Operator:
     demands: list[Demand]
 
     def demand(self, dims: _Dims) -> None:
-        """What its relations ask, once all dims are joined that are one."""
+        """Fills `demands`, once all equal dims are joined."""
         for relation in self.rule.relations:
             inside, outside = (_side(names, self.dims, dims) for names in (relation.inside, relation.outside))
             self.demands.append(Demand(self.node, relation, inside, outside))
 
 
 class _DimFactors:
-    """The factors that the cuts make of each class of dims; those that relations align are one."""
+    """The factors of each class of dims, by its cuts; factors that relations align are joined."""
 
     def __init__(self, dims: _Dims, cuts: Mapping[int, frozenset[int]]) -> None:
         self.classes = _Classes()
@@ -118,7 +118,7 @@ class _DimFactors:
         return self._of[root]
 
     def align(self, relation: Relation, dims: Mapping[str, int]) -> Pairs | None:
-        """The tokens of a relation's two sides, pair by pair, whose factors are one from now on; None if the sides share no factors."""
+        """Joins the factors of a relation's two sides; returns the pairs of tokens, or None if the sides share no factors."""
         pairs = _align(_along(relation.inside, dims, self), _along(relation.outside, dims, self))
         if pairs is None:
             return None
@@ -129,8 +129,8 @@ class _DimFactors:
 
 
 def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: Mapping[Node, int] | None = None) -> Factors:
-    """Classes for every dim of every value of a global-view graph. `alike` pairs values of one meaning: a gradient and its parameter.
-    `counts` says of nodes that stand for several, layers that were not captured, for how many."""
+    """Classes for every dim of every value of a global-view graph. `alike`: pairs of values that share factors, such as a gradient and its
+    parameter. `counts`: the multiplicity of nodes that stand for several layers."""
     dims = _Dims()
     operators = [*_operators(graph, dims)]
     for one, other in alike:
@@ -153,7 +153,7 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: M
 
 
 def _operators(graph: Graph, dims: _Dims) -> Iterator[_Operator]:
-    """Every operator, in the order of the graph, its letters' dims joined on the way."""
+    """Every operator, in the order of the graph; joins the dims of its letters."""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             dims((node, 0))
@@ -174,7 +174,7 @@ def _operators(graph: Graph, dims: _Dims) -> Iterator[_Operator]:
 
 
 def _aligned(operator: _Operator, factors: _DimFactors, dropped: list[str]) -> Iterator[tuple[Demand, Pairs]]:
-    """The operator's relations that hold, each with the tokens that it makes one. What does not hold is `dropped`, with the reason."""
+    """The operator's relations that hold, each with its pairs of tokens. Reasons of those that do not hold are appended to `dropped`."""
     for demand in operator.demands:
         if not demand.active:
             continue
@@ -187,7 +187,7 @@ def _aligned(operator: _Operator, factors: _DimFactors, dropped: list[str]) -> I
 
 
 def _settled(operator: _Operator, factors: _DimFactors, aligned: Mapping[int, Pairs]) -> tuple[dict[Token, Token], set[Token]]:
-    """What an operator's relations say of its tokens: which go by another's name, which must be whole."""
+    """What an operator's relations imply for its tokens: aliases, and tokens that must be whole."""
     alias: dict[Token, Token] = {}
     whole: set[Token] = set()
     for demand in operator.demands:
@@ -236,7 +236,7 @@ def _instance(operator: _Operator, dims: _Dims, factors: _DimFactors, alias: Map
 
 
 def _tied(rule: Rule, size: Mapping[Token, int], whole: set[Token]) -> dict[Token, Token]:
-    """The tokens that windows tie, both ways. A letter that is a product of factors, or whose partner is whole or of size 1, gets whole."""
+    """The tokens that windows tie, both ways. A letter of several factors, or whose partner is whole or of size 1, becomes whole."""
     tied: dict[Token, Token] = {}
     for one, (other, _) in rule.windows.items():
         tokens = [token for token in size if token[0] in (one, other)]
@@ -272,7 +272,7 @@ def _sizes(size: int, cuts: frozenset[int]) -> list[int]:
 
 
 def _along(names: Iterable[str], dims: Mapping[str, int], factors: _DimFactors) -> Iterator[_Known]:
-    """What stands along one side of a relation."""
+    """The elements of one side of a relation."""
     for name in names:
         if name.startswith("#"):
             yield _Known(None, None, int(name[1:]))

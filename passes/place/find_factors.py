@@ -1,4 +1,4 @@
-"""Find factors: every dim of the global view as factors that have names (`factorize` finds them, `names` names them).
+"""Find factors: every dim of the global view as factors with names (`factorize.py` finds, `names.py` names).
 
     mm: f32[6, 40]      becomes      mm: f32[batch 6, ffn 40]
 """

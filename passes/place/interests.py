@@ -1,4 +1,4 @@
-"""Interests: what an axis may take, as its entry in the plan says, in which order, and where.
+"""Axis interests: the factors that an axis may split by its entry in the plan, with priorities and regions.
 
     tp: heads@attention > seq      heads first, inside attention alone; then seq, everywhere
 """
@@ -20,10 +20,10 @@ from meshc.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Interest:
-    """What an axis may take: class -> (rank, regions); region None is everywhere.
+    """The factors that an axis may split: class -> (rank in the entry, region); region None is everywhere.
 
-    even    what comes before the last of its entry is taken where the axis divides it: of `heads@attention > seq`, which nobody has
-            asked for, six heads on four ranks are left alone, and the positions stay split
+    even    factors before the last of the entry are taken only where the axis divides them: of the default `heads@attention > seq`, six
+            heads on four ranks are not split, and the positions stay split
     """
 
     axis: str
@@ -38,13 +38,13 @@ class Interest:
         return best
 
     def leaves(self, rank: int, size: int, ranks: int) -> bool:
-        """Whether a factor of this size and rank of the entry is left to what comes behind it, where `ranks` ranks would split it."""
+        """Whether a factor of this size and rank is left to later ranks of the entry, where `ranks` ranks would split it."""
         if not self.even or not isinstance(size, int) or size % ranks == 0:
             return False
         return any(rank < other for rows in self.ranks.values() for other, _ in rows)
 
     def only_behind(self, factor: int) -> bool:
-        """Whether the axis takes this factor where it finds none that comes before it in the plan: batch, in `ep: experts > batch`."""
+        """Whether other factors come before this one in the axis's entry: batch, in `ep: experts > batch`."""
         return min((rank for rank, _ in self.ranks.get(factor, ((0, None),))), default=0) > 0
 
     def only_in_region(self, factor: int) -> bool:

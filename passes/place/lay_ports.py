@@ -1,4 +1,4 @@
-"""Where a program's inputs lie and its outputs are left: parameters and state as they are stored, outputs as the caller wants them.
+"""Shardings of a program's ports: parameters and state as stored, inputs and outputs as the caller passes and wants them.
 
     parameter:w  f32[ffn 32, hidden 8]      becomes      parameter:w  f32[ffn 32/tp, hidden 8]
 """
@@ -22,7 +22,7 @@ from meshc.program.program import Port
 
 
 def lay_ports(placed: Placed) -> Placed:
-    """Gives each port its sharding, from what propagation has decided."""
+    """Sets each port's sharding, from the decisions of propagation."""
     joint = placed.joint
     inputs = [replace(port, sharding=_lies(placed, port, node)) for port, node in zip(joint.inputs, placeholders(joint.graph), strict=True)]
     stored = {port.key: port.sharding for port in inputs}
@@ -36,7 +36,7 @@ def lay_ports(placed: Placed) -> Placed:
 
 
 def _tangents_as_outputs(inputs: Sequence[Port], outputs: Sequence[Port]) -> tuple[list[Port], list[Port]]:
-    """With local inputs an output is a rank's part of the batch, and so is the gradient that comes back for it; likewise for inputs."""
+    """With local inputs an output is a rank's part of the batch, and so is its tangent; likewise a gradient and its input."""
     left = {port.name: port.sharding for port in outputs if port.kind == "output"}
     lies = {port.key: port.sharding for port in inputs if port.kind == "input"}
     return (
@@ -83,7 +83,7 @@ def _known(given: Sharding | None, whole: Sharding) -> Sharding:
 
 
 def _batch_only(placed: Placed, value: Value, whole: Sharding, given: Sharding | None) -> Sharding:
-    """Split along batch alone: as it is given, or over the data axes."""
+    """The sharding that splits the batch alone: as in `given`, or over the data axes."""
     for dim, row in enumerate(placed.factors.dims[value]):
         for position, factor in enumerate(row):
             if "batch" in placed.names.also[factor]:

@@ -1,10 +1,10 @@
-"""Names: what a plan may call the factor classes of a graph.
+"""Names of factor classes for plans, from inputs, the roles of letters in rules, and products.
 
-batch and seq come from the dims of the inputs (`batch.py`), height, width, depth and length from what windows run over. The others come
-from what rules say that a letter is to a model (`ROLES` in `rules/rule.py`): experts, vocab, heads (kv_heads, group), head and hidden as
-they say it, experts also from stacks of weights, ffn from what one product makes and another contracts. Anything else is `<module
-path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its own heads); `names=` given by the user
-win.
+batch and seq come from the dims of the inputs (`batch.py`), height, width, depth and length from the dims of windows. Others come from the
+roles of letters in rules (`ROLES` in `rules/rule.py`): experts, vocab, heads (kv_heads, group), head and hidden have their roles' names;
+experts come also from stacks of weights, ffn from classes that one product produces and another contracts. Any other class is `<module
+path>.<dim>` of the first parameter that has it. A name may cover several classes (each layer has its own heads); the user's `names=`
+take precedence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
 
 TOKENS = 2
-"""The dim of a cache [rows, heads, tokens, head] that tokens follow each other in."""
+"""The token dim of a cache [rows, heads, tokens, head]."""
 
 
 def name_factors(
@@ -38,8 +38,8 @@ def name_factors(
     caches: Collection[str] = (),
     joined: Joined | None = None,
 ) -> Names:
-    """Names for every class. `caches`: the inputs that are keys and values of tokens before. `joined`: along which dims inputs were put
-    together of parts.
+    """Names for every class. `caches`: the inputs that are keys and values of earlier tokens. `joined`: the dims along which inputs were
+    joined from parts.
 
     Raises PlanError for a user's name that fits no input or has the wrong number of dims.
     """
@@ -79,7 +79,7 @@ def name_factors(
 
 
 def _joined_steps(found: Names, factors: Factors) -> None:
-    """What a loop over the sequence has made, a position at a time, is the sequence where it is put together again."""
+    """Names the dim along which a loop over the sequence concatenates its results."""
     lengths = {factors.size[factor] for factor, name in found.of.items() if name == "seq"}
     for instance in _forward(factors):
         if op_name(instance.node) not in ("aten.cat", "aten.stack"):
@@ -92,7 +92,7 @@ def _joined_steps(found: Names, factors: Factors) -> None:
 
 
 def _sums(graph: Graph) -> dict[Node, frozenset[str]]:
-    """Of gradients that autograd adds up, one by one, the modules whose operators made the parts."""
+    """Gradients that autograd adds up -> the modules whose operators computed the summands."""
     found: dict[Node, frozenset[str]] = {}
     for node in graph.nodes:
         if node.op != "call_function" or op_name(node) != "aten.add.Tensor" or len(node.all_input_nodes) < 2:
@@ -127,7 +127,7 @@ def _user_names(
 
 
 def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
-    """An input's batch; of the other first two dims seq is one, for integers of two dims and floats of three."""
+    """Names an input's batch; of the other first two dims seq is one, for integers of two dims and floats of three."""
     tied = factors.tied()
     convolved = {one.factor[token] for one in factors.instances.values() if one.node.target not in CROPS for token in one.tied}
     for port in inputs:
@@ -140,7 +140,7 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
             pass  # channels before what a convolution runs over
         elif len(dims) == 2 and not port.dtype.is_floating_point or len(dims) == 3 and port.dtype.is_floating_point:
             place = 0 if first else 1
-            if not first or found.batch.ordered & {*dims[place]}:  # beside a batch that comes first it is usual
+            if not first or found.batch.ordered & {*dims[place]}:  # beside a leading batch dim the usual case
                 labels.append(("seq", dims[place]))
         for label, classes in labels:
             if classes and not (len(classes) > 1 and label == "seq"):
@@ -149,7 +149,7 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
             elif not classes:
                 found.ones.add(label)
     _space(found, factors, tied)
-    # a sequence that no input shows (image patches) is what attention's queries run over
+    # a sequence that is in no input (image patches): the dim of attention's queries
     if "seq" not in found.of.values():
         for instance in _forward(factors):
             for factor in _classes(instance, "queries"):
@@ -158,7 +158,7 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
 
 
 def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None:
-    """Dims that windows tie have one name: what one of them is called already, else what is usual for its place in an image."""
+    """Dims that windows tie get one name: an existing one, otherwise the usual one for the position in an image."""
     for instance in factors.instances.values():
         for dims in (*instance.operands, *instance.results):
             space = [dim - len(dims) for dim, row in enumerate(dims) if row and row[0] in instance.tied]
@@ -166,7 +166,7 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
                 members = sorted(tied[instance.factor[dims[dim][0]]])
                 known = [factor for factor in members if factor in found.of]
                 if not known and instance.node.target in CROPS:
-                    continue  # beside a convolution that one says what it is; a shift by some positions says nothing
+                    continue  # a shift by some positions tells nothing, a convolution does
                 names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else _usual(dims, space, dim)
                 for factor in members:
                     if factor not in found.of:
@@ -174,7 +174,7 @@ def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None
 
 
 def _usual(dims: Sequence[Sequence[object]], space: list[int], dim: int) -> tuple[str, ...]:
-    """What a dim of an image is called by its place, from the end."""
+    """The usual name of an image's dim by its position, from the end."""
     alone = space == [-1] and (len(dims) == 3 or dims[-2] == ())
     return ("length", "seq") if alone else (("depth", "height", "width")[dim],)
 
@@ -234,7 +234,7 @@ def _heads(found: Names, classes: Sequence[int]) -> None:
 
 
 def _by_role(found: Names, factors: Factors, role: str, name: str) -> None:
-    """What rules say has this role is called so, unless it has a name already."""
+    """Names the classes of letters with this role in the rules, unless they have a name."""
     for instance in _forward(factors):
         for factor in _classes(instance, role):
             if factor not in found.of:
@@ -242,8 +242,8 @@ def _by_role(found: Names, factors: Factors, role: str, name: str) -> None:
 
 
 def _stacked(found: Names, factors: Factors, parameters: Sequence[Node]) -> None:
-    """The dim along which weights [experts, .., ..] are stacked that products multiply one by one, if another product, a router's,
-    makes it. So is a mixture written that gives every expert all tokens."""
+    """Names `experts` the first dim of stacked weights [experts, .., ..] that products batch over, if another product, a router's, produces
+    it: a mixture written so that every expert gets all tokens."""
     stacks = {classes[0] for node in parameters if len(dims := factors.dims[(node, 0)]) == 3 for classes in dims[:1] if len(classes) == 1}
     multiplied = {factor for instance in _forward(factors) for factor in _classes(instance, "multiplies")}
     made = {factor for product in _products(factors) for factor in product.out}
@@ -254,7 +254,7 @@ def _stacked(found: Names, factors: Factors, parameters: Sequence[Node]) -> None
 
 @dataclass(frozen=True)
 class Product:
-    """A product of the forward phase: the classes that it contracts, and those that it makes of its weight. `space`: it goes by windows."""
+    """A forward product: the classes `into` that it contracts, and `out` that come from its weight. `space`: it has windows."""
 
     into: tuple[int, ...]
     out: tuple[int, ...]
@@ -270,12 +270,11 @@ def _products(factors: Factors) -> list[Product]:
 
 
 def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
-    """Classes that one product with a parameter makes and another one sums over, unless an input has them: layers add to those.
-
-    The widest come first, and one whose products all have a named class already goes without. In 1024-4096-1024-4096-1024 the two of
-    4096 are ffn, so that each pair of products meets in one sum; splitting the 1024 between them as well would only move more. Between
-    convolutions they are called channels, and answer to ffn.
-    """
+    """Names `ffn` the classes that one product with a parameter produces and another one contracts, unless an input has them: residual
+    dims.
+    The widest come first, and one whose products all have a named class already is skipped. In 1024-4096-1024-4096-1024 the two of 4096 are
+    ffn, so that each pair of products meets in one sum; splitting the 1024 between them as well would only move more. Between convolutions
+    they are called channels, with ffn as a second name."""
     products = _products(factors)
     made = {factor for product in products for factor in product.out}
     summed = {factor for product in products for factor in product.into}
@@ -299,7 +298,8 @@ def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> Non
 
 
 def _features(found: Names, factors: Factors) -> None:
-    """What products sum over and make answers to `features`, but for the batch and the sequence; the region `products` has them all."""
+    """`features` is a second name of all classes that products contract or produce, except batch and sequence; the region `products` has
+    all of them."""
     found.products = {node for node in factors.instances if op_name(node) in COUNTS}
     for product in _products(factors):
         for factor in (*product.into, *product.out):

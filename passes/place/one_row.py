@@ -1,15 +1,14 @@
-"""One row: a batch of 1 that an axis is to split is traced with its size open, so that it has a factor, and is padded like any other.
+"""One row: padding of a batch of 1 over an axis, by a trace whose batch size is symbolic.
 
-    x: f32[1, 8] over dp=2                 x: f32[batch n_batch, 8], which is 1        each rank has a tile of one row: the first rank's
+    x: f32[1, 8] over dp=2                 x: f32[batch n_batch, 8], n_batch = 1       each rank has a tile of one row: the first rank's
     mm(x, w): f32[1, 16]          becomes  mm(x, w): f32[batch n_batch/dp, 16]         is the row, the others' is padding
 
-Tracing takes a size of 1 apart: it broadcasts, it is squeezed, models branch on it. So a dim of 1 has no factor, and the whole batch would
-be every rank's work. Whether it is a batch or something that broadcasts is not to be seen in it; it shows when both are traced. If torch's
-graph of the model with the size left open is, at 1, the graph of the model at 1 (the same calls, the same arguments, the same shapes), then
-the program of the open size is the model's, with 1 put in at the end. Otherwise the batch stays whole, and a warning says where the two
-part.
+Tracing specialises a size of 1: it broadcasts, it is squeezed, models branch on it. So a dim of 1 has no factor, and every rank would
+compute the whole batch. One trace does not show whether the dim is a batch or broadcasts; two traces do. If torch's graph of the model with
+a symbolic size is, at 1, the graph of the model at 1 (the same calls, the same arguments, the same shapes), then the program of the
+symbolic size is the model's, with 1 put in at the end. Otherwise the batch stays whole, and a warning reports where the two differ.
 
-Only axes that have nothing else to split take such a row; the ranks of any other axis would rather have work.
+Only axes that have nothing else to split take such a row; ranks of any other axis have work without it.
 """
 
 from __future__ import annotations
@@ -43,11 +42,12 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Parted(CompileError):
-    """A model that means something else by one row than by several."""
+    """The model computes something else for one row than for several."""
 
 
 def opened(placed: Placed) -> Opened | None:
-    """What to leave open of a model that was traced at 1; None if no axis would have more to split. CompileError: it cannot be."""
+    """The dims to leave symbolic in a model that was traced at 1; None if no axis would have more to split. Raises CompileError where it
+    cannot be done."""
     ask, axes = placed.request, idle(placed)
     dims: dict[str, dict[int, str]] = {}
     for name, dim, label in _rows(placed):
@@ -62,7 +62,7 @@ def opened(placed: Placed) -> Opened | None:
 
 
 def _rows(placed: Placed) -> list[tuple[str, int, str]]:
-    """(input, dim, name) of each dim of 1 that has a name: what the user calls it, or batch."""
+    """(input, dim, name) of each dim of 1 that has a name: the user's, or batch."""
     found, ask = [], placed.request
     leaves = trees.leaves((ask.args, dict(ask.kwargs)))
     for name, leaf in zip(input_names(ask.signature, ask.args, ask.kwargs), leaves, strict=True):
@@ -76,13 +76,13 @@ def _rows(placed: Placed) -> list[tuple[str, int, str]]:
 
 
 def reopened(ask: Request, rows: Opened) -> Outset:
-    """What to trace anew, with its rows open. Such a batch has no second row for another microbatch."""
+    """The first phase of a new trace with these rows open. With one row there is one microbatch."""
     notes = [f"microbatches={ask.count}: the batch has one row, so the step runs as one microbatch"] if ask.count > 1 else []
     return replace(begin(replace(ask, microbatches=1)), opened=rows).noting(*notes)
 
 
 def why_whole(error: Exception) -> str:
-    """Why a row stays whole, of what came up as it was to be padded: the first line, and the place in the user's model."""
+    """Why a row stays whole, from the error that padding it raised: the first line, and the place in the user's model."""
     first, *rest = map(str.strip, str(error).splitlines() or [""])
     if isinstance(error, Parted):
         return first
@@ -91,7 +91,7 @@ def why_whole(error: Exception) -> str:
 
 
 def interests_of_rows(opened: Opened, factors: Factors, found: Mapping[str, Interest]) -> dict[str, Interest]:
-    """What axes may take, as propagate has it: rows that were opened go to the axes that they were opened for."""
+    """The interests of axes, where rows that were opened are for the axes that they were opened for."""
     rows = {factor for factor, size in factors.size.items() if str(size) in opened.values}
 
     def without(interest: Interest) -> Interest:
@@ -101,7 +101,7 @@ def interests_of_rows(opened: Opened, factors: Factors, found: Mapping[str, Inte
 
 
 def settle(lowered: Lowered) -> Lowered:
-    """What is left of a finished program with 1 put in where a row was open."""
+    """A finished program, with 1 put in for the symbolic size of a row."""
     assert lowered.opened is not None
     values, placed = lowered.opened.values, lowered.placed
     joint = replace(
@@ -125,7 +125,7 @@ def settle(lowered: Lowered) -> Lowered:
 
 
 def compare(whole: Traced, rows: Traced) -> None:
-    """Raises CompileError if `rows`, which are open, are not at 1 what `whole` is, which was traced at 1."""
+    """Raises CompileError if `rows`, a trace with symbolic rows, differs at 1 from `whole`, which was traced at 1."""
     assert rows.model.symbols is not None and rows.opened is not None
     symbols, values = rows.model.symbols, rows.opened.values
     broken = [f"{size.name} >= {size.low}" for size in rows.dynamic if size.low > 1]
@@ -152,14 +152,15 @@ def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two traces hold the same tensor; parameters and buffers are fake, and known by name."""
+    """Whether two traces hold the same tensor; parameters and buffers are fake, and compared by name."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or is_fake(one) or is_fake(other):
         return type(one) is type(other)
     return torch.equal(one, other)
 
 
 def _calls(module: GraphModule, number: Number) -> list[tuple[Node, object]]:
-    """Every call of the graph as what can be compared: what is called, on what, what shapes come out. Numbers stand where they are used."""
+    """Every call of the graph as a comparable value: target, arguments, shapes of results. Computed numbers are inlined where they are
+    used."""
     numbers: dict[Node, object] = {}
     places: dict[Node, str] = {}
     found: list[tuple[Node, object]] = []
@@ -195,7 +196,7 @@ def _calls(module: GraphModule, number: Number) -> list[tuple[Node, object]]:
 
 
 def _numeric(value: object) -> bool:
-    """Whether a call makes numbers alone: a size, or a shape."""
+    """Whether a call returns numbers alone: a size, or a shape."""
     return isinstance(value, (*_NUMBERS, torch.Size)) or isinstance(value, list | tuple) and value != () and all(map(_numeric, value))
 
 

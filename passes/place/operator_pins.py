@@ -1,10 +1,10 @@
-"""Pins of operators: from what a plan says of them to each operator that it is about.
+"""Operator pins: axis assignments of the operators that a plan's operator pins match.
 
     pin op:lm_head/backward: batch/dp, vocab/tp      each operator of lm_head's backward that has batch and vocab
     pin op:*.norm/forward: -/tp                      nothing is split along tp there, and nothing stays partial over it
 
-A pin is about those operators of its pattern that have what it names: all its factors, and, if it leaves a sum partial, nothing that is
-done to it but adding up and scaling. Axes that it does not name go by the plan's entries.
+A pin applies to the operators of its pattern that have all factors that it names, and, if it leaves a sum partial, only add up or scale
+it. Axes that a pin does not name follow the plan's entries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from meshc.plan.entries import NOTHING, PARTIAL, OperatorPin
 
 
 def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Directed], list[str]]:
-    """What the plan's pins of operators say, and every fault, each naming the lines of the plan. `pinning`: its pins of tensors."""
+    """The assignments by the plan's operator pins, and every fault, each naming the lines of the plan. `pinning`: the plan's pins of
+    tensors."""
     if not placed.plan.operators:
         return {}, []
     named = named_operators(placed)
@@ -49,7 +50,7 @@ def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Direc
 
 
 def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, names: Names) -> Directed | str:
-    """What a pin tells an operator of its pattern, or why it is not about that one."""
+    """The assignment that a pin gives an operator of its pattern, or why it does not apply."""
     tokens: dict[Token, tuple[str, ...]] = {}
     for split in pin.splits:
         token = token_called(split.factor, split.number, instance, names)
@@ -71,14 +72,14 @@ def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, nam
 
 
 def token_called(factor: str, number: int, instance: Instance, names: Names) -> Token | None:
-    """The number-th token whose factor has this name; where none has it for its own, of those that answer to it."""
+    """The number-th token whose factor has this name; where no factor has it as its own, of those that have it as a second name."""
     own = [token for token, each in instance.factor.items() if fnmatchcase(names.of[each], factor)]
     tokens = own or [token for token, each in instance.factor.items() if any(fnmatchcase(name, factor) for name in names.also[each])]
     return tokens[number - 1] if number <= len(tokens) else None
 
 
 def _unknown(pin: OperatorPin, named: Mapping[str, Instance]) -> str:
-    """What to say of a pattern that matches no operator."""
+    """The message on a pattern that matches no operator."""
     depth = pin.pattern.count("/") + 1
     within = list(dict.fromkeys(name.partition("/")[2] for name in named if fnmatchcase(name.partition("/")[0], pin.modules)))
     if within:
@@ -104,7 +105,7 @@ def _clashes(name: str, one: Directed, other: Directed, placed: Placed, named: M
 
 
 def _does(axis: str, told: Directed) -> Token | str:
-    """What an axis does: the token that it splits, or the word for what else."""
+    """The effect of an axis: the token that it splits, or `PARTIAL` or `NOTHING`."""
     token = next((token for token, axes in told.tokens.items() if axis in axes), None)
     return token or (PARTIAL if axis in told.deferred else NOTHING)
 
@@ -115,7 +116,7 @@ def _said(what: Token | str, instance: Instance, names: Names) -> str:
 
 
 def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Directed, pinning: Pinning) -> Iterator[str]:
-    """A pin of what the operator makes must want the same."""
+    """Faults where a pin of the operator's result wants another sharding."""
     for index, dims in enumerate(instance.results):
         for (dim, position), axes in pinning.values.get((instance.node, index), {}).items():
             token = dims[dim][position]
@@ -126,7 +127,7 @@ def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Direc
 
 
 def _joined(told: Sequence[Directed], placed: Placed) -> Directed:
-    """What several pins say of one operator."""
+    """The assignment by several pins of one operator."""
     if len(told) == 1:
         return told[0]
     order = list(placed.sizes)

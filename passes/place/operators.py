@@ -1,15 +1,15 @@
-"""What plans call operators: by the module that calls them, the phase, what they are, and which of those.
+"""Names of operators in plans: module path, phase, operator, and a number from the second one on.
 
     model.layers.0.mlp.up_proj/forward/mm      model.layers.0.mlp.up_proj/backward/mm.2
 
-The first of several is called by its operator's name alone. An operator has a name if a plan has something to say of it: layouts follow
-what they lay out, values of integers alone are made where they are used, updates go by the state, and what has no rule runs whole.
+The first of several is called by its operator's name alone. An operator has a name if a plan can decide something for it: layouts follow
+their operand, values of integers alone are computed where they are used, updates follow the state, and operators without rule run whole.
 
-Names go by no number of a graph and by no number of layers. So what is there once for each layer is not called by what holds the layers:
+Names depend on no numbering of a graph and on no number of layers. So code that runs once for each layer is not named by the list's owner:
 
-    model.layers.0.mlp/backward/add                   gradients of one value added up, the last of them that module's
-    model.layers.0.mlp.up_proj.weight/update/add      its part of the gradient norm
-    model.layers.0/forward/add                        code of `model` that reads what one layer after the other has made
+    model.layers.0.mlp/backward/add                   a sum of gradients of one value, the last of them that module's
+    model.layers.0.mlp.up_proj.weight/update/add      the parameter's part of the gradient norm
+    model.layers.0/forward/add                        code of `model` that reads the result of each layer
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from meshc.passes.phases.factors import Instance
 from meshc.passes.phases.placed import Placed
 
 FREE = ("constant", "random", "buffer", "number")
-"""Kinds of ports that no parameter and no floating input goes into."""
+"""Kinds of ports that depend on no parameter and no floating input."""
 HELD = ("parameter", "buffer", "state")
-"""Kinds of ports that a module holds."""
+"""Kinds of ports that belong to a module."""
 _LAYER = re.compile(r"(?:(?!\d+(?:\.|$))[^.]+\.)*\d+(?=\.|$)")
 
 
 def named_operators(placed: Placed) -> dict[str, Instance]:
-    """By name, in graph order."""
+    """Operators by name, in graph order."""
     named = list(_named(placed))
     callers = _callers(placed, named)
     found: dict[str, Instance] = {}
@@ -47,7 +47,7 @@ def named_operators(placed: Placed) -> dict[str, Instance]:
 
 
 def _named(placed: Placed) -> Iterator[Instance]:
-    """Those that have names, in graph order."""
+    """The operators that have names, in graph order."""
     free = {
         node for port, node in zip(placed.joint.inputs, placeholders(placed.graph), strict=True)
         if port.kind in FREE or (port.kind == "input" and not (port.dtype.is_floating_point or port.dtype.is_complex))
@@ -73,8 +73,8 @@ def _kind(node: Node) -> str:
 
 
 def _callers(placed: Placed, named: Sequence[Instance]) -> dict[Node, str]:
-    """By what each is called: the module that calls it; the layer, of code that is there for several of them; of sums that no module makes
-    the module, or the parameter, whose part they add last."""
+    """The first part of each name: the module that calls the operator; the layer, for code that runs for each of several; for sums that no
+    module computes, the module or parameter of the last summand."""
     places = _places(placed)
     found: dict[Node, str] = {}
     several: dict[tuple[str, str, str], dict[Node, str]] = defaultdict(dict)
@@ -91,8 +91,8 @@ def _callers(placed: Placed, named: Sequence[Instance]) -> dict[Node, str]:
 
 
 def _places(placed: Placed) -> dict[Node, str]:
-    """Of each node the module in which it lies, or the parameter that it updates; of sums that no module makes, and of code that has a list
-    of layers, that of what it reads last."""
+    """The module of each node, or the parameter that it updates; for sums that no module computes, and for code of a list's owner, that of
+    the last operand."""
     ports = zip(placeholders(placed.graph), placed.joint.inputs, strict=True)
     found = {node: port.of or port.name for node, port in ports if port.kind in HELD}
     for node in placed.graph.nodes:
@@ -108,13 +108,13 @@ def _places(placed: Placed) -> dict[Node, str]:
 
 
 def _adds_up(node: Node) -> bool:
-    """Whether it adds up what several have made, and no module does so: gradients of one value, squares for the norm."""
+    """Whether a node is a sum that no module computes: gradients of one value, squares for the norm."""
     return _kind(node) in ("backward/add", "update/add") and len(node.all_input_nodes) > 1 and not records(node)[0].source.module
 
 
 @lru_cache(maxsize=1 << 14)
 def _layer(module: str, place: str) -> str:
-    """The layer of a list in a module in which a place lies; "" if it lies in none."""
+    """The layer of a list in `module` that contains `place`; "" if there is none."""
     start = len(module) + 1 if module else 0
     if module and not place.startswith(f"{module}."):
         return ""

@@ -1,12 +1,12 @@
-"""Orders: which values lie in the order of the rings that read them, so that each is put in order once and not at each attention.
+"""Zigzag order of values: which values are kept in the order of the rings that read them, at the fewest bytes of exchanges.
 
     x = embedding(ids)      natural                           x = embedding(ids')      zigzag, and so on to the loss
     q = mm(norm(x), w)      natural                           q = mm(norm(x), w)
-    a = ring(q', k', v')    exchanged, and home again         a = ring(q, k, v)
+    a = ring(q', k', v')    exchanged, and back again         a = ring(q, k, v)
 
-What treats each position by itself may have its operands and results in either order. Attention whose rings lie in zigzag order wants
-that, what the model is given and gives is in natural order, and so is whatever reads positions, neighbours or a prefix. Of all ways the one
-whose exchanges are fewest bytes is a minimum cut between the two.
+Operators that treat each position by itself may have their operands and results in either order. Attention with zigzag rings needs zigzag
+order; the model's inputs and outputs are in natural order, and so are operands of operators that read positions, neighbours or a prefix.
+The assignment whose exchanges are fewest bytes is a minimum cut between the two.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""
 
 _MOST: Final = 2**31 - 1
-"""No cut goes through here."""
+"""Capacity of edges that no cut goes through."""
 
 
 @dataclass(frozen=True)
 class _Along:
-    """A factor whose values may lie in another order along an axis that splits it."""
+    """A factor whose values may be in another order along an axis that splits it."""
 
     factor: int
     axis: str
 
 
 def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
-    """The assignment, in which what lies in zigzag order says so."""
+    """The assignment with zigzag order recorded in the shardings of values."""
     rings: dict[_Along, list[Node]] = defaultdict(list)
     for node in (node for node in assignment.chosen if node in assignment.zigzag):
         if (along := _along(assignment, node)) is not None:
@@ -59,7 +59,7 @@ def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
 
 
 def _along(assignment: Assignment, node: Node) -> _Along | None:
-    """What a ring passes along, if values may lie in its order."""
+    """The factor and axis along which a ring passes blocks, if values may be in its order."""
     instance = assignment.factors.instances[node]
     ((letter, passing),) = instance.rule.rings.items()
     factor, (axis,) = instance.factor[letter, 0], assignment.chosen[node][letter, 0]
@@ -69,7 +69,7 @@ def _along(assignment: Assignment, node: Node) -> _Along | None:
 
 
 def has_halves(instance: Instance, letter: str, ranks: int) -> bool:
-    """Whether half of a ring's tile is half of what the axis splits: no tile is padded, nor is one odd that inner factors follow."""
+    """Whether half of a ring's tile is half of what the axis splits: no tile is padded, and none is odd where inner factors follow."""
     size = instance.size[letter, 0]
     if isinstance(size, Size) or size % ranks:
         return False
@@ -91,7 +91,7 @@ class _Ordering:
         self.factors = assignment.factors
 
     def turned(self, attentions: Sequence[Node]) -> Assignment:
-        """The assignment with what is to lie in zigzag order, given that these do."""
+        """The assignment with zigzag order, given that these attentions need it."""
         free = [node for node in self.assignment.chosen if node in attentions or self._any_order(self.factors.instances[node])]
         place = {node: index + ENDS for index, node in enumerate(free)}
         bytes_of: dict[tuple[int, int], int] = {}
@@ -105,7 +105,7 @@ class _Ordering:
         return self._rewritten({node for node in free if place[node] not in natural})
 
     def _read(self) -> Iterator[tuple[Value, Sharding, Node | None]]:
-        """What is read that the axis splits where it is made, how it lies there, and by whom in the same split; None: in another one."""
+        """(value, sharding, reader) for each value that the axis splits where computed; reader None: it is read in another sharding."""
         for node in self.assignment.chosen:
             instance = self.factors.instances[node]
             for value, want in zip(instance.values, self.assignment.wanted[node], strict=True):
@@ -117,7 +117,7 @@ class _Ordering:
             yield from self._made(value_of(result))
 
     def _made(self, value: Value) -> Iterator[tuple[Value, Sharding, None]]:
-        """What an operator that computes has made, and how it lies, if the axis splits it."""
+        """The computed value behind layouts, with its sharding, if the axis splits it."""
         while (instance := self.factors.instances.get(value[0])) is not None and instance.kind == "layout":
             value = instance.values[0]
         given = self.assignment.given.get(value)
@@ -125,8 +125,8 @@ class _Ordering:
             yield value, given, None
 
     def _sources(self, value: Value, want: Sharding) -> Iterator[tuple[Value, Sharding]]:
-        """What a value is made of where it is read: of layout and of what is made for each reader, in the order that it wants, their
-        operands, and so on."""
+        """The computed values behind a read: layouts, and operators that are recomputed for each reader in the order that it needs, are
+        followed to their operands."""
         instance = self.factors.instances.get(value[0])
         if instance is None or value[0] in self.assignment.chosen:
             yield value, want
@@ -149,7 +149,7 @@ class _Ordering:
         return factor == self.along.factor and self._begins(part.axes)
 
     def _begins(self, axes: tuple[str, ...]) -> bool:
-        """Whether the axis cuts first, and what others cut of its tiles, and of theirs, is not padded."""
+        """Whether the axis is the first of `axes`, and the tiles that the others cut are not padded."""
         ranks = prod(self.assignment.sizes[axis] for axis in axes)
         return axes[:1] == (self.along.axis,) and self.factors.size[self.along.factor] % ranks == 0
 
@@ -157,7 +157,7 @@ class _Ordering:
         dtype = records(value[0])[value[1]].dtype
         for dim, position, part in list(sharding.parts()):
             if self._is_along(self.factors.dims[value][dim][position], part):
-                sharding = sharding.with_axes(dim, position, part.axes[:1])  # what is exchanged is halves of that tile
+                sharding = sharding.with_axes(dim, position, part.axes[:1])  # halves of that tile are exchanged
         return prod(local_shape(sharding, self.assignment.sizes)) * (1 if dtype is None else dtype.itemsize)
 
     def _any_order(self, instance: Instance) -> bool:
@@ -170,7 +170,7 @@ class _Ordering:
         return in_any_order(instance, mine)
 
     def _rewritten(self, nodes: set[Node]) -> Assignment:
-        """With these nodes, what they read and what they make in zigzag order."""
+        """The assignment with these nodes, their operands and their results in zigzag order."""
         found, axis = self.assignment, self.along.axis
         chosen, rings, wanted, given = dict(found.chosen), dict(found.rings), dict(found.wanted), dict(found.given)
         for node in nodes:
@@ -199,8 +199,8 @@ class _Ordering:
 
 
 def _natural(pairs: Sequence[tuple[int, int]], wanted: frozenset[int], count: int, *sizes: int) -> frozenset[int]:
-    """Of `count` places those that are cut off from the first, zigzag order, and not from the second, natural order, at the least bytes
-    between places of the two sides."""
+    """Of `count` places those in natural order by the minimum cut: the first place is zigzag order, the second natural order, edges are
+    bytes."""
     unit = max(1, -(-sum(sizes) // 2**30))
     edges: dict[tuple[int, int], int] = {}
     for (one, other), size in zip(pairs, sizes, strict=True):

@@ -1,9 +1,9 @@
-"""Pins: from what a plan's pins name to the operators that must give their results so.
+"""Pins of values: the plan's pins, resolved to the operators that must give their results in these shardings.
 
     pin *.up_proj.weight: ffn/tp, _                 storage of each such weight: dim 0 split by tp
     pin value:*.mlp: batch/dp, seq/tp, _            the product behind mlp's output [batch, seq, hidden], a layout of [batch * seq, hidden]
 
-A pinned value that a layout operator makes is held where it is computed: a use of layout(v) is a use of v.
+A pin of a layout operator's result applies where the value is computed: a use of layout(v) is a use of v.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meshc.plan.entries import Pin
 from meshc.plan.plan import contradictions
 
 Held = dict[tuple[int, int], tuple[str, ...]]
-"""(dim, position) -> axes; none: the factor stays whole."""
+"""(dim, position) -> axes; empty: the factor stays whole."""
 
 
 class Pinning:
     """A plan's pins, one by one.
 
-    names  those of the factors, with what pins call the only factor of a dim
-    by     (value, dim, position) -> the pin that holds it
+    names  names of the factors, with pins' own names for the only factor of a dim
+    by     (value, dim, position) -> the pin that fixes it
     """
 
     def __init__(self, placed: Placed) -> None:
@@ -41,7 +41,7 @@ class Pinning:
         return Pins(self.values, self.storage, self.spread)
 
     def apply(self) -> list[str]:
-        """Every fault, each naming the lines of the plan."""
+        """Resolves all pins; returns every fault, each naming the lines of the plan."""
         faults: list[str] = []
         pinned: dict[Value, list[Pin]] = {}
         names = _pinnable(self.placed)
@@ -79,7 +79,7 @@ class Pinning:
         return self._hold(pin, name, source, slots)
 
     def _hold(self, pin: Pin, name: str, source: Value, slots: Held) -> list[str]:
-        """Two values that modules return may be layouts of one that is computed: its pins must agree too."""
+        """Two values that modules return may be layouts of one computed value: their pins must agree too."""
         held = self.values.setdefault(source, {})
         for slot, axes in slots.items():
             for other, theirs in held.items():
@@ -93,7 +93,7 @@ class Pinning:
         return []
 
     def _slots(self, pin: Pin, name: str, value: Value) -> tuple[Held, str]:
-        """What a pin says of a value's factors, or why it cannot be."""
+        """A pin's axes of a value's factors, or why it does not fit."""
         chosen: Held = {}
         for dim, (wanted, row) in enumerate(zip(pin.dims, self.placed.factors.dims[value], strict=True)):
             for part in wanted.factors:
@@ -116,7 +116,7 @@ class Pinning:
 
 
 def _pinnable(placed: Placed) -> dict[str, list[Value]]:
-    """What a pin may name: parameters, inputs, and the values that modules return."""
+    """Values that a pin may name: parameters, inputs, and values that modules return."""
     found: dict[str, list[Value]] = {}
     for key, node in placed.joint.placeholders().items():
         kind, name = kind_of(key), name_of(key)
@@ -134,7 +134,7 @@ def _dims(value: Value) -> int:
 
 
 def _where_computed(factors: Factors, name: str, value: Value, slots: Held) -> tuple[Value, Held, str]:
-    """The value that is computed and of which the pinned one is a layout, with the same factors in its dims."""
+    """The computed value of which the pinned one is a layout, with the axes of the same factors in its dims."""
     if not name.startswith("value:"):
         return value, slots, ""
     while (instance := factors.instances.get(value[0])) is not None and instance.kind == "layout":

@@ -1,14 +1,14 @@
 """Propagate: each operator's letters, each use's and each value's sharding, by the plan's local meaning.
 
     tp: heads, ffn, vocab          for each axis, an operator that computes takes one of the axis's factors that is among its letters;
-                                   it wants its operands split so and gives its result split so
+                                   operands and result are then split by that axis
   gives
     mm(x, w1)   wants x [.., hidden], w1 [hidden, ffn/tp]          gives [.., ffn/tp]
     mm(h, w2)   wants h [.., ffn/tp], w2 [ffn/tp, hidden]          gives [.., hidden] partial(sum: tp)
 
-Layout operators have no opinion: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed
-in whatever sharding is asked. The reduction of a partial sum is deferred where that saves a collective. No fixpoint is needed: one walk in
-graph order.
+Layout operators decide nothing: a use of layout(v) is a use of v. Values that depend on no parameter and no floating input are recomputed
+in whatever sharding is needed. The reduction of a partial sum is deferred where that saves a collective. No fixed point is needed: one walk
+in graph order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from meshc.plan.plan import Plan
 from meshc.program.program import Port
 
 Decision: TypeAlias = tuple[dict[Token, tuple[str, ...]], Deferred]
-"""What an operator does: the axes of each of its tokens, and what is deferred."""
+"""An operator's decision: the axes of each of its tokens, and the reductions that are deferred."""
 
 
 class Propagator:
@@ -65,12 +65,12 @@ class Propagator:
     ) -> None:
         """
         updates      nodes that update a parameter -> its name
-        interest     what each axis may take, if not what the plan says
-        fixed        storage that another program of the same model has settled
-        local_batch  axes over which each rank passes a part of the batch of its own
-        choices      what a search has decided for some of the axes, in place of the plan
-        chunked      what runs in chunks, if anything does
-        caches       names of the leaves of caches; an input of that name lies as its first reader wants it
+        interest     the factors that each axis may split, if not by the plan
+        fixed        storage that another program of the same model has fixed
+        local_batch  axes over which each rank passes its own part of the batch
+        choices      a search's decisions for some of the axes, in place of the plan
+        chunked      the head and loss that run in chunks, if any
+        caches       names of the leaves of caches; an input of that name is sharded as its first reader needs
         """
         self.caches = caches
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
@@ -84,7 +84,7 @@ class Propagator:
         self.first_use: dict[str, Sharding] = {}
         self.choices = choices or Choices(())
         self.rings: Rings | None = None
-        """Which attentions may take their keys a block at a time; None: none does."""
+        """Decides which attentions pass their keys round a ring; None: none does."""
         self.whole_updates = computed_whole(self.updates, factors.instances)
 
     # ------------------------------------------------------------------------------------------------------------------ sources
@@ -165,7 +165,7 @@ class Propagator:
         returning = instance.rule.coming_home if ring else ()
         for index, dims in enumerate(instance.results):
             given = spread(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
-            home = given.split_axes() if index in returning else ()  # what passes round is whole when it comes home
+            home = given.split_axes() if index in returning else ()  # gradients of passed blocks are whole when they return
             owed = dict.fromkeys(one for reductions in deferred.values() for one in reductions)
             for token, reduction in instance.sums[index].items():
                 owed.update(dict.fromkeys((axis, reduction) for axis in chosen.get(token, ()) if axis not in home))
@@ -180,17 +180,17 @@ class Propagator:
         return self.result.given.get(value)
 
     def decision(self, instance: Instance) -> Decision:
-        """What an operator does: an update goes by the state, others by what they are told, by pins, and by what axes may take."""
+        """An operator's decision: for an update by the state's storage, for others by `told`, pins, and the interests of axes."""
         if instance.node in self.updates:
             return self._stored(instance), {}
         return self.decided(instance, self.told(instance.node))
 
     def told(self, node: Node) -> Directed:
-        """What a search, or else the plan's pins of operators, say of an operator."""
+        """The assignment of an operator by a search, or else by the plan's operator pins."""
         return self.choices.directed(node) or self.pins.operators.get(node) or Directed()
 
     def decided(self, instance: Instance, told: Directed) -> Decision:
-        """What an operator does if it is told so."""
+        """An operator's decision under the assignment `told`."""
         chosen = self._choose(instance, told)
         return chosen, self.deferral.past(instance, chosen, told)
 
@@ -216,7 +216,7 @@ class Propagator:
                 chosen.setdefault(token, []).append(CHUNK)
         ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
         ordered |= {token: (*axes, *(axis for axis in ordered[token] if axis not in axes)) for token, axes in told.tokens.items()}
-        for one in instance.rule.windows:  # its partner is split in the same order
+        for one in instance.rule.windows:  # the tied letter is split in the same order
             if (one, 0) in instance.tied and (one, 0) in ordered:
                 ordered[instance.tied[(one, 0)]] = ordered[(one, 0)]
         order = list(self.sizes)
@@ -244,10 +244,9 @@ class Propagator:
         return kept | {instance.tied[token] for token in kept if token in instance.tied}
 
     def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
-        """One order per factor: axes that take it everywhere outside, those that take it only in a region inside, then mesh order.
-
-        Within a microbatch those that leave it for another factor (`ep: experts > batch`): what they then gather is of one microbatch.
-        """
+        """Canonical order of a factor's axes: those that take it everywhere outside, those that take it only in a region inside, then mesh
+        order. Within a microbatch come those that leave the factor for another one (`ep: experts > batch`): what these gather is then of
+        one microbatch."""
         order = list(self.sizes)
         parts = self.sizes.get(MICROBATCH, 1) > 1 and factor in self.interest[MICROBATCH].ranks
 
@@ -266,7 +265,7 @@ class Propagator:
         return not tokens & instance.whole and all(tile_sizes(instance.size[t], counts)[-1] > 1 for t in tokens)
 
     def _lying(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token]:
-        """axis -> the token of this operand that it splits already."""
+        """axis -> the token of this operand that the axis splits already."""
         given = self.given(value)
         if given is None or value[0] in self.result.free or value[0].op == "placeholder":
             return {}
@@ -311,7 +310,7 @@ class Propagator:
     # ------------------------------------------------------------------------------------------------------------------- storage
 
     def _note_use(self, value: Value, want: Sharding) -> None:
-        """The first use of a parameter gives its storage; that of a cache says how it comes."""
+        """Records the first use of a parameter, which decides its storage, and of a cache, which decides its sharding as input."""
         node, index = value
         while node.op == "call_function":
             instance = self.factors.instances[node]
@@ -327,12 +326,12 @@ class Propagator:
             self.first_use.setdefault(port.key, _without(want, SEQUENTIAL))
 
     def _settled(self, name: str, node: Node) -> Sharding | None:
-        """The storage that another program has settled, in the names of this one."""
+        """The storage that another program has fixed, in this program's factors."""
         base = self.fixed.get(name)
         return None if base is None else in_names_of(self.result.whole((node, 0)), name, base, self.sizes)
 
     def storage(self, name: str, kind: str) -> Sharding:
-        """How a parameter (kind parameter), its gradient or its state lies between steps."""
+        """The sharding between steps of a parameter (kind parameter), its gradient or its state."""
         key = (name, kind)
         if key not in self.result.storage:
             node = self.parameter(name)
@@ -343,7 +342,7 @@ class Propagator:
         return self.result.storage[key]
 
     def stored_by_plan(self, name: str, kind: str, stores: Mapping[str, tuple[str, ...]]) -> Sharding:
-        """How it would lie by its first use, pins, store lines and these store clauses, by axis."""
+        """The storage by first use, pins, store lines and the given store clauses, by axis."""
         node = self.parameter(name)
         base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
         base = held_to(_without(base, SEQUENTIAL), self.pins.storage.get(name, {}))
@@ -351,12 +350,12 @@ class Propagator:
         return stored_split(held_to(base, said), kind, stores, self.sizes, said)
 
     def _stores(self) -> dict[str, tuple[str, ...]]:
-        """What is stored split along each axis, as the plan's entries say."""
+        """axis -> what the plan's entry stores split along it."""
         entries = {axis: self.plan.entry(axis) for axis in self.axes if axis != MICROBATCH}
         return {axis: entry.store for axis, entry in entries.items() if entry is not None and entry.store}
 
     def _stored(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
-        """An update computes where the state lies, or whole."""
+        """The axes of an update's tokens: by the state's storage, or none."""
         name = self.updates[instance.node]
         if instance.node in self.whole_updates:
             return {}

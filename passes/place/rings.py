@@ -1,15 +1,15 @@
-"""Rings: which attentions take their keys and values a block at a time, from rank to rank, and which have them gathered.
+"""Ring attention: which attentions pass their keys and values from rank to rank, and which gather them, by predicted time or as requested.
 
-    cp: seq      attention's queries are split by cp, and so are its keys where they are made:
+    cp: seq      attention's queries are split by cp, and so are its keys where they are computed:
 
     gather       k, v = all_gather(k), all_gather(v)                  whole keys on each rank, the messages first, then the work
     ring         n blocks, and n - 1 times a message beside one       a block of them at a time, the messages beside the work
 
-    zigzag       the ring in an order that gives every rank as much to do (rules/zigzag.py): half of the work, and two exchanges of halves
-                 where tiles have no halves of their own; elsewhere values lie in that order already (orders.py)
+    zigzag       the ring in an order that gives every rank the same work (rules/zigzag.py): half of the work, and two exchanges of halves
+                 where tiles have no halves of their own; elsewhere values are in that order already (orders.py)
 
-Where nothing is said, what the clock's figures make faster: short sequences are gathered, since n - 1 messages wait n - 1 times, long ones
-pass round. The two give the same up to the order of sums. Forward and backward of an attention are priced together, so they go alike.
+By default the predicted faster way: keys of short sequences are gathered, since n - 1 messages have n - 1 latencies, those of long ones
+pass round. Both give the same result up to the order of sums. Forward and backward of an attention are priced together, and decided alike.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from meshc.passes.rules.zigzag import can_balance
 Tokens = Mapping[Token, tuple[str, ...]]
 Given = Callable[[Value], Sharding | None]
 PASSING: Final = ("ring", "zigzag")
-"""What asks for rings."""
+"""Options that request rings."""
 
 
 @dataclass
 class Rings:
     """
-    how      "ring" where it can be, "zigzag" where that can be and else a ring, "gather" always, None: what is faster by the clock
+    how      "ring" where possible, "zigzag" where possible and else a ring, "gather" always, None: what is predicted to be faster
     grad     whether there is a backward
-    balanced rings in zigzag order: under a causal mask, where it is asked for or is faster
-    refused  where a ring cannot be: operators with the reason;  slower  where one can be, and would be slower
+    balanced rings in zigzag order: under a causal mask, where requested or faster
+    refused  operators without a possible ring, with the reason;  slower  operators for which a ring is possible, but slower
     """
 
     mesh: Mesh
@@ -62,7 +62,8 @@ class Rings:
     slower: set[Node] = field(default_factory=set)
 
     def along(self, instance: Instance, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
-        """The axes of the tokens of keys, of an operator whose queries are split so; none where keys are gathered, or whole in any case."""
+        """The axes of key tokens that a ring splits, for an operator with queries split by `chosen`; empty where keys are gathered, or
+        whole anyway."""
         if self.how == "gather":
             return {}
         for letter, passing in instance.rule.rings.items():
@@ -74,7 +75,7 @@ class Rings:
                 return self._apart(instance, passing, chosen, given)
             lying = [_lies(given(instance.values[number]), instance.operands[number], other) for number in keys]
             if not any(axis in split for split in lying for each in axes.values() for axis in each):
-                continue  # no rank has only a part of them
+                continue  # every rank has all keys
             elsewhere = {axis for token, split in chosen.items() if token[0] != letter for axis in split}
             why = _why_not(letter, axes, [{axis: at for axis, at in split.items() if axis not in elsewhere} for split in lying])
             if why:
@@ -91,7 +92,7 @@ class Rings:
         return {}
 
     def _apart(self, instance: Instance, passing: Passing, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
-        """The axis of keys that stay on their ranks: queries that are few are looked up everywhere."""
+        """The axis of keys that stay on their ranks while few queries are gathered, if that is faster."""
         taken = {axis for axes in chosen.values() for axis in axes} | SEQUENTIAL
         lying = [_lies(given(instance.values[number]), instance.operands[number], passing.letter) for number in passing.operands]
         free = [{axis: place for axis, place in split.items() if axis not in taken} for split in lying]
@@ -114,7 +115,7 @@ class Rings:
         return split if apart < gather else {}
 
     def _seconds(self, instance: Instance, passing: Passing, split: Tokens, axis: str) -> dict[str, float]:
-        """What each way takes, forward and backward together; of one that cannot be infinity."""
+        """Seconds of each way, forward and backward together; infinite for one that is not possible."""
         keys = passing.operands
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
@@ -124,7 +125,7 @@ class Rings:
             return len(keys) * (device.collective_s + fastest(kind, ranks, ranks * size, link).seconds(link))
 
         def exchanged(*sizes: float) -> float:
-            """Halves, each put beside the other half of its tile."""
+            """An exchange of halves, each copied beside the other half of its tile."""
             return sum(device.collective_s + send_seconds(size / 2, link) + 2 * size / device.bytes_per_s for size in sizes)
 
         def passed(size: float) -> float:
@@ -151,9 +152,9 @@ class Rings:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of one rank: bytes of the keys that travel, before layout makes them larger and after it, and of the queries; seconds of the work and
-    of joining two parts; how often a block is passed on; whether the order may be zigzag; whether halves are exchanged at each attention
-    (`orders.py`)."""
+    """Figures of one rank: bytes of the keys that travel, before layout repeats them (`small`) and after (`large`), and of the queries
+    (`asked`); seconds of the arithmetic and of joining two partial results; the number of ring steps; whether zigzag order is possible;
+    whether halves are exchanged at each attention (`orders.py`)."""
 
     small: float
     large: float
@@ -194,7 +195,7 @@ def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, s
 
 
 def _made_larger(value: Value, factors: Factors) -> float:
-    """What part of a value's bytes there is before layout alone repeats them."""
+    """The fraction of a value's bytes before layout operators repeat them."""
     sizes = [prod(records(value[0])[value[1]].shape)]
     while (instance := factors.instances.get(value[0])) is not None and instance.kind == "layout":
         value = instance.values[0]
@@ -203,14 +204,15 @@ def _made_larger(value: Value, factors: Factors) -> float:
 
 
 def _lies(given: Sharding | None, row: Sequence[Sequence[Token]], letter: str) -> dict[str, int]:
-    """The axes that split a letter where the value is made, each with which of its factors it splits."""
+    """axis -> index of the letter's factor that the axis splits where the value is computed."""
     if given is None:
         return {}
     return {axis: row[dim][place][1] for dim, place, part in given.parts() for axis in part.axes if row[dim][place][0] == letter}
 
 
 def _why_not(letter: str, axes: Tokens, lying: Sequence[Mapping[str, int]]) -> str:
-    """Why keys cannot pass round. `lying`: of keys and of values, the axes that split them and that no other letter takes here."""
+    """Why keys cannot pass round; "" if they can. `lying`: for keys and values, the axes that split them and that no other letter takes
+    here."""
     over = list(dict.fromkeys(axis for each in axes.values() for axis in each))
     if len(over) > 1:
         return f"its queries are split by several axes ({', '.join(over)}), and a ring is along one"
@@ -227,7 +229,7 @@ WRITTEN_OUT: Final = (
 
 
 def gathered_written_out(assignment: Assignment) -> list[Node]:
-    """Attention in several operators whose keys are split where they are made and whose queries are, too."""
+    """Attentions in several operators whose keys are split where they are computed and whose queries are split too."""
     found: list[Node] = []
     for node, instance in assignment.factors.instances.items():
         if "weighs" not in instance.rule.roles.values() or node not in assignment.chosen or records(node)[0].phase != "forward":

@@ -1,4 +1,4 @@
-"""Spread: from what axes do in an operator to how its operands and results lie, and through a layout operator from one to the other."""
+"""Shardings of operands and results from the axes of an operator's tokens, and maps through layout operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshc.passes.phases.factors import Instance, Token
 
 
 def spread(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
-    """The sharding of an operand or result whose dims have these tokens."""
+    """The sharding of an operand or result whose dims have the tokens `dims`."""
     rows = tuple(
         tuple(split(part, chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
         for parts, tokens in zip(whole.dims, dims, strict=True)
@@ -23,7 +23,7 @@ def split(part: Part, axes: tuple[str, ...]) -> Part:
 
 
 def forward_map(instance: Instance, index: int, source: Sharding, whole: Sharding) -> Sharding:
-    """How the result of a layout operator lies if its operand lies as `source`. A split of a dim that must be whole is lost."""
+    """The sharding of a layout operator's result, for an operand sharded as `source`. A split of a dim that must be whole is lost."""
     axes = {}
     for parts, tokens in zip(source.dims, instance.operands[0], strict=True):
         for part, token in zip(parts, tokens, strict=True):
@@ -33,7 +33,7 @@ def forward_map(instance: Instance, index: int, source: Sharding, whole: Shardin
 
 
 def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
-    """How the operand must lie for result `index` to lie as `want`; and whether the operator itself can give all of `want`."""
+    """The sharding that the operand needs for result `index` to be sharded as `want`, and whether the operator can give all of `want`."""
     axes = {}
     complete = not (instance.rule.settles and want.partial)
     for parts, tokens in zip(want.dims, instance.results[index], strict=True):

@@ -1,13 +1,13 @@
-"""How parameters, gradients and optimizer state lie between steps: split further than operators split them, along the axes that store them.
+"""Storage of parameters, gradients and optimizer state between steps: split further by the axes that store them.
 
     dp: batch; store params, grads, state
-    tp: ffn                                          [ffn 64/tp, hidden 32]    lies as    [ffn 64/tp, hidden 32/dp]
+    tp: ffn                                          [ffn 64/tp, hidden 32]    stored as  [ffn 64/tp, hidden 32/dp]
 
     dp: batch; store params, grads, state
-    dp_shard: batch; store params, grads, state      [ffn 64, hidden 32]       lies as    [ffn 64/dp/dp_shard, hidden 32]
+    dp_shard: batch; store params, grads, state      [ffn 64, hidden 32]       stored as  [ffn 64/dp/dp_shard, hidden 32]
 
-Several axes split one dim, so that what they hold is gathered by one collective over all of them, and its gradient, which is partial over
-all of them, is reduce-scattered by one: over two dims each would be two, the first of them of the whole tensor.
+Several axes split one dim, so that a parameter is gathered by one collective over all of them, and its gradient, which is partial over all
+of them, is reduce-scattered by one: over two dims there would be two each, the first of them on the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from meshc.passes.phases.placed import Slots
 from meshc.plan.entries import STORES
 
 Place: TypeAlias = tuple[int, int]
-"""A dim, and which of its parts."""
+"""(dim, position of the part)."""
 
 CLAUSE: Final = {"parameter": "params", "gradient": "grads", "state": "state"}
-"""What lies between steps -> what plans call it."""
+"""Kind of storage -> its word in plans."""
 
 
 def in_names_of(own: Sharding, name: str, base: Sharding, sizes: Mapping[str, int]) -> Sharding:
-    """How the parameter `name` lies by another program of its model, in the factors that it has in this one: `own`, which nothing splits.
+    """The storage `base` of the parameter `name` in another program of the model, in this program's factors: `own` is the unsharded type.
 
-        [ffn 16/tp, hidden 8]                 a layer that this program does not call has given ffn its name: [up.weight.0 16/tp, hidden 8]
-        [heads 4/tp * head 8, hidden 8]       here nobody takes heads apart: [q.weight.0 32/tp, hidden 8]
+        [ffn 16/tp, hidden 8]                 a layer that this program does not call has named ffn: [up.weight.0 16/tp, hidden 8]
+        [heads 4/tp * head 8, hidden 8]       nothing here cuts the dim into heads: [q.weight.0 32/tp, hidden 8]
 
-    Raises PlanError where it cannot be said so.
+    Raises PlanError where that is not possible.
     """
     dims = [_renamed(mine, theirs, sizes) for mine, theirs in zip(own.dims, base.dims, strict=True)]
     found = tuple(dim for dim in dims if dim is not None)
@@ -64,7 +64,7 @@ def _renamed(mine: tuple[Part, ...], theirs: tuple[Part, ...], sizes: Mapping[st
 
 
 def held_to(base: Sharding, slots: Slots) -> Sharding:
-    """`base` with these parts split so, and what splits them split nothing else."""
+    """`base` with the parts of `slots` split by these axes, which then split nothing else."""
     moved = {axis for axes in slots.values() for axis in axes}
     for dim, position, part in base.parts():
         kept = tuple(axis for axis in part.axes if axis not in moved)
@@ -75,13 +75,13 @@ def held_to(base: Sharding, slots: Slots) -> Sharding:
 def stored_split(
     base: Sharding, kind: str, stores: Mapping[str, Sequence[str]], sizes: Mapping[str, int], held: Collection[Place] = ()
 ) -> Sharding:
-    """`base` split along the axes that store this kind; axes that split it already stay where they are.
+    """`base` split along the axes that store this kind; axes that split `base` already stay.
 
-    stores  axis -> what is stored split along it, in mesh order
+    stores  axis -> kinds that are stored split along it, in mesh order
     held    parts that are split no further
 
-    Where only some kinds are stored along an axis, that axis comes last and all kinds are split at the same place: what a gradient is
-    reduce-scattered to is then a slice away from the state, and a new parameter one gather from the state.
+    Where only some kinds are stored along an axis, that axis comes last and all kinds are split at the same place: a reduce-scattered
+    gradient is then a slice away from the state, and a new parameter one gather from the state.
     """
     free = [axis for axis in stores if axis not in base.split_axes()]
     order = sorted(free, key=lambda axis: [name not in stores[axis] for name in STORES])
@@ -97,7 +97,8 @@ def stored_split(
 
 
 def _place(base: Sharding, axes: Sequence[str], sizes: Mapping[str, int], held: Collection[Place]) -> Place | None:
-    """The part to split: a dim's major factor if it divides, else one that pads, else an inner one; None if nothing is left to split."""
+    """The part to split: a dim's major factor if its size divides, else one with padding, else an inner one; None if nothing is left to
+    split."""
     choices = []
     count = prod(sizes[axis] for axis in axes)
     for dim, position, part in base.parts():

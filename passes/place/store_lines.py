@@ -1,9 +1,9 @@
-"""Store lines: from what a plan says of storage to each parameter, gradient and state that it is about.
+"""Store lines: the plan's lines on storage, resolved to parameters, gradients and state.
 
     store lm_head.weight state: vocab/dp/tp, _      the state of lm_head.weight: dim 0 split by dp, each tile by tp; dim 1 open
 
-A dim that a line speaks of lies as the line says and not otherwise; one that it leaves open lies as it is used, further split by the axes
-whose store clauses say so. An axis that a line names has left whatever else of the tensor it split.
+A dim that a line names is stored exactly as the line says; a dim that it leaves open is stored as used, further split by the axes with
+store clauses. An axis that a line names splits nothing else of the tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshc.plan.entries import StoreLine
 from meshc.plan.plan import contradictions
 
 Stored = Mapping[tuple[str, str], Slots]
-"""(parameter, what of it: parameter, gradient or state) -> what lines say of its dims."""
+"""(parameter, kind: parameter, gradient or state) -> axes of its dims by the lines."""
 STAGES_STORE: Final = ": what a stage needs lies on its ranks"
-"""Why the axis of stages splits no storage."""
+"""Why the pipeline axis splits no storage."""
 
 
 @dataclass
@@ -39,7 +39,8 @@ class _Found:
 
 
 def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
-    """What the plan's store lines say, and every fault, each naming the lines of the plan. `names`: with what pins call factors."""
+    """The storage by the plan's store lines, and every fault, each naming the lines of the plan. `names`: factor names, with those from
+    pins."""
     found = _Found()
     parameters = {name_of(key): (node, 0) for key, node in placed.joint.placeholders().items() if kind_of(key) == "parameter"}
     for line in captured_lines(placed.plan.stores, placed.depth):
@@ -70,7 +71,7 @@ def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
 
 
 def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed: Placed, names: Names) -> tuple[Slots, str]:
-    """What a line says of a parameter's factors, or why it cannot be."""
+    """A line's axes of a parameter's factors, or why it does not fit."""
     chosen: dict[tuple[int, int], tuple[str, ...]] = {}
     for dim, (wanted, factors) in enumerate(zip(line.dims, row, strict=True)):
         left = list(range(len(factors)))  # of two factors of one name (halves that rotate) the first mention is the first
@@ -94,8 +95,8 @@ def _answers(names: Names, factor: int, pattern: str) -> bool:
 
 
 def too_many(axes: Sequence[str], size: int, placed: Placed, how: str = "stored split", why: str = STAGES_STORE) -> str:
-    """Why these axes cannot split a factor of this size, one after the other; "" if they can, be it with padding. `how` they would, and
-    `why` the axis of stages cannot."""
+    """Why these axes cannot split a factor of this size, one after the other; "" if they can, be it with padding. `how` and `why` complete
+    the message on the pipeline axis."""
     for at, axis in enumerate(axes):
         if role(axis) == "pp":
             return f"cannot be {how} by {axis}, which cuts the model into stages{why}"

@@ -1,13 +1,13 @@
-"""Where the operators of an update compute: where the state lies, or whole.
+"""Axes of an update's operators: by the storage of the state, or none for those that need whole matrices.
 
-    m1 = lerp(m, grad, 0.1)        elementwise: on the tile that a rank keeps of m
+    m1 = lerp(m, grad, 0.1)        elementwise: on a rank's tile of m
     n = norm(m1); x = m1 / n       on its way to a product of matrices: whole, so m1 is gathered once
     a = mm(x, x^T); ...            whole, on every rank
     w1 = add(w, y, alpha=-lr)      elementwise again: a rank's tile of y
 
-A product between two halves of one matrix (Muon's Newton-Schulz steps, in bfloat16) would send something for every product, and round
-otherwise than one device does; what leads to one is computed from the whole instead. An operator without a product keeps the tiles, and
-what it sums over them (Adafactor's rows and columns) is reduced.
+A product between two halves of one matrix (Muon's Newton-Schulz steps, in bfloat16) would need a collective for every product, and round
+otherwise than one device does; operators that lead to one compute on the whole instead. An operator without a product keeps the tiles, and
+its sums over them (Adafactor's rows and columns) are reduced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshc.passes.phases.factors import Instance, Token
 
 
 def computed_whole(updates: Iterable[Node], instances: Mapping[Node, Instance]) -> set[Node]:
-    """The operators of updates that lead from what is no longer elementwise to a product, products included."""
+    """Operators of updates on the way from the first one that is not elementwise to a product, products included."""
     order = [node for node in updates if node in instances]
     mixed: set[Node] = set()
     for node in order:
@@ -36,7 +36,7 @@ def computed_whole(updates: Iterable[Node], instances: Mapping[Node, Instance]) 
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """The operators that read what one makes; of several results, any."""
+    """The operators that read a node's result, or any of its results."""
     for user in node.users:
         yield from user.users if is_getitem(user) else (user,)
 
@@ -49,15 +49,15 @@ def _mixes(instance: Instance) -> bool:
 
 
 def _is_product(instance: Instance) -> bool:
-    """Whether it sums over a letter that two of its operands have."""
+    """Whether an operator sums over a letter that two of its operands have."""
     summed = {token for sums in instance.sums for token in sums}
     return any(sum(any(token in row for row in dims) for dims in instance.operands) > 1 for token in summed)
 
 
 def where_stored(instance: Instance, storage: Sharding, classes: tuple[tuple[int, ...], ...]) -> dict[Token, tuple[str, ...]]:
-    """The axes of an update's letters, as the state of a parameter with dims of these factor classes lies.
+    """The axes of an update's letters, by the storage of the state of a parameter whose dims have these factor classes.
 
-    An operand of the parameter's rank says which letter stands for a dim; where it has none of that class (a mean over the dim, a
+    An operand of the parameter's rank tells which letter stands for a dim; where it has none of that class (a mean over the dim, a
     transposed matrix), the first letter of the class does.
     """
     chosen: dict[Token, tuple[str, ...]] = {}
@@ -74,9 +74,9 @@ def where_stored(instance: Instance, storage: Sharding, classes: tuple[tuple[int
 
 
 def state_storage(whole: Sharding, mine: tuple[tuple[int, ...], ...], storage: Sharding, theirs: tuple[tuple[int, ...], ...]) -> Sharding:
-    """How a state lies whose parameter's states lie as `storage`: dim by dim like it, where the dim is the same.
+    """The storage of a state whose parameter's states are stored as `storage`: like it in each dim with the same factors.
 
-    whole  the state's dims, split by nothing; `mine` are their factor classes, `theirs` the parameter's
+    whole  the state's unsharded type; `mine`: factor classes of its dims, `theirs`: the parameter's
     """
     if len(mine) != len(theirs):
         return whole

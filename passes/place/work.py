@@ -1,9 +1,9 @@
-"""Work: which matrix products, convolutions and attentions each axis splits, and which it could have split.
+"""FLOPs of matrix products, convolutions and attentions, with the axes that split them and those that could.
 
     mm [batch 4, ffn 32] of mlp.up_proj on dp=2,tp=2       becomes       ("mlp.up_proj", "aten.mm", 2048.0, {"dp": "split", "tp": "split"})
 
-For the summary: read off what `propagate` chose, on the global view. Operators on values that depend on no parameter and no floating input
-(rotary angles) are left out: each rank makes what it needs of those.
+For the summary: the decisions of `propagate`, on the global view. Operators on values that depend on no parameter and no floating input
+(rotary angles) are left out: each rank computes what it needs of those.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def account(placed: Placed) -> list[Work]:
 
 
 def with_divided(rows: Sequence[Work], divided: Mapping[tuple[str, ...], float]) -> list[Work]:
-    """The same where ranks along these axes divide so much of what updates do whole."""
+    """The same rows, where ranks along these axes divide a fraction of the whole-matrix work of updates."""
     found = []
     for row in rows:
         whole = row.phase == "update" and SPLIT not in row.by_axis.values()

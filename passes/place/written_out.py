@@ -5,7 +5,7 @@
     w = softmax(s)               weighs k
     out = bmm(w, v)              multiplies b, contracts k
 
-Rules say which operators these are, by the roles of their letters. What lies between the two products is the region `attention`.
+Rules tell which operators these are, by the roles of their letters. The operators between the two products are the region `attention`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from meshc.passes.phases.factors import Factors, Instance
 
 
 def written_out(weights: Instance, factors: Factors) -> tuple[set[Node], Instance, Instance] | None:
-    """(the nodes of the attention around weights that add up to one, its first product, its second), or None if there are no such two."""
+    """(nodes of the attention around the softmax `weights`, its first product, its second), or None if it has no such products."""
     before, scores = _to_product(weights.node, factors, forward=False)
     after, mix = _to_product(weights.node, factors, forward=True) if scores is not None else (set(), None)
     return (before | after, scores, mix) if scores is not None and mix is not None else None
 
 
 def _to_product(start: Node, factors: Factors, forward: bool) -> tuple[set[Node], Instance | None]:
-    """The nearest product of two matrices each, and what is seen on the way there; no way leads through a product."""
+    """The nodes up to the nearest batched product, and that product; paths do not lead through products."""
     seen = {start}
     edge = [start]
     while edge:

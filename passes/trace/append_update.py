@@ -1,10 +1,10 @@
-"""Update: gradient norm, clipping and the optimizer become part of the graph.
+"""Update: gradient norm, clipping and the optimizer, appended to the joint graph.
 
     loss, grad_w
   becomes
     norm = sqrt(square_sum(grad_w) + ...)     c = clamp(max_norm / (norm + 1e-6), max=1)     w, m, v = adam(w, grad_w * c, m, v, lr, ...)
 
-What stands ahead of the optimizer is in `gradients.py`. Parameters without a gradient are left alone, as torch.optim does.
+What precedes the optimizer is in `gradients.py`. Parameters without a gradient are unchanged, as in torch.optim.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ meshc = torch.ops.meshc
 
 
 def append_update(traced: Traced) -> Traced:
-    """Norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
+    """Appends norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
     spec, joint = traced.request.optimizer, traced.operators()
     if spec is None:
         return traced.noting(*of_zeros(traced.request.module, [port.name for port in joint.outputs if port.kind == "gradient"]))
@@ -97,7 +97,7 @@ def append_update(traced: Traced) -> Traced:
 
 
 def _finished(traced: Traced, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> Traced:
-    """With a joint graph that gives what is kept."""
+    """The phase with a joint graph whose results are `kept`."""
     give(joint.graph, (node for _, node in kept))
     outputs = tuple(port for port, _ in kept)
     joint = replace(joint, inputs=tuple(inputs), outputs=outputs, updates=found.updates, constants=found.constants)
@@ -105,7 +105,7 @@ def _finished(traced: Traced, joint: Joint, inputs: list[Port], kept: list[tuple
 
 
 def _refuse_frozen(names: list[str]) -> None:
-    """A step of a model in which nothing takes a gradient: one device would refuse it in backward."""
+    """Refuses a step of a model without trainable parameters, which torch would refuse in backward."""
     why = f"{_listed(names)}: requires_grad is False" if names else "the model has no parameters"
     raise CompileError(
         f"there is nothing to train\n  why: {why}\n"
@@ -126,10 +126,10 @@ def _number_inputs(add: Appender, inputs: list[Port], spec: OptimizerSpec) -> li
 
 
 def _state_inputs(add: Appender, inputs: list[Port], name: str, parameter: torch.Tensor, group: GroupSpec) -> dict[str, Node]:
-    """Placeholders for a parameter's state, by slot; their ports go to `inputs`."""
+    """Placeholders for a parameter's state, by slot; their ports are appended to `inputs`."""
     state: dict[str, Node] = {}
     for slot in group.slots_of(parameter):
-        if slot.name == SUM:  # it has come with the gradient
+        if slot.name == SUM:  # its placeholder was added with the gradient
             continue
         shape = tuple(parameter.shape) if slot.shape == "like_param" else tuple(slot.size)
         state[slot.name] = add.placeholder(f"{name}/{slot.name}", shape, slot.dtype)
@@ -138,7 +138,7 @@ def _state_inputs(add: Appender, inputs: list[Port], name: str, parameter: torch
 
 
 def _refuse_strange(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
-    """An optimizer over other parameters than the model's."""
+    """Refuses an optimizer that has none of the model's parameters."""
     if not any(p is modules[name] for name in gradients for group in spec.groups for p in group.params):
         raise CompileError(
             f"{spec.optimizer} updates none of the model's parameters\n"
@@ -147,7 +147,7 @@ def _refuse_strange(spec: OptimizerSpec, gradients: Mapping[str, Node], modules:
 
 
 def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object]) -> None:
-    """Parameters with a gradient that an optimizer holds and no step reaches."""
+    """Refuses parameters with a gradient whose optimizer is never stepped."""
     holders = {id(parameter): holder for parameter, holder in spec.idle}
     faults = {name: holders[id(modules[name])] for name in gradients if id(modules[name]) in holders}
     if faults:
@@ -170,7 +170,7 @@ def _refuse_unwritten(faults: Mapping[str, str]) -> None:
 
 
 def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object], traced: Traced) -> list[str]:
-    """Notes on parameters that no optimizer holds, and on those of the optimizer that are not the model's."""
+    """Notes on parameters that no optimizer holds, and on the optimizer's parameters that are not the model's."""
     notes = []
     held = {id(p) for group in spec.groups for p in group.params}
     free = [whole for name in gradients if id(modules[name]) not in held for whole in whole_names(traced.depth, name)]
@@ -184,7 +184,7 @@ def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapp
 
 
 def _without_masters(spec: OptimizerSpec) -> list[str]:
-    """A note where masters were asked for, and no parameter is in 16 bits."""
+    """A note where master weights are requested and no parameter has 16 bits."""
     asked = any(group.keeping.master for group in spec.groups)
     made = any(slot.name == MASTER for group in spec.groups for slots in group.slots for slot in slots)
     return ["master_weights=True: no parameter of the optimizer has 16 bits, so none has a master"] if asked and not made else []

@@ -1,4 +1,4 @@
-"""Adding operators to a graph of the global view, behind everything that is there."""
+"""Builder that appends operators to a graph of the global view."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A torch-level call seen where torch's autocast sees it: as ATen calls above autograd, with the casts of their operands.
+"""ATen calls of a torch-level call, recorded at the level of torch's autocast, with the casts of their operands.
 
-A `TorchDispatchMode` below autograd is handed the very operators that autocast's dispatch key is handed above it, as long as it takes
-apart, by torch's own kernels, each composite that is not on the device's list. A listed operator ends the descent, as in torch.
+A `TorchDispatchMode` below autograd sees the same operators as autocast's dispatch key above it, if it decomposes, by torch's own kernels,
+each composite that is not on the device's list. A listed operator is not decomposed, as in torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE: dict[str, Function] = {
     "aten::feature_alpha_dropout": torch.feature_alpha_dropout,
     "aten::scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
 }
-"""Composites that are not taken apart, because later passes know them by these names."""
+"""Composites that are not decomposed, because later passes know them by these names."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass
 class Casts:
-    """The casts of a graph so far, by the identity of fake tensors, which it keeps alive."""
+    """The casts of a graph so far, by ids of fake tensors, which `alive` keeps alive."""
 
     source: dict[int, Tensor] = field(default_factory=dict)
     node: dict[int, Node] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Casts:
 
 
 class Watch(TorchDispatchMode):
-    """Records the ATen calls that a torch-level call comes down to; with a region, casts their operands as torch would."""
+    """Records the ATen calls of a torch-level call; with a region, casts their operands as torch would."""
 
     def __init__(self, device: str, region: Region | None, casts: Casts) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
         self, function: OpOverload, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs, name = kwargs or {}, function.name()
-        if function.namespace == "prim":  # a question (`prim::device`), no call
+        if function.namespace == "prim":  # a query (`prim::device`), no call
             return function(*args, **kwargs)
         policy = _policy(self.device, name)
         if policy is None and name not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
@@ -129,7 +129,7 @@ def tensors(tree: object) -> list[Tensor]:
 
 
 def trace(watch: Watch, operands: list[Tensor], names: list[int], result: object) -> list[object]:
-    """What a call did, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
+    """The ATen calls of a call, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
     name_of: dict[int, object] = dict(zip(map(id, operands), names, strict=True))
 
     def name(leaf: object) -> object:

@@ -1,9 +1,9 @@
-"""Bias updates: behind the optimizer's, routers' biases go towards experts that were chosen less than the mean.
+"""Bias updates: routers' biases, moved after the optimizer's update towards experts that were chosen less than the mean.
 
     routed:PATH = counts [experts]       becomes       buffer:bias = bias + u * sign(sum(counts) - counts * experts)
 
-Counts are what a step tells of its experts (`count_experts.py`): of the whole batch, on every mesh and with any number of microbatches.
-They are whole numbers, and so is the difference whose sign is taken.
+Counts are a step's metrics (`count_experts.py`), over the whole batch, on every mesh and with any number of microbatches. They are
+integers, and so is the difference whose sign is taken.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def bias_updates(
 ) -> list[tuple[Port, Node]]:
     """The biases after a step.
 
-    entered, kept  placeholders by key; what the graph gives so far, counts among it
+    entered, kept  placeholders by key; the graph's results so far, with the counts
     call           adds a node
     """
     counts = {port.name.removeprefix(ROUTED): node for port, node in kept if port.kind == "metric" and port.name.startswith(ROUTED)}
     made = []
     for path, name in biases_of(model).items():
         bias, tokens = entered.get(key_of("buffer", name)), counts.get(path)
-        if bias is None or tokens is None:  # no token goes by it
+        if bias is None or tokens is None:  # no routing depends on it
             continue
         found = record(bias)
         assert found.dtype is not None

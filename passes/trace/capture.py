@@ -1,7 +1,7 @@
 """Capture: the model as one torch-level graph, its open dims as sizes.
 
-The first pass. Where layers of the model stand for others (`passes/depth/prove.py`), those alone are traced. A step that is the mean of
-its microbatches is traced for one of them; which dims of its inputs are the batch is read off the forward of the whole batch.
+The first pass. Where layers of the model stand for others (`passes/depth/prove.py`), only those are traced. A step that is the mean of
+its microbatches is traced for one microbatch; the batch dims of its inputs are found from the forward of the whole batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def capture(outset: Outset) -> Traced:
 
 
 def _formed(outset: Outset, inputs: object) -> AbstractContextManager[None]:
-    """Experts are traced in as many groups as the plan has, and take what is asked for."""
+    """A context in which experts are traced in as many groups as the plan has, with the request's bound and capacity."""
     ask = outset.request
     groups = partial(groups_of, outset.plan, outset.sizes)
     return formed_experts(ask.module, groups, ask.expert_bound, rows_of(inputs), ask.expert_capacity)
@@ -53,7 +53,7 @@ def _formed(outset: Outset, inputs: object) -> AbstractContextManager[None]:
 def _open(
     outset: Outset, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Dynamic, ...], dict[str, dict[int, Dynamic]]]:
-    """The sizes that are left open, and the dims of inputs that have them."""
+    """The symbolic sizes, and the dims of inputs that have them."""
     ask = outset.request
     dynamic = outset.opened.dims if outset.opened is not None else ask.dynamic
     if not dynamic:

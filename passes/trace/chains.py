@@ -1,8 +1,8 @@
-"""Chains: from one call of a torch-level graph to the next, as patterns of calls are read.
+"""Matching helpers for chains of calls in a torch-level graph: nodes, their single readers, sets of equivalent targets.
 
-    x = only(node_of(call.args[0]));  need(x.target in MATMULS)         or Otherwise is raised
+    x = only(node_of(call.args[0]));  need(x.target in MATMULS)         raises Otherwise where the pattern does not match
 
-What lies within a pattern may be read by nothing else: a model that also returns its weights is left as it is.
+Values inside a pattern may have no other reader: a model that also returns its attention weights is not changed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ READ: frozenset[object] = frozenset((
     *MATMULS, *SOFTMAXES, *TRANSPOSES, *MULTIPLIES, *DIVIDES, *ADDS, *SUBTRACTS, *FILLS, torch.cat, "max", "amax", torch.max, torch.amax,
     functional.dropout,
 ))  # fmt: skip
-"""Calls whose arguments patterns read by their places."""
+"""Calls whose arguments patterns read by position."""
 IDLE: tuple[object, ...] = ("to", "type_as", "float", "contiguous")
 """Calls that change at most the dtype."""
 
 
 class Otherwise(Exception):
-    """It is something else."""
+    """The pattern does not match."""
 
 
 def need(holds: object) -> None:
-    """Raises Otherwise if it does not hold."""
+    """Raises Otherwise unless `holds`."""
     if not holds:
         raise Otherwise
 
 
 def argument(node: Node, place: int, name: str, default: object = None) -> object:
-    """An argument by its place or its name."""
+    """An argument, by position or name."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
@@ -53,23 +53,23 @@ def node_of(x: object) -> Node:
 
 
 def only(x: Node) -> Node:
-    """A value that one call reads."""
+    """`x` itself, if it has one reader; raises Otherwise if not."""
     need(len(x.users) == 1)
     return x
 
 
 def reader(x: Node) -> Node:
-    """The one call that reads a value."""
+    """The only reader of `x`; raises Otherwise if there are several."""
     return next(iter(only(x).users))
 
 
 def drops_nothing(node: Node) -> bool:
-    """Of a call of dropout."""
+    """Whether a call is a dropout that drops nothing."""
     return node.target is functional.dropout and (argument(node, 1, "p", 0.5) == 0.0 or argument(node, 2, "training", True) is False)
 
 
 def forget(node: Node) -> None:
-    """Erases a call that nobody reads, and of what it read that which is read no more."""
+    """Erases a call that nobody reads, and then its operands that nobody reads any more."""
     if node.op in ("call_function", "call_method") and not node.users:
         before = dict.fromkeys(node.all_input_nodes)
         node.graph.erase_node(node)

@@ -1,13 +1,13 @@
-"""Checkpointed regions of the user's model: which nodes are in one, and what of it is saved for backward.
+"""Checkpointed regions of the user's model: the region of each node, and whether its policy saves the value for backward.
 
     x = checkpoint(layer, x, context_fn=partial(create_selective_checkpoint_contexts, [aten.mm.default]))
 
         mm = aten.mm(x, t)       region model.layers.3, saved
         gelu = aten.gelu(mm)     region model.layers.3
 
-Dynamo makes a call of a body of each. `inline_checkpoints` tags the nodes of the body, by names of meta that tracing carries on to the
-operators; once these are there the region's policy is asked of each, in their order, as torch asks it in forward. Of regions within
-regions the outermost counts: all in it is recomputed.
+Dynamo turns each region into a call of a body. `inline_checkpoints` tags the nodes of the body, by keys of `meta` that tracing keeps for
+the operators; then the region's policy is called for each operator, in order, as torch calls it in forward. Of nested regions the
+outermost counts: everything in it is recomputed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshc.ir import KEY, is_getitem, op_name, records, set_record
 
 REGION: Final = "ac_graph_id"
 POLICY: Final = "recompute"
-"""Names of meta that torch's own regions use; tracing hands on what stands there."""
+"""Keys of `meta` that torch's own regions use; tracing passes their values on."""
 
 aten = torch.ops.aten
 STANDS_FOR: Final = {
@@ -43,18 +43,18 @@ STANDS_FOR: Final = {
     ),
     "meshc.dropout": (aten.native_dropout.default,),
 }  # fmt: skip
-"""Operators of meshc's own that torch has no policy for: what it runs there."""
+"""meshc's own operators -> torch's operators, for which policies are written."""
 
 SAVES: Final = (
     CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD,
 )  # fmt: skip
-"""What a policy would have on the host is kept where it is: lines of a plan say what lies there."""
+"""A value that a policy would offload is saved on the device: the plan alone decides what is offloaded."""
 
 Policy = Callable[..., Any]
 
 
 def tag_region(body: GraphModule, call: Node, names: Counter[str]) -> None:
-    """Of a body whose call is to be replaced: its nodes are of one region, that of the call if it is in one."""
+    """Tags the nodes of a body whose call is to be replaced: with the call's region if it is in one, otherwise with a new one."""
     if REGION in call.meta:
         region, policy = call.meta[REGION], call.meta[POLICY]
     else:
@@ -68,7 +68,7 @@ def tag_region(body: GraphModule, call: Node, names: Counter[str]) -> None:
 
 
 def carry_region(node: Node, made: Node) -> None:
-    """To the copy of a body's node."""
+    """Copies the tags of a body's node to its copy."""
     made.meta[REGION], made.meta[POLICY] = node.meta[REGION], node.meta[POLICY]
 
 
@@ -82,13 +82,13 @@ def _common(paths: Iterable[str]) -> str:
 
 
 def _policy(body: GraphModule) -> Policy | None:
-    """What says which values a region saves; None: none."""
+    """The function that decides which values a region saves; None: it saves none."""
     contexts = body.meta.get("_checkpoint_context_fn")
     return None if contexts is None else getattr(contexts()[0], "policy_fn", None)
 
 
 def mark_regions(graph: Graph) -> None:
-    """Says of forward's operators which region they are in, and whether its policy saves them. Raises CaptureError."""
+    """Records on forward operators their region and whether its policy saves them. Raises CaptureError."""
     for node in graph.nodes:
         region = node.meta.get(REGION)
         if node.op != "call_function" or not isinstance(region, str) or records(node)[0].phase != "forward":

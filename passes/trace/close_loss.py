@@ -1,4 +1,4 @@
-"""Close loss: a step's graph takes no tangent and gives no gradients of inputs; what was returned beside the loss are metrics.
+"""Close loss: a step's graph without tangents and without gradients of inputs; results beside the loss become metrics.
 
     g = mul(tangent_loss, w)      becomes      one = full([], 1.0);  g = mul(one, w)
 """
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def close_loss(traced: Traced) -> Traced:
-    """The loss's tangent is one, or its share of a mean: the graph takes no tangent any more. Gradients of the inputs are nobody's."""
+    """The loss's tangent becomes the constant 1, or a microbatch's share of a mean. Gradients of inputs and buffers are dropped."""
     joint = traced.operators()
     graph = joint.graph
     kept_inputs, kept_outputs, results = [], [], []
@@ -49,7 +49,7 @@ def close_loss(traced: Traced) -> Traced:
 
 
 def _missing_gradients(joint: Joint) -> list[str]:
-    """A note on parameters that the loss does not reach; it is refused if it reaches none."""
+    """A note on parameters that the loss does not depend on; raises CompileError if it depends on none."""
     trainable = {port.name for port in joint.inputs if port.kind == "parameter" and port.requires_grad}
     given = {port.name for port in joint.outputs if port.kind == "gradient"}
     missing = sorted(trainable - given)

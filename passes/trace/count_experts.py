@@ -1,9 +1,9 @@
-"""Count experts: a step tells how often each routed expert was chosen, and how many choices no expert took.
+"""Count experts: metrics of how often each routed expert is chosen, and how many choices exceed the capacity.
 
     own, slot = group_choices(choice, ..)      beside it      metric `routed:PATH` = sum(counts_of_rows(choice))      [experts]
 
-Counts are sums over the batch like any other, so they are of the whole batch on every mesh. With a capacity they are of what was chosen,
-and `dropped:PATH` is how many of these choices found no place.
+Counts are sums over the batch like any other, so they cover the whole batch on every mesh. With a capacity they include all choices, and
+`dropped:PATH` is how many of these were dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYOUT: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.defa
 
 
 def count_experts(traced: Traced) -> Traced:
-    """Of a training step; a metric more for each layer of experts, two where an expert takes only so many."""
+    """Adds to a training step one metric for each layer of experts, two where experts have a capacity."""
     joint = traced.operators()
     ports, results = list(joint.outputs), joint.results()
     for path, (product, choice, experts) in _routed(list(joint.graph.nodes)).items():
@@ -56,7 +56,7 @@ def count_experts(traced: Traced) -> Traced:
 
 
 def _routed(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
-    """By the path of a layer's experts: their first product, what is chosen there, and of how many."""
+    """By the path of a layer's experts: their first product, the choice that it reads, and the number of experts."""
     found: dict[str, tuple[Node, Node, int]] = {}
     for node in nodes:
         path = records(node)[0].source.module if node.target in PRODUCTS else ""
@@ -68,8 +68,8 @@ def _routed(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
 
 
 def _chosen(node: Node, places: int) -> tuple[Node, int]:
-    """What a model, or a capacity, has chosen, behind how it is laid out for products, and of how many experts: as many as `places`, unless
-    some of these are for copies."""
+    """The choice of the model, or of a capacity, behind the operators that lay it out for products, and the number of experts: `places`,
+    unless some of these are for copies."""
     while True:
         made = node.args[0] if node.args else None
         if node.target in LAYOUT and isinstance(made, Node):
@@ -88,7 +88,7 @@ def _chosen(node: Node, places: int) -> tuple[Node, int]:
 
 
 class Beside:
-    """Integers that are written behind a node, as its layer's."""
+    """Writes integer operators behind a node, attributed to its layer."""
 
     def __init__(self, node: Node, source: Source, parts: bool) -> None:
         self.last, self.source, self.parts = node, source, parts
@@ -106,5 +106,5 @@ class Beside:
         return self.call(aten.sum.dim_IntList, by_row, [0], shape=(experts,))
 
     def whole(self, count: Node) -> Node:
-        """Of all microbatches, where a step is the mean of what each gives."""
+        """The sum over all microbatches, where a step is the mean of its microbatches."""
         return self.call(meshc.sum_of_parts.default, count, shape=record(count).shape) if self.parts else count

@@ -1,4 +1,4 @@
-"""What AOTAutograd takes apart: operators whose rules are simpler in pieces.
+"""Decompositions for AOTAutograd: operators whose rules are simpler in pieces.
 
     out, mean, rstd = native_group_norm(x, w, b, N, C, HxW, groups, eps)
   becomes
@@ -89,9 +89,9 @@ POSITIONS = (
 )
 REDUCTIONS = (aten.aminmax, aten._safe_softmax)
 CONSTANTS = (aten.new_zeros, aten.new_ones, aten.new_full)
-"""That read a value for its dtype alone: without it they are split as they are read, and it is not kept for them."""
+"""Operators that read a value for its dtype alone: decomposed, they are sharded like their reader, and the value is not kept for them."""
 DECOMPOSED = (*NORMS, *LOSSES, *PRODUCTS, *DRAWN, *LAYOUTS, *POSITIONS, *REDUCTIONS, *CONSTANTS)
-"""Taken apart by torch's own decompositions."""
+"""Operators that use torch's own decompositions."""
 
 
 def var_mean(
@@ -123,7 +123,7 @@ def std_mean(
 def native_group_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, batch: int, channels: int, pixels: int, groups: int, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(result, mean [batch, groups], 1 / standard deviation); half precision is worked in float32."""
+    """(result, mean [batch, groups], 1 / standard deviation); half precision is computed in float32."""
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
     rows = x.reshape(batch, groups, channels // groups if groups else 0, pixels).to(wide)
     variance, mean = var_mean(rows, [2, 3], correction=0.0, keepdim=True)
@@ -156,7 +156,7 @@ def weight_norm_backward(
 def convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int] | None, *settings: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x, weight and bias, as the last of the settings says which are wanted."""
+    """The gradients of x, weight and bias that the last of `settings` requests: decomposed for the bias alone."""
     *_, wanted = settings
     if list(wanted) != [False, False, True]:
         return NotImplemented
@@ -164,7 +164,7 @@ def convolution_backward(
 
 
 def decompositions() -> dict[object, Function]:
-    """Operator -> what it is taken apart into."""
+    """Operator -> its decomposition."""
     table: dict[object, Function] = dict(get_decompositions(list(DECOMPOSED)).items())
     table[aten.var_mean.correction] = var_mean
     table[aten.std_mean.correction] = std_mean

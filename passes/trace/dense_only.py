@@ -1,4 +1,4 @@
-"""Dense only: values of a graph that are no plain array. Rules and collectives cut arrays; no sparse tensor can be cut like one.
+"""Refusal of sparse tensors: rules and collectives cut dense arrays only.
 
 h = aten._to_sparse(x)          refused, with the user's line
 """

@@ -1,4 +1,4 @@
-"""Differentiate: the graph of operators with its backward, its loss, the draws of its microbatches, and what its experts are asked for."""
+"""Differentiate: the operator graph with backward and loss, numbered draws of microbatches, and counts of experts."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Drop unread: what no result is made of goes, and an operator that makes several gradients is asked for those that are read.
+"""Dead code elimination, also of single results: operators that compute several gradients compute those that are read.
 
     g, gw, gb = convolution_backward(grad, x, w, ..., [True, True, True])       where nothing reads g
   becomes
     _, gw, gb = convolution_backward(grad, x, w, ..., [False, True, True])
 
-Autograd makes the gradients of all that requires one; a step gives none of its inputs', and so reads none. Left in, they would be computed,
-and would tie what is read to operands that it is not made of: a bias's gradient alone is a sum of the convolution's, whose channels no
-rank then needs to have.
+Autograd computes all gradients that are required; a step returns none of its inputs', and so reads none. Left in, they would be computed,
+and would tie the results that are read to operands that these do not depend on: a bias's gradient alone is a sum of the convolution's
+gradient, whose channels then need not be whole on any rank.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ASKED: Final[Mapping[object, tuple[int, ...]]] = {
     aten.grid_sampler_2d_backward.default: (0,),
     aten.grid_sampler_3d_backward.default: (0,),
 }
-"""Operators whose last argument says which results are wanted, and which of these they can leave out."""
+"""Operators whose last argument requests results -> the results that can be left out."""
 
 
 def drop_unread(graph: Graph) -> None:
-    """Results that are no more wanted are nothing, as autograd has them; the gradient of a convolution's bias alone becomes a sum."""
+    """In place. Results that are not requested have empty records; the gradient of a convolution's bias alone becomes a sum."""
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target not in ASKED or not all(map(is_getitem, node.users)):
@@ -52,7 +52,7 @@ def drop_unread(graph: Graph) -> None:
 
 
 def _sum_alone(graph: Graph, node: Node) -> None:
-    """A sum in the place of the one result of a convolution's backward that is read, its bias's gradient."""
+    """Replaces a convolution's backward of which only the bias's gradient is read by a sum."""
     grad, *_ = node.args
     assert isinstance(grad, Node)
     over = [0, *range(2, len(record(grad).shape))]

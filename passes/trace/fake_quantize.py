@@ -1,12 +1,11 @@
-"""Fake-quantise operators as multiplications, roundings and clamps: torch has neither shapes of them for a trace nor a rule.
+"""Decompositions of fake-quantise operators into multiplications, roundings and clamps, since torch has no shapes or rules for them.
 
     out, mask = fake_quantize_per_tensor_affine_cachemask(x, scale, zero, low, high)
   becomes
     level = int(round(x * (1 / scale)) + zero);   out = (clamp(level, low, high) - zero) * scale;   mask = low <= level <= high
 
-To the last bit as torch's kernels for a CPU have it: scales and their reciprocals are float32, levels of one scale for all of x are float32
-too, those of channels whole numbers of 64 bits (what that makes of infinities and of NaN is theirs as well). A fractional zero point of a
-channel is added before the level is rounded.
+Bit-identical with torch's CPU kernels: scales and their reciprocals are float32, levels of a per-tensor scale are float32 too, per-channel
+levels are int64 (with the same results for infinities and NaN). A fractional zero point of a channel is added before the level is rounded.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ Number = float | Tensor
 
 
 def per_tensor(x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
-    """(what is left of x, where its level is within the range)"""
+    """(fake-quantised x, mask of levels within the range)"""
     return _quantized(x, *_single(scale), zero_point, quant_min, quant_max, torch.float32)
 
 
 def per_tensor_read(
     x: Tensor, scale: Tensor, zero_point: Tensor, fake_quant_enabled: Tensor, quant_min: int, quant_max: int
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero point as tensors of one number, and whether anything is to be done."""
+    """The same with scale and zero point as tensors of one number, and a flag that turns quantisation off."""
     out, mask = _quantized(x, *_reciprocal(scale.reshape(())), zero_point.reshape(()), quant_min, quant_max, torch.float32)
     enabled = fake_quant_enabled.reshape(()) != 0
     return torch.where(enabled, out, x), mask | ~enabled
 
 
 def per_channel(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
-    """A scale and a zero point for each index along an axis."""
+    """The same with a scale and a zero point for each index along `axis`."""
     shape = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
     return _quantized(x, *_reciprocal(scale.reshape(shape)), zero_point.reshape(shape), quant_min, quant_max, torch.int64)
 
@@ -46,7 +45,7 @@ def per_channel(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_m
 def learnable_per_tensor(
     x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Tensor:
-    """Of scale and zero point that are trained."""
+    """Fake-quantised x, for trained scale and zero point."""
     zero = zero_point.reshape(()).to(torch.float32).round().clamp(quant_min, quant_max)
     return _quantized(x, *_reciprocal(scale.reshape(())), zero, quant_min, quant_max, torch.float32)[0]
 
@@ -54,7 +53,7 @@ def learnable_per_tensor(
 def learnable_per_tensor_backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point, which this kernel rounds otherwise than the forward one."""
+    """The gradients of x, scale and zero point; this kernel rounds the zero point otherwise than the forward one."""
     zero = (zero_point.reshape(()).to(torch.float32) + 0.5).clamp(quant_min, quant_max).trunc()
     dx, dscale, dzero = _backward(grad, x, scale.reshape(()), zero, quant_min, quant_max, grad_factor)
     return dx, dscale.sum().reshape(scale.shape), dzero.sum().reshape(zero_point.shape)
@@ -92,7 +91,7 @@ def _reciprocal(scale: Tensor) -> tuple[Tensor, Tensor]:
 def _quantized(
     x: Tensor, scale: Number, inverse: Number, zero: Number, quant_min: int, quant_max: int, kept: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """kept: in which dtype the kernel has levels. A zero point that is no whole number is added before it rounds."""
+    """`kept`: the kernel's dtype of levels. A fractional zero point is added before rounding."""
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     inverse = inverse.to(wide.dtype) if isinstance(inverse, Tensor) else inverse
     fraction = isinstance(zero, Tensor) and zero.is_floating_point()
@@ -106,7 +105,7 @@ def _quantized(
 def _backward(
     grad: Tensor, x: Tensor, scale: Tensor, zero: Tensor, quant_min: int, quant_max: int, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each element: of x, and what it adds to those of scale and zero point."""
+    """Per element: the gradient of x, and the summands of the gradients of scale and zero point."""
     narrow, inverse = _reciprocal(scale)
     levels = (x * inverse).round() + zero
     clamped = levels.clamp(quant_min, quant_max)

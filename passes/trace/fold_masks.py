@@ -1,12 +1,12 @@
-"""Fold masks: a mask that is provably causal, windowed or full becomes an attribute of attention.
+"""Fold masks: masks that are provably causal, windowed or full, as attributes of attention.
 
     le = aten.le.Tensor(keys, queries)
     where = aten.where.self(le, zero, minus_infinity)                                   becomes
     attention = meshc.attention(q, k, v, where, False, 0.35)        attention = meshc.attention(q, k, v, None, True, 0.35)
 
-A stock causal model passes a dense mask with `is_causal=False`: quadratic memory, and work on what nobody sees. A mask is evaluated where
-it depends on nothing but positions, or, where it would be too large for that, followed as a range of keys for each query. What depends on
-an input (padded tokens) is left alone.
+A stock causal model passes a dense mask with `is_causal=False`: quadratic memory, and work on masked positions. A mask is evaluated where
+it depends on positions alone, or, where it would be too large for that, followed as a range of keys for each query. A mask that depends on
+an input (padded tokens) is unchanged.
 Runs right after `differentiate`: values are pure there, and forward and backward have a node each.
 """
 
@@ -49,7 +49,7 @@ class Pattern:
 
 
 def fold_masks(traced: Traced) -> Traced:
-    """Changes the attention operators of the joint graph; what only made their masks goes."""
+    """Changes the attention operators of the joint graph; operators that only computed their masks are erased."""
     joint = traced.operators()
     graph, ports = joint.graph, joint.placeholders()
     known = KnownValues({node: joint.constants[name_of(key)] for key, node in ports.items() if is_a(key, "constant")})
@@ -84,7 +84,7 @@ def _fold(node: Node, found: Pattern) -> None:
 
 
 def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:
-    """What a bias [batch|1, heads|1, q|1, k] says, if that is one of the patterns, the same for all of the batch and all heads."""
+    """The pattern of a bias [batch|1, heads|1, q|1, k], if it has one, the same for all of the batch and all heads."""
     if bias is None:
         return None
     seen = bias == 0
@@ -100,13 +100,13 @@ def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:
 
 
 def _causal(seen: Tensor) -> Pattern | None:
-    """[queries, keys]: whether each row is a range that ends, and begins, one key further than the row before."""
+    """The causal pattern of `seen` [queries, keys], if each row is a range that ends, and begins, one key further than the row before."""
     ends = seen.shape[1] - seen.flip(1).int().argmax(1)
     return _windowed(seen.int().argmax(1), ends, seen.sum(1), seen.shape[1])
 
 
 def _windowed(begins: Tensor, ends: Tensor, counts: Tensor, keys: int) -> Pattern | None:
-    """Of each row the first key that it sees, the one behind the last, and how many there are."""
+    """The causal pattern of rows with these ranges: per row the first key that is seen, the one behind the last, and how many are seen."""
     queries = len(ends)
     offset = int(ends[0]) - 1
     at = torch.arange(queries) + offset
@@ -121,7 +121,7 @@ def _windowed(begins: Tensor, ends: Tensor, counts: Tensor, keys: int) -> Patter
 
 
 def pattern_of_ranges(found: Ranges | None, queries: int) -> Pattern | None:
-    """The same of a bias that is a range in every row."""
+    """The pattern of a bias that is a range in every row."""
     if found is None or found.truth:
         return None
     inside, outside = float(found.inside), float(found.outside)

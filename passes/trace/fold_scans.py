@@ -1,11 +1,11 @@
-"""Fold scans: a scan between two flips is one from the end.
+"""Fold scans: a scan between two flips, as one scan from the end.
 
     flip = aten.flip(x, [1])
     cumsum = aten.cumsum(flip, 1)
     flip_1 = aten.flip(cumsum, [1])             becomes             cumsum_back = meshc.cumsum_back(x, 1)
 
-Autograd writes the gradients of running sums, products and log-sums of exponentials so. A dim that is flipped is whole; one that is scanned
-may be split, from either end (`rules/scan.py`).
+Autograd writes gradients of running sums, products and log-sums of exponentials in this form. A dim that is flipped must be whole; one that
+is scanned may be split, from either end (`rules/scan.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FROM_THE_END: dict[object, OpOverload] = {
 
 
 def fold_scans(traced: Traced) -> Traced:
-    """Changes the second flip of each; what only led to it goes."""
+    """Replaces the second flip of each; operators that only led to it are erased."""
     graph = traced.operators().graph
     for node in graph.nodes:
         found = _between_flips(node)
@@ -40,7 +40,7 @@ def fold_scans(traced: Traced) -> Traced:
 
 
 def _between_flips(node: Node) -> tuple[Node, tuple[Node, int]] | None:
-    """The scan that a flip turns round again, what it scans, unflipped, and along which dim."""
+    """The scan whose result a flip reverses, with its operand before the first flip, and the dim."""
     scan = _flipped(node)
     if scan is None or scan[0].target not in FROM_THE_END or scan[0].kwargs:
         return None
@@ -53,7 +53,7 @@ def _between_flips(node: Node) -> tuple[Node, tuple[Node, int]] | None:
 
 
 def _flipped(node: object) -> tuple[Node, int] | None:
-    """Of a flip along one dim what it flips, and the dim."""
+    """The operand and the dim of a flip along one dim."""
     if not isinstance(node, Node) or node.target is not aten.flip.default:
         return None
     x, dims = node.args

@@ -1,10 +1,10 @@
-"""Gradient hooks: what users hang on a parameter's gradient becomes part of the graph, ahead of clipping and of the update.
+"""Gradient hooks: users' hooks on a parameter's gradient, traced into the graph ahead of clipping and the update.
 
     w.register_hook(lambda g: 0.1 * g)                     g1 = mul(grad_w, 0.1)         w, m, v = adam(w, g1, m, v, ...)
     w.register_hook(lambda g: g + torch.randn_like(g))     d = normal(seed, ...)         g1 = add(grad_w, d)
 
-Each parameter's are run once, on a tensor without values; a tensor that they hold (a mask) is a constant of the program. What reads values
-of a gradient in Python, writes to the parameter, or only looks at the gradient is refused: a program would not do it again.
+Each parameter's hooks are run once, on a fake tensor; a tensor that they hold (a mask) is a constant of the program. A hook that reads
+values of a gradient in Python, writes to the parameter, or only inspects the gradient is refused: a program would not repeat that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hooked(
     seed_step: Callable[[], Node],
     constant: Callable[[Tensor], Node],
 ) -> Node:
-    """The gradient behind its hooks. like: a meta tensor of the parameter. call, seed_step, constant: make nodes of the graph."""
+    """The gradient after its hooks. `like`: a meta tensor of the parameter. `call`, `seed_step`, `constant`: create nodes of the graph."""
     traced = _traced(name, hooks, like)
     values: dict[Node, object] = {}
     given = iter((lambda: parameter, lambda: gradient, seed_step))
@@ -110,7 +110,7 @@ def _refuse(name: str, hooks: Hooks, traced: GraphModule, like: Tensor) -> None:
 
 
 def _without_copies(traced: GraphModule) -> None:
-    """Copies that were made so that hooks may write in place."""
+    """Removes copies that were inserted so that hooks may write in place."""
     for node in list(traced.graph.nodes):
         if node.op == "call_function" and node.target in (aten.clone.default, aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
@@ -126,7 +126,7 @@ def _draws(node: Node) -> bool:
 
 
 class _Numbered(Interpreter):
-    """Runs a graph whose random calls are answered with the draws of a step."""
+    """Runs a graph with its random calls replaced by numbered draws of a step."""
 
     def __init__(self, name: str, traced: GraphModule) -> None:
         super().__init__(traced)

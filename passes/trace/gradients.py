@@ -1,8 +1,8 @@
-"""What becomes of gradients between backward and the update: hooks of their parameters, sums over calls, their norm, clipping.
+"""Gradients between backward and the update: hooks, gradient accumulation over calls, norm, clipping.
 
     g = hook(grad_w) + sum_w     norm = sqrt(square_sum(g) + ...)      c = clamp(max_norm / (norm + 1e-6), max=1)      g * c
 
-All of it is on the global view, so a norm is global whatever the mesh: its sum is partial over the axes that split gradients. Clipping
+All is written on the global view, so a norm is global whatever the mesh: its sum is partial over the axes that split gradients. Clipping
 follows `torch.nn.utils.clip_grad_norm_`.
 """
 
@@ -37,7 +37,7 @@ meshc = torch.ops.meshc
 
 
 class Gradients:
-    """Writes into the graph that `add` adds to, and into its `inputs` and `updates`. constants: its own, and those of hooks."""
+    """Writes into the graph of `add`, and into `inputs` and `updates`. `constants`: the graph's own, and those of hooks."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Gradients:
         self.sums: dict[str, Node] = {}
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
-        """Gradients behind their hooks, with those of calls before, and the norm of all."""
+        """Gradients after hooks and accumulation, and the norm of all."""
         found = {name: self._through(name, self._summed(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
         before = len(self.add.made)
         total = self._norm(found)
@@ -62,7 +62,7 @@ class Gradients:
         return found, total
 
     def _mark(self, before: int, name: str, reason: str = "") -> None:
-        """What was added since is part of a parameter's update."""
+        """Marks the nodes added since `before` as part of a parameter's update."""
         for node in self.add.made[before:]:
             if reason:
                 set_reason(node, reason=reason)
@@ -72,7 +72,7 @@ class Gradients:
     # Hooks.
 
     def _through(self, name: str, gradient: Node, when: int) -> Node:
-        """when: 0, hooks of the gradient; 1, of the parameter that has got it."""
+        """The gradient after its hooks. `when`: 0 for hooks of the gradient; 1 for hooks of the parameter after accumulation."""
         hooks = self.traced.request.hooks.get(name)
         mine = hooks and (Hooks(hooks.of_gradient, ()) if when == 0 else Hooks((), hooks.of_parameter))
         if not mine or not (mine.of_gradient or mine.of_parameter):
@@ -96,7 +96,7 @@ class Gradients:
         return self.add.placeholder(name, tuple(value.shape), value.dtype)
 
     def seed_step(self) -> Node:
-        """The seed and the step of random numbers, the model's own if it draws some."""
+        """The seed and step of random numbers, shared with the model if it draws any."""
         return self._seed_step
 
     @cached_property
@@ -124,7 +124,7 @@ class Gradients:
         return result
 
     def added(self, gradients: Mapping[str, Node]) -> list[tuple[Port, Node]]:
-        """What a call that does not step leaves: the sums, in their places."""
+        """The results of a call without an update: the accumulated sums, in their storage."""
         found = []
         for name, place in self.sums.items():
             before = len(self.add.made)
@@ -134,7 +134,7 @@ class Gradients:
         return found
 
     def emptied(self, name: str) -> dict[str, Node]:
-        """A sum after the step that has used it, by its slot."""
+        """The zeroed sum after an update has used it, by its slot."""
         if name not in self.sums:
             return {}
         place = self.sums[name]
@@ -152,7 +152,7 @@ class Gradients:
         return self.add.call(aten.sqrt.default, total)
 
     def coefficients(self, gradients: Mapping[str, Node], total: Node) -> dict[str, Node]:
-        """What each gradient that is clipped is multiplied by. total: the norm of all."""
+        """By parameter, the factor of each gradient that is clipped. `total`: the norm of all."""
         found: dict[str, Node] = {}
         for limit, names in groups_of(self.traced.request.clip_grad_norm, gradients):
             norm = total if len(names) == len(gradients) else self._norm({name: gradients[name] for name in names})
@@ -162,7 +162,7 @@ class Gradients:
         return found
 
     def clipped(self, name: str, gradient: Node, coefficients: Mapping[str, Node]) -> Node:
-        """A gradient by its coefficient, in its parameter's dtype."""
+        """A gradient times its coefficient, in its parameter's dtype."""
         if name not in coefficients:
             return gradient
         scaled = self.add.call(aten.mul.Tensor, gradient, coefficients[name])
@@ -171,5 +171,5 @@ class Gradients:
 
 
 def group_of(spec: OptimizerSpec, parameter: object) -> GroupSpec | None:
-    """The group that a parameter is in."""
+    """The optimizer's group that holds a parameter."""
     return next((group for group in spec.groups if any(p is parameter for p in group.params)), None)

@@ -1,13 +1,12 @@
-"""Inline: the body of a checkpointed region takes the place of its call.
+"""Inline: the body of a checkpointed region, in the place of its call.
 
     h = tag_activation_checkpoint(body, x, w, use_reentrant=False)         h = gelu(linear(x, w))
     y = getitem(h, 0)                                             becomes  y = h
 
-`torch.utils.checkpoint` says how much is kept for backward, not what is computed, but that buffers are written once more in backward
-(`passes/trace/repeat_writes.py`). Later passes replace calls one by one (random draws get
-their numbers in the order of the model, attention becomes one operator), so they must see all of them. Each node of a body remembers the
-region that it was in, and what says which of its values are saved (`passes/trace/checkpoint_regions.py`). Runs after `autocast`, which
-casts within a body by the regions around its call.
+`torch.utils.checkpoint` changes how much is kept for backward, not what is computed, except that buffers are written once more in backward
+(`passes/trace/repeat_writes.py`). Later passes replace calls one by one (random draws get their numbers in the order of the model,
+attention becomes one operator), so they must see all of them. Each node of a body is tagged with its region and the region's policy
+(`passes/trace/checkpoint_regions.py`). Runs after `autocast`, which casts within a body by the regions around its call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def inline_checkpoints(traced: Traced) -> Traced:
-    """Replaces the calls, bodies within bodies included."""
+    """Replaces the calls, nested bodies included."""
     module, names = traced.model.module, Counter[str]()
     places: dict[Node, CheckpointedRegion] = {}
     calls = module.graph.find_nodes(op="call_function", target=CHECKPOINT)
@@ -46,7 +45,7 @@ def inline_checkpoints(traced: Traced) -> Traced:
 
 
 def _regions(graph: Graph, places: Mapping[Node, CheckpointedRegion]) -> list[CheckpointedRegion]:
-    """In the order in which the model runs them, with their nodes."""
+    """The regions, in the order in which the model runs them, with their nodes."""
     regions: dict[CheckpointedRegion, None] = {}
     for node in graph.nodes:
         for region in places[node].enclosing() if node in places else ():
@@ -56,7 +55,7 @@ def _regions(graph: Graph, places: Mapping[Node, CheckpointedRegion]) -> list[Ch
 
 
 def _inline(module: GraphModule, call: Node, names: Counter[str], places: dict[Node, CheckpointedRegion]) -> None:
-    """`names`: how many regions there are already, by the module that they are in; `places`: in which a node is."""
+    """Replaces one call. `names`: by module, the number of its regions so far; `places`: the region of each node."""
     body = _body(module, call)
     region = CheckpointedRegion(bool(call.kwargs.get("use_reentrant")), places.get(call))
     if region.reentrant and requires_grad(call) and not any(requires_grad(one) for one in call.all_input_nodes if one.op != "get_attr"):
@@ -95,7 +94,7 @@ def _body(module: GraphModule, call: Node) -> GraphModule:
 
 
 def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: dict[Node, Argument]) -> Node:
-    """A node of the body, before the call. What the body reads by name, the model reads by a name of its own."""
+    """Copies a node of the body before the call. An attribute of the body gets a name in the model."""
     with module.graph.inserting_before(call):
         made = module.graph.node_copy(node, lambda used: env[used])
     if node.op == "get_attr":
@@ -109,7 +108,7 @@ def _copy(module: GraphModule, body: GraphModule, node: Node, call: Node, env: d
 
 
 def _replace(graph: Graph, call: Node, result: Any) -> None:
-    """Readers of the call read what the body returns: a value, or some by number."""
+    """Readers of the call read the body's result: a value, or items by number."""
     for user in list(call.users):
         if user.target is operator.getitem and isinstance(result, list | tuple):
             index = user.args[1]

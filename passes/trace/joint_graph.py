@@ -4,8 +4,8 @@
   becomes
     mm = aten.mm(x, t(w)) ... loss, and backward:  grad_w = aten.mm(t(grad), x)
 
-AOTAutograd traces; a short list of decompositions takes apart what the rules know better in pieces (batch norm becomes means, and is
-thereby synchronised). What tracing leaves behind (aliases, detaches, equal nodes twice) is cleaned up here.
+AOTAutograd traces, with a short list of decompositions for operators whose rules are simpler in pieces (batch norm becomes means, and is
+thereby synchronised). Aliases, detaches and common subexpressions that tracing leaves are removed here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 CHECKS = {aten._assert_async.default, aten._assert_async.msg}
-"""Calls that make no value and stop where one is wrong (`one_hot` checks its classes with two): a program does without."""
+"""Assertions without a result (`one_hot` checks its classes with two), which a program leaves out."""
 
 
 def joint_graph(traced: TorchGraph) -> Joint:
@@ -49,7 +49,7 @@ def joint_graph(traced: TorchGraph) -> Joint:
     mark_regions(graph)
     refuse_sparse(graph)
     refuse_mixed(graph)
-    mark_module_outputs(graph, outputs)  # before what different modules made alike becomes one value
+    mark_module_outputs(graph, outputs)  # before common subexpressions of different modules become one value
     _forward_transparent(graph)
     forget_strides(graph)
     _drop_checks(graph)
@@ -65,7 +65,7 @@ def joint_graph(traced: TorchGraph) -> Joint:
 
 
 def _held_constants(joint: JointGraph, traced: TorchGraph) -> dict[str, torch.Tensor]:
-    """Tensors that the model, or a function of its, holds beside parameters and buffers, by what the graph calls them."""
+    """Tensors that the model, or one of its functions, holds beside parameters and buffers, by their names in the graph."""
     constants: dict[str, torch.Tensor] = {}
     for position, (kind, target) in enumerate(joint.placeholders):
         if kind == "constant":
@@ -133,7 +133,7 @@ def _record_all(graph: Graph) -> None:
         if node.op == "output":
             continue
         value = node.meta.get("val")
-        # torch tags what autograd makes by itself; in the backward of a user's own function a view may have no tag
+        # torch tags autograd's own nodes; in the backward of a user's own function a view may have no tag
         if node.meta.get("partitioner_tag") == "is_backward" or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
         phase = "backward" if node in late else "forward"
@@ -153,8 +153,8 @@ def _record_all(graph: Graph) -> None:
 
 
 def _say_dtypes(graph: Graph) -> None:
-    """What makes a tensor of no other (`ones`, `full`, `eye`) says its dtype where that is not torch's usual one: it was the default of the
-    process that traced, and a program has that of none."""
+    """Adds explicit dtypes to factory calls (`ones`, `full`, `eye`) whose dtype is not float32: it was the default of the process that
+    traced, and a program must not depend on one."""
     for node in [node for node in graph.nodes if node.op == "call_function"]:
         schema = getattr(node.target, "_schema", None)
         found = records(node)[0].dtype
@@ -165,7 +165,7 @@ def _say_dtypes(graph: Graph) -> None:
 
 
 def _forward_transparent(graph: Graph) -> None:
-    """Aliases go; a view of the trace's strides becomes a reshape, which holds for whatever strides a kernel gives."""
+    """Removes aliases; a view by the trace's strides becomes a reshape, which holds for any strides of a kernel's result."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
@@ -176,7 +176,7 @@ def _forward_transparent(graph: Graph) -> None:
 
 
 def _drop_checks(graph: Graph) -> None:
-    """To make a check, ranks would have to bring together what it looks at. Indices are checked where they are read by (`guards.py`)."""
+    """Assertions would need a gather of what they check. Indices are checked by their readers (`guards.py`)."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in CHECKS:
             graph.erase_node(node)
@@ -195,13 +195,13 @@ def _drop_empty(graph: Graph) -> None:
 
 
 def _merge_equal(graph: Graph) -> None:
-    """One node for equal calls on equal operands (each layer builds the same mask and casts the same table)."""
+    """Common subexpression elimination (each layer builds the same mask and casts the same table)."""
     for node, first in equal_calls(graph.nodes, apart=_kept_apart):
         _replace(graph, node, first)
 
 
 def _replace(graph: Graph, node: Node, other: Node) -> None:
-    """`other` stands for `node`, also as what modules return."""
+    """Replaces `node` by `other`, also in the modules that return it."""
     if not isinstance(node.meta[KEY], tuple) and not isinstance(other.meta[KEY], tuple):
         update(other, returned_by=tuple(dict.fromkeys((*record(other).returned_by, *record(node).returned_by))))
     node.replace_all_uses_with(other)
@@ -209,13 +209,13 @@ def _replace(graph: Graph, node: Node, other: Node) -> None:
 
 
 def _kept_apart(node: Node) -> str:
-    """What else must be alike of two equal calls. Of what is made of sizes alone these are the lines that make it: positions along a batch
-    are others than those along a sequence of as many tokens."""
+    """Additional key of a common subexpression. Values of sizes alone have their source lines: positions along a batch are not those along
+    a sequence of as many tokens."""
     phase = records(node)[0].phase if _expensive(node) else ""
     lines = node.meta.get("stack_trace") if not node.all_input_nodes and shape_of(node) else ""
     return f"{phase} {lines}"
 
 
 def _expensive(node: Node) -> bool:
-    """Values worth their memory across phases stay as traced; views and getitem are free."""
+    """Whether a value is worth its memory across phases, so that forward and backward stay as traced; views and getitem are free."""
     return not (is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default))

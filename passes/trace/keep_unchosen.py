@@ -1,11 +1,11 @@
-"""Keep unchosen: what no row of a batch has chosen is left as it is by an update, with all its state, as torch.optim leaves it.
+"""Keep unchosen: parameters and state of experts that no row of a batch has chosen, unchanged by an update, as in torch.optim.
 
     w, m, v, t = adam(w1, ..)        becomes        w = where(routed[3] > 0, w, w1), and so m, v, t
 
 Where a model's code does not call an expert, or a cluster of an adaptive softmax, its parameters have no gradient on one device, and an
-optimizer passes them over: no decay, no step counted. A program has zeros there. How often each expert is chosen, over the whole batch and
-all microbatches, is in the graph already (`count_experts.py`); the rows of a cluster are counted here, by the mask that its product reads
-(`meshc/frontend/traced_adaptive.py`).
+optimizer skips them: no decay, no step counted. A program has zero gradients there. How often each expert is chosen, over the whole batch
+and all microbatches, is in the graph already (`count_experts.py`); the rows of a cluster are counted here, by the mask that its product
+reads (`meshc/frontend/traced_adaptive.py`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from meshc.program.program import Port
 aten = torch.ops.aten
 
 TURNED: Final = (aten.t.default, aten.permute.default, aten.transpose.int, aten._to_copy.default)
-"""Operators behind which a value is the same rows, in another order of dims or another dtype."""
+"""Operators that keep rows as they are, in another order of dims or another dtype."""
 
 Places = Mapping[str, tuple[tuple[str, int], ...]]
-"""By parameter: (path of a module that passes over what no row has chosen, number there)."""
+"""By parameter: (path of a module with experts or clusters, number of the expert or cluster there)."""
 
 
 class Unchosen:
     """
-    places    parameters of what may not be chosen
-    counts    by path, how many rows have chosen each
-    clusters  by place likewise, at each call
+    places    parameters of experts and clusters that may not be chosen
+    counts    by path, the number of rows that have chosen each expert
+    clusters  by place, the same numbers of a cluster, one for each call
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Unchosen:
         self.chosen: dict[tuple[tuple[str, int], ...], Node] = {}
 
     def kept(self, name: str, old: Node, new: Node, state: Mapping[str, Node], after: Mapping[str, Node]) -> tuple[Node, dict[str, Node]]:
-        """A parameter and its state behind an update."""
+        """A parameter and its state after an update."""
         places = self.places.get(name, ())
         if not places or new is old or any(path not in self.counts and (path, number) not in self.clusters for path, number in places):
             return new, dict(after)
@@ -74,7 +74,7 @@ class Unchosen:
 
 
 def of_zeros(module: nn.Module, gradients: Iterable[str]) -> list[str]:
-    """A note where gradients are handed out of what may be chosen by no row: only an update within a program can tell."""
+    """A note where a program returns gradients of parameters that may not be chosen: only an update within a program can skip them."""
     places = unchosen(module)
     names = [name for name in gradients if name in places]
     if not names:
@@ -87,7 +87,7 @@ def of_zeros(module: nn.Module, gradients: Iterable[str]) -> list[str]:
 
 
 def rows_of_clusters(module: nn.Module, places: Places, entered: Mapping[str, Node], parts: bool) -> dict[tuple[str, int], list[Node]]:
-    """By place, how many targets the clusters of adaptive softmaxes have at each call; of those alone that nothing else calls."""
+    """By place, the number of targets in clusters of adaptive softmaxes at each call; only of clusters that nothing else calls."""
     found: dict[tuple[str, int], list[Node]] = {}
     for path, each in module.named_modules():
         for number in range(len(each.tail) if isinstance(each, nn.AdaptiveLogSoftmaxWithLoss) else 0):
@@ -101,7 +101,7 @@ def rows_of_clusters(module: nn.Module, places: Places, entered: Mapping[str, No
 
 
 def _as_laid_out(entry: Node) -> list[Node]:
-    """A weight, and what is it in another order of dims or another dtype."""
+    """A weight, and the same weight in another order of dims or another dtype."""
     turned = [user for user in entry.users if user.target in TURNED and record(user).phase == "forward"]
     return [entry, *(one for user in turned for one in _as_laid_out(user))]
 
@@ -111,7 +111,7 @@ def _is_read(node: Node) -> bool:
 
 
 def _mask(product: Node, weight: Node) -> Node | None:
-    """Which rows a product with a weight is given; None where it is given all."""
+    """The mask of the rows that a product with a weight reads; None where it reads all."""
     other = next((one for one in product.all_input_nodes if one is not weight), None)
     while other is not None and other.target in (*LAYOUT, *TURNED):
         other = other.all_input_nodes[0]

@@ -1,8 +1,8 @@
-"""Values that depend on no parameter, no input and no buffer, computed while compiling: positions, and the masks made of them.
+"""Constant folding of values that depend on no parameter, input or buffer: positions, and the masks computed from them.
 
     arange, le, where  ->  the tensor itself, with size 1 in dims that `expand` only repeats
 
-What depends on a size that calls choose is not known, unless that size only repeats it.
+A value that depends on a symbolic size is not known, unless that size only repeats the value.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FILLED = (
     aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.full_like.default, aten.zeros_like.default,
     aten.ones_like.default,
 )  # fmt: skip
-"""What they give does not depend on what their operand holds."""
+"""Operators whose result does not depend on the values of their operand."""
 
 
 Found = TypeVar("Found")
 
 
 def settled(node: Node, found: dict[Node, Found], compute: Callable[[Node], Found]) -> Found:
-    """What `compute` says of a node once `found` has all that it is made of."""
+    """The memoised `compute(node)`, called once `found` has the results of all operands."""
     work = [node]
     while work:
         last = work[-1]
@@ -50,13 +50,13 @@ def settled(node: Node, found: dict[Node, Found], compute: Callable[[Node], Foun
 
 
 class KnownValues:
-    """`of(node)`: the value, or None if it is not known. `constants` are the constant tensors of the graph by placeholder."""
+    """`of(node)`: the value, or None if it is not known. `constants`: constant tensors of the graph, by placeholder."""
 
     def __init__(self, constants: dict[Node, Tensor]) -> None:
         self._values: dict[Node, Tensor | None] = dict(constants)
 
     def of(self, node: Node) -> Tensor | None:
-        """Broadcasts to the node's shape."""
+        """The value, of a shape that broadcasts to the node's."""
         return settled(node, self._values, self._compute)
 
     def _compute(self, node: Node) -> Tensor | None:
@@ -86,12 +86,12 @@ class KnownValues:
             return None
         try:
             found: object = node.target(*args, **kwargs)
-        except RuntimeError:  # what cannot be computed here is for the program to fail on
+        except RuntimeError:  # left to the program, which will raise the same error
             return None
         return found if isinstance(found, Tensor) else None
 
     def _reshaped(self, node: Node, value: Tensor | None) -> Tensor | None:
-        """Dims of size 1 may come and go before what is repeated; else the value is written out."""
+        """Dims of size 1 may be added or removed before repeated dims; otherwise the value is expanded to its full shape."""
         (x,), shape = node.all_input_nodes, list(ir.record(node).shape)
         if value is not None and list(ir.record(x).shape) == shape:
             return value
@@ -100,7 +100,7 @@ class KnownValues:
 
 
 def _holds_open_size(arguments: object) -> bool:
-    """Whether a number among the arguments is one that calls choose: what is made of it is not known while compiling."""
+    """Whether a symbolic size is among the arguments: a value computed from it is not known while compiling."""
     return any(isinstance(leaf, Size | Ratio) for leaf in ir.leaves(arguments))
 
 
@@ -121,7 +121,7 @@ def _padded(value: Tensor | None, rank: int) -> Tensor | None:
 
 
 def _whole(node: Node, value: Tensor | None) -> Tensor | None:
-    """The value in its full shape, if that is not too large."""
+    """The value in its full shape, unless that is too large."""
     shape = ir.record(node).shape
     return None if value is None or _holds_open_size(shape) or prod(shape) > LARGEST else value.expand(shape)
 

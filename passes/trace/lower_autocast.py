@@ -1,4 +1,4 @@
-"""Autocast: regions of automatic mixed precision become casts that one can read.
+"""Autocast: regions of automatic mixed precision, as explicit casts.
 
     enter = _enter_autocast('cuda', bf16, True, None)
     h = linear(x, w, b)                                    h = linear(x.to(bf16), w.to(bf16), b.to(bf16))
@@ -7,7 +7,7 @@
     _exit_autocast(enter)
 
 Torch casts by dispatch key: above autograd, at the outermost ATen operator that is on the device's list. So each call of a region is run on
-fake tensors under a mode that sees ATen calls at that same height (below autograd, composites off the list taken apart) and records them
+fake tensors under a mode that sees ATen calls at the same level (below autograd, composites off the list decomposed) and records them
 and their casts. If the call, given cast operands and no autocast, makes the same ATen calls on the same dtypes, the casts go in front of
 it; else the recorded ATen calls take its place. The lists are data (`meshc.frontend.autocast_policy`), so the machine that
 compiles does not matter.
@@ -54,12 +54,12 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def lower_autocast(traced: Traced) -> Traced:
-    """The regions of the whole model as casts."""
+    """Replaces the autocast regions of the model by casts."""
     return replace(traced, model=as_casts(traced.model, traced.mesh.device_type))
 
 
 def as_casts(traced: TorchGraph, device: str | None = None) -> TorchGraph:
-    """Take the autocast regions out of the graph, in place, and put casts in.
+    """Replaces the autocast regions of a graph by casts, in place.
 
     `device` is the mesh's device type. Capture traces on CPU stand-ins, so a region whose device the model read from a tensor says "cpu":
     it means `device` then, or else that of the region around it. Every other region follows the lists of the device that it names.
@@ -76,7 +76,7 @@ def as_casts(traced: TorchGraph, device: str | None = None) -> TorchGraph:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """oneDNN's own variants of operators are off, as in capture; the gradient mode, which the graph sets as it goes, comes back."""
+    """A context without oneDNN's own variants of operators, as in capture; restores the gradient mode, which the graph sets."""
     onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -106,7 +106,7 @@ class Lowering:
         self.bodies: list[Lowering] = []
 
     def run(self, inputs: Sequence[object], around: list[Region]) -> object:
-        """Lower the graph, whose call lies in the regions `around`, outermost first; gives its fake outputs."""
+        """Lowers the graph, whose call is inside the regions `around`, outermost first; returns its fake outputs."""
         stack = list(around)
         outside: dict[Node, int] = {}
         feed = iter(inputs)
@@ -179,7 +179,7 @@ class Lowering:
                 self._expand(node, watch)
 
     def _flex(self, node: Node, operands: Sequence[Tensor], region: Region) -> list[Tensor]:
-        """torch casts queries, keys and values of flex_attention, and what functions do to scores takes place outside the region."""
+        """torch casts queries, keys and values of flex_attention; its score functions run outside the region."""
         cast = []
         for used, value in zip(node.args[:3], operands, strict=True):
             assert isinstance(used, Node)
@@ -191,7 +191,7 @@ class Lowering:
         return [value for _, value in cast]
 
     def _hoist(self, node: Node, watch: Watch, args: Sequence[object], kwargs: Keywords) -> bool:
-        """Put the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
+        """Puts the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
         operands = tensors((args, kwargs))
         uses = Counter(map(id, operands))
         made: dict[int, list[Tensor]] = {}
@@ -233,7 +233,7 @@ class Lowering:
         return True
 
     def _expand(self, node: Node, watch: Watch) -> None:
-        """Let the recorded ATen calls, with their casts, take the place of the call."""
+        """Replaces the call by the recorded ATen calls, with their casts."""
         wires = self._wires(node.all_input_nodes, node)
 
         def wire(leaf: object) -> object:
@@ -271,7 +271,7 @@ class Lowering:
         self.graph.erase_node(node)
 
     def _wires(self, nodes: Sequence[Node], near: Node) -> dict[int, Node]:
-        """The node of every tensor that `nodes` hold, themselves or in a list."""
+        """By tensor id, the node of every tensor that `nodes` have as values, themselves or in a list."""
         wires: dict[int, Node] = {}
 
         def visit(node: Node, value: object) -> None:
@@ -322,7 +322,7 @@ class Lowering:
 
 
 def _gradients(node: Node, inputs: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
-    """Fake ones: of the shapes of the trace, in the dtypes that the inputs have here. Autograd is off, and knows nothing of them."""
+    """Fake gradients: in the shapes of the trace and the dtypes of the inputs here. Autograd is off."""
     of = [inputs] if isinstance(inputs, Tensor) else inputs
     return [one if one is None else one.to(x.dtype) for one, x in zip(node.meta["example_value"], of, strict=True)]
 

@@ -1,10 +1,10 @@
-"""Which values the user's modules return.
+"""Return values of the user's modules: by value, the paths of the modules that return it.
 
-    linear: 3 dims, made in a call of mlp.down_proj, read by an addition of layers.0       returned by mlp.down_proj and mlp
-    keys:   4 dims, made in a call of layers.0.self_attn, an output of the model (a cache)   returned by layers.0.self_attn, layers.0, ...
+    linear: 3 dims, computed in mlp.down_proj, read by an addition of layers.0             returned by mlp.down_proj and mlp
+    keys:   4 dims, computed in layers.0.self_attn, an output of the model (a cache)        returned by layers.0.self_attn, layers.0, ...
 
-A value is returned by a call of a module if it was made during the call and is read in forward after it, or is the model's output. That
-covers containers, whose own code computes nothing, and what leaves a module by way of a cache.
+A value is returned by a call of a module if it was computed during the call and is read in forward after it, or is the model's output. That
+covers containers, whose own code computes nothing, and values that leave a module through a cache.
 """
 
 from __future__ import annotations

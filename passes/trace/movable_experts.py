@@ -1,4 +1,4 @@
-"""Movable experts: of weights whose rows may lie in another order than the model has them, nothing may read a row by its number.
+"""Refusal of readers that index rows of movable experts' weights, which may be stored in another order than the model's.
 
     group_mm(rows, transpose(gate_up_proj), choices_to_slots(choice))      right, whatever the order
     gate_up_proj[0].norm()                                                 of another expert once they have moved: refused
@@ -24,12 +24,12 @@ ROW_BY_ROW: Final = (
     *LAYOUT, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten._to_copy.default, aten.cat.default,
     meshc.by_group.default, meshc.in_line.default,
 )  # fmt: skip
-"""What keeps rows apart, and in their order."""
+"""Operators that keep rows apart and in order."""
 CLAMPED: Final = (aten.clamp.default, aten.clamp_min.default)
 
 
 def refuse_other_readers(joint: Joint) -> None:
-    """Raises CaptureError where movable experts are read otherwise than by slot."""
+    """Raises CaptureError where weights of movable experts are read otherwise than by slot."""
     names = {f"{port.name.rpartition('.')[0]}.{each}" for port in joint.inputs if is_slots(port.name) for each in WEIGHTS}
     found = joint.placeholders()
     faults = []
@@ -46,7 +46,7 @@ def refuse_other_readers(joint: Joint) -> None:
 
 
 def _strangers(weights: Node) -> list[Node]:
-    """What reads the rows by number."""
+    """Readers that depend on the order of rows."""
     readers, found = [(weights, user) for user in weights.users], []
     while readers:
         read, user = readers.pop()
@@ -60,7 +60,7 @@ def _strangers(weights: Node) -> list[Node]:
 
 
 def _by_slot(user: Node) -> bool:
-    """Whether what it reads is where an expert of a token's choice lies."""
+    """Whether an index comes from the slots of the experts that tokens chose."""
     indices = user.args[1]
     index = indices[0] if isinstance(indices, list | tuple) and len(indices) == 1 else None
     while isinstance(index, Node) and index.target in (*LAYOUT, *CLAMPED):

@@ -1,10 +1,9 @@
-"""Number random calls: each call that draws (dropout, `rand`, attention with dropout) gets its number, in the order in which the model
-makes them.
+"""Number random calls: dropout, `rand` and attention with dropout get call numbers, in the order of the model.
 
     h = torch.nn.functional.dropout(x, 0.1)           h = dropout(x, 0.1, seed_step=seed, call=0)
     u = torch.rand_like(h)                  becomes   u = rand_like(h, seed_step=seed, call=1)
 
-Part of `raise_ops`. How many numbers a call takes, and what stands for it, is in `meshc/ops/random_calls.py`; what is drawn under a number,
+Part of `raise_ops`. How many numbers a call takes, and what replaces it, is in `meshc/ops/random_calls.py`; what is drawn under a number,
 in docs/randomness.md. One device counts with the reference's own counter (`meshc/frontend/reference.py`).
 """
 
@@ -31,11 +30,11 @@ NUMBERED: Final[dict[Target, Function]] = {
     torch.nn.functional.scaled_dot_product_attention: sdpa,
     torch.nn.functional.multi_head_attention_forward: multi_head_attention,
 }
-"""Composites that draw if their dropout is on, and take the number of the call."""
+"""Composites that draw if their dropout is on, and take the call's number."""
 
 
 def number_random_calls(model: TorchGraph, stand_ins: StandIns) -> TorchGraph:
-    """Edits the graph in place; `random_calls` of what is returned counts them. Raises CompileError for one that has no definition."""
+    """Edits the graph in place; `random_calls` of the result counts them. Raises CompileError for a call without definition."""
     calls = 0
     seed: Node | None = None
     for node in list(model.module.graph.nodes):

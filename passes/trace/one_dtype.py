@@ -1,4 +1,4 @@
-"""One dtype: products whose operands differ in theirs. Kernels refuse them and fake tensors do not: a program would fail at its first call.
+"""Refusal of products whose operands differ in dtype: kernels refuse them, fake tensors do not, so a program would fail at its first call.
 
 mm(x: f64[4, 8], t: f32[8, 4])         refused, with the user's line: torch takes one dtype on both sides
 """
@@ -16,11 +16,11 @@ from meshc.ir import op_name, operands, records, value_of
 aten = torch.ops.aten
 
 PRODUCTS: Final = frozenset(getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "convolution", "mv", "dot"))
-"""Products that torch computes in one dtype, with what they add."""
+"""Products that torch computes in one dtype, summands included."""
 
 
 def refuse_mixed(graph: Graph) -> None:
-    """Raises CaptureError that lists every product of the forward phase over several dtypes."""
+    """Raises CaptureError that lists every forward product of several dtypes."""
     faults = []
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in PRODUCTS or records(node)[0].phase != "forward":

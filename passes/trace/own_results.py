@@ -1,9 +1,9 @@
-"""A call's readers get a copy of its result, where one of them changes it in place.
+"""Copies of call results that a reader changes in place.
 
     out = weighed(q, k, v);  out += x               becomes              out = weighed(q, k, v);  copy = out.clone();  copy += x
 
-The operator may read its result again in backward, where the call that it stands for did not (a product needs its operands alone), and
-torch's autograd refuses what has changed since.
+The operator may read its result again in backward, where the call that it replaces did not (a product needs its operands alone), and
+torch's autograd refuses values that have changed since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshc.frontend.written_behind import is_written_behind
 
 
 def own_result(call: Node) -> None:
-    """Of a call that an operator of meshc's stands for."""
+    """`call` is one that an operator of meshc's has replaced."""
     if not is_written_behind(call):
         return
     example = call.meta.get("example_value")

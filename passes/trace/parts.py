@@ -1,4 +1,4 @@
-"""Parts: a step that is the mean of its microbatches is traced for one microbatch; here is what that takes.
+"""Steps that are the mean of their microbatches: batch dims of inputs, draws and sums of a graph traced for one microbatch.
 
     loss, grad_w                                                        the model on the whole batch
   becomes
@@ -6,8 +6,8 @@
     grad = sum_of_parts(grad_w)                                         partial (sum: mb), so that accumulation is its reduction
     dropout(h, seed_step, 0, 0.1, [8, 32], [2, 32], [0, 0])             a microbatch's draws are a tile of the whole batch's
 
-Which inputs carry the batch is read off the forward graph of the whole batch: its factors say where the batch lies. Assumes that the batch
-is the outermost factor of every dim that it lies in.
+Batch dims of inputs are found from the factors of the whole batch's forward graph. Assumes that the batch is the outermost factor of
+every dim that has it.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ DRAWS: dict[object, int] = {
     meshc.uniform.default: 1, meshc.normal.default: 1, meshc.keep_mask.default: 1, meshc.dropout.default: 2,
     meshc.explicit_attention.default: 5, meshc.explicit_attention_backward.default: 8, meshc.explicit_attention_bias_backward.default: 8,
 }  # fmt: skip
-"""Random operators, and where their call's number stands, behind the seed, which is None where nothing is drawn. An attention's backward
-draws what forward drew."""
+"""Random operator -> position of its call's number, behind the seed, which is None where nothing is drawn. An attention's backward repeats
+forward's draws.
+"""
 
 
 def means(request: Request) -> bool:
-    """Whether the step is the mean of its microbatches, rather than the whole batch's."""
+    """Whether the step is the mean of its microbatches, rather than the step of the whole batch."""
     return request.batch_mix == "mean_of_parts" and request.count > 1
 
 
 def whole_forward(request: Request) -> Request:
-    """The request whose graph shows where the batch lies: the whole batch, forward only."""
+    """The request of the graph from which batch dims are found: the whole batch, forward only."""
     changes: dict[str, Any] = {"microbatches": 1, "batch_mix": "refuse", "inputs": "global", "joined": None}
     return replace(request, grad=False, train=False, optimizer=None, **changes)
 
 
 def find_parts(whole: Placed, request: Request) -> Parts:
-    """How `request` cuts its batch, from the factors of its forward graph. Raises CompileError where it cannot be cut."""
+    """The batch dims by which `request` cuts its inputs, from factors of its forward graph. Raises CompileError if it cannot be cut."""
     classes = _batch_classes(whole)
     size = _batch_size(whole, classes)
     _check_divides(size, request)
@@ -81,7 +82,7 @@ def _source(node: Node) -> str:
 
 
 def _batch_classes(whole: Placed) -> dict[int, str]:
-    """Factor classes of the batch, each with an input that has it; no parameter has one."""
+    """Factor classes of the batch -> an input that has it; no parameter has one."""
     placeholders = whole.joint.placeholders()
     learned = {
         factor for key, node in placeholders.items() if is_a(key, "parameter") for row in whole.factors.dims[(node, 0)] for factor in row
@@ -123,7 +124,7 @@ def _check_divides(size: int, request: Request) -> None:
 
 
 def _carrying(port: Port, rows: tuple[tuple[int, ...], ...], classes: set[int]) -> int | None:
-    """The dim of an input that carries the batch."""
+    """The batch dim of an input."""
     found = [dim for dim, row in enumerate(rows) if classes & set(row)]
     if not found:
         return None
@@ -144,7 +145,8 @@ def _unordered(fault: str) -> CompileError:
 
 
 def number_draws(graph: Graph, parts: Parts) -> None:
-    """Random calls of the first microbatch: the same numbers as in the whole batch. Raises CompileError if the model draws otherwise."""
+    """Gives random calls of the first microbatch the numbers and global shapes of the whole batch. Raises CompileError if the model draws
+    otherwise."""
     nodes = _draws(graph)
     calls = {_call(node) for node in nodes}
     for node in nodes:
@@ -169,7 +171,7 @@ def _call(node: Node) -> int:
 
 
 def _global_shape(node: Node) -> int:
-    """Where the global shape stands among the arguments; the local one comes after it."""
+    """Position of the global shape among the arguments; the local one comes after it."""
     return [argument.name for argument in node.target._schema.arguments].index("global_shape")  # type: ignore[union-attr]
 
 
@@ -179,7 +181,7 @@ def _shape(node: Node, which: int) -> list[int]:
 
 
 def mark_sums(joint: Joint, count: int) -> None:
-    """The loss becomes its share of the mean, and so do metrics; they and each gradient are what microbatches add up."""
+    """Scales the loss and metrics to their share of the mean, and marks them and all gradients as sums over microbatches."""
     _refuse_metrics([port for port in joint.outputs if port.kind == "metric"])
     graph = joint.graph
     output = output_of(graph)
@@ -211,14 +213,14 @@ def _is_mean(port: Port) -> bool:
 
 
 def cut_inputs(inputs: Sequence[Port], parts: Parts) -> tuple[tuple[Port, ...], dict[str, int]]:
-    """The ports of inputs that enter as the whole batch, and the dim that each microbatch cuts, by key."""
+    """The ports of inputs for the whole batch, and, by key, the dim that microbatches cut."""
     dims = iter(parts.dims)
     cut = {port.key: dim for port in inputs if port.kind == "input" and (dim := next(dims)) is not None}
     return tuple(_whole_port(port, cut[port.key], parts.count) if port.key in cut else port for port in inputs), cut
 
 
 def _whole_port(port: Port, dim: int, count: int) -> Port:
-    """The port of one microbatch's rows as the whole batch enters."""
+    """The whole batch's port, from that of one microbatch."""
     shape = tuple(size * count if d == dim else size for d, size in enumerate(port.shape))
     assert port.sharding is not None
     rows = [list(row) for row in port.sharding.dims]

@@ -1,9 +1,9 @@
-"""Sizes put into a trace that has left them open: what tracing at these sizes would have left.
+"""Specialisation of a trace with symbolic sizes to actual ones: the graph that tracing at these sizes would give.
 
     view = aten.reshape(x, [n_batch * n_seq, 64])      at batch 8, seq 48      view = aten.reshape(x, [384, 64])
 
-What tracing took for granted of the sizes (ranges, and constraints such as `n_seq % 4 == 0`) must hold at them; where it does, torch's
-guards say that the model does the same. Passes that look at sizes as numbers run behind this: nothing is left of what stood for them.
+What tracing assumed about the sizes (ranges, and constraints such as `n_seq % 4 == 0`) must hold; then, by torch's guards, the model does
+the same. Passes that need sizes as numbers run after this: no symbol is left.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from meshc.program import instance
 
 
 class NotServed(Exception):
-    """Sizes at which the model does otherwise, or may."""
+    """Sizes for which the trace may not hold."""
 
 
 def put_sizes(traced: Traced, request: Request, sizes: Mapping[str, int]) -> Traced:
-    """The trace at these sizes, by name, for a request of inputs that have them. The graph is its own. Raises NotServed."""
+    """The trace at these sizes, by name, for a request whose inputs have them, with an independent graph. Raises NotServed."""
     joint, values = traced.operators(), {PREFIX + name: size for name, size in sizes.items()}
     for size in traced.dynamic:
         if not size.low <= sizes[size.name] <= size.high:

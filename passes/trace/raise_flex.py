@@ -1,9 +1,9 @@
-"""Raise flex: a call of torch's `flex_attention` becomes its meaning, with the functions that the user gave as graphs.
+"""Raise flex: calls of torch's `flex_attention` as one operator, with the user's functions as graphs.
 
     flex = torch.ops.higher_order.flex_attention(q, k, v, score, (32, 32, blocks, ..., mask), 0.5, {...}, (table,), ())    becomes
     flex = flex_attention(q, k, v, score, mask, False, 0.5, (table,), (), False, "model.py:12")
 
-Part of `raise_ops`. Tracing has made a graph of each function, of single numbers; the tensors that they capture are operands of the call.
+Part of `raise_ops`. Tracing has turned each function into a graph on scalars; the tensors that functions capture are operands of the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLEX = torch.ops.higher_order.flex_attention
 
 
 def raise_flex(module: GraphModule, node: Node) -> None:
-    """Replace the call in place. What it alone read of the blocks goes."""
+    """Replaces the call in place, and erases attributes that only its blocks read."""
     q, k, v, score, blocks, scale, _options, captured_by_score, captured_by_mask = node.args
     assert isinstance(blocks, tuple) and isinstance(score, Node) and isinstance(blocks[-1], Node)
     mask, where = blocks[-1], str(source_of(node))
@@ -51,13 +51,13 @@ def _body(module: GraphModule, node: Node) -> Graph:
 
 
 def _is_read(node: Node) -> bool:
-    """Whether something depends on a statistic, beyond the change of its unit that torch writes whether it is returned or not."""
+    """Whether a statistic is read, beyond the change of its unit that torch writes whether it is returned or not."""
     idle = (operator.getitem, operator.mul, "to")
     return any(user.target not in idle or _is_read(user) for user in node.users)
 
 
 def _function(body: Graph, node: Node, changes_nothing: Callable[[Graph], bool]) -> Node | None:
-    """A function, ready to be mapped; None for one that changes nothing."""
+    """A function's node, its graph ready for vmap; None for a function that changes nothing."""
     if changes_nothing(body):
         return None
     for item in body.find_nodes(op="call_function", target=operator.getitem):
@@ -77,13 +77,13 @@ def _is_identity(body: Graph) -> bool:
 
 
 def _is_full(body: Graph) -> bool:
-    """What torch's own mask for no mask is traced to."""
+    """Whether the graph is that of torch's default mask, which hides nothing."""
     result = _result(body)
     return isinstance(result, Node) and result.op == "call_method" and result.target == "new_ones"
 
 
 def _is_causal(body: Graph) -> bool:
-    """Whether a mask is `i >= j` as it is written: that one is folded whatever its size, known or open."""
+    """Whether a mask's graph is `i >= j`: that is folded whatever its size, known or symbolic."""
     _, _, i, j, *_ = placeholders(body)
     result = _result(body)
     return isinstance(result, Node) and (result.target, result.args) in ((operator.ge, (i, j)), (operator.le, (j, i)))

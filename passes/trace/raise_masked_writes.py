@@ -1,9 +1,9 @@
-"""Raise a write to the places that a mask chooses, all of them the same: what is there, or that, at each place.
+"""Raise masked writes: one row written to the places that a mask chooses, as a `where` over all places.
 
     x[mask] = row              becomes              chosen = where(mask.reshape([4, 12, 1]), row, x);  x.copy_(chosen)
 
-The gradient of `row` sums over the chosen places, of which nobody knows the number beforehand; that of a choice sums over all. Part of
-`raise_ops`. Left as it is where each place gets another row.
+The gradient of `row` sums over the chosen places, whose number is not known beforehand; that of a `where` sums over all. Part of
+`raise_ops`. Writes with a different row for each place are unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WRITES: Final[tuple[object, ...]] = (operator.setitem, "__setitem__")
 
 
 def raise_masked_writes(module: GraphModule) -> None:
-    """Replace the calls in place."""
+    """Replaces the calls in place."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target not in WRITES or len(node.args) != 3:
@@ -38,7 +38,7 @@ def raise_masked_writes(module: GraphModule) -> None:
 
 
 def _is_one_row(x: Node, mask: Node, row: Node) -> bool:
-    """Whether all places of x where the mask is true get the same of the row, whatever their number."""
+    """Whether all places of `x` where the mask is true get the same row, whatever their number."""
     written, places, value = _value(x), _value(mask), _value(row)
     if written is None or places is None or value is None or places.dtype != torch.bool or value.dtype != written.dtype:
         return False

@@ -1,4 +1,4 @@
-"""Raise: calls of the torch-level graph whose meaning is worth keeping whole become `meshc::` operators.
+"""Raise: calls of the torch-level graph that are worth keeping whole, as `meshc::` operators.
 
     attn = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=m)
     loss = torch.nn.functional.cross_entropy(x, t)          y = torch.nn.functional.dropout(h, 0.1, True)
@@ -6,8 +6,8 @@
     attn = sdpa(q, k, v, attn_mask=m)
     loss = cross_entropy(x, t)                              y = dropout(h, seed_step, 0, 0.1)
 
-It works before AOTAutograd, so each composite has one node forward and one backward; recognising it afterwards would be a chase after every
-backend's variant. Random calls get their number first (`number_random_calls.py`). Assumes that `capture` inlined modules.
+Runs before AOTAutograd, so each composite has one node forward and one backward; afterwards, every backend's variant would have to be
+recognised. Random calls get their number first (`number_random_calls.py`). Assumes that `capture` inlined modules.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COMPOSITES: dict[Target, Function] = {
     **recurrent.RAISED,
 }
 ALIASES = (as_strided, fill_diagonal)
-"""What gives the memory that it is given: a view, which is written through, and what is written in place."""
+"""Functions whose result shares memory with an operand: a view that is written through, and a write in place."""
 SPARSE: dict[Target, str] = {
     functional.embedding: "sparse",
     torch.embedding: "sparse",
@@ -63,16 +63,16 @@ SPARSE: dict[Target, str] = {
     torch.gather: "sparse_grad",
     "gather": "sparse_grad",
 }
-"""Calls that can be asked for a sparse gradient, by which argument. A program's gradients are dense, and equal."""
+"""Calls that can return a sparse gradient -> the argument that requests it. A program's gradients are dense, and equal."""
 
 
 def raise_ops(traced: Traced) -> Traced:
-    """Replaces the targets."""
+    """Replaces the model's calls."""
     return replace(traced, model=raised(traced.model))
 
 
 def raised(model: TorchGraph) -> TorchGraph:
-    """Of a torch-level graph, in place."""
+    """The same for any torch-level graph, in place."""
     stand_ins = StandIns(model)
     for node in model.module.graph.nodes:
         if node.kwargs and node.target in READ:
@@ -105,7 +105,7 @@ def raised(model: TorchGraph) -> TorchGraph:
 
 
 def _dense(node: Node) -> list[str]:
-    """Takes back that a gradient shall be sparse; says so."""
+    """Removes the request of a sparse gradient; returns a note."""
     name = SPARSE[node.target]
     named = bound(node.target, node.args, node.kwargs)
     if not named.get(name):
@@ -116,6 +116,6 @@ def _dense(node: Node) -> list[str]:
 
 
 def _composite(target: Target) -> Function | None:
-    """What stands for a target."""
+    """The function that replaces a target; None if there is none."""
     name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
     return COMPOSITES.get(target) or grouped.NAMED.get(name)

@@ -1,12 +1,12 @@
-"""Raise sinks: attention with sinks that a model writes out, as gpt-oss does, becomes one call.
+"""Raise sinks: attention with sinks that a model writes out, as gpt-oss does, as one call.
 
     scores = matmul(q, transpose(k, 2, 3)) * scale + mask                     out = sink_attention(q, k, v, mask, sinks, scale)
     combined = cat([scores, sinks], -1)
     weights = softmax(combined - combined.max(-1, True)[0], -1)[..., :-1]
     out = matmul(weights, v)
 
-Part of `raise_ops`. Nothing else may read what lies between: a model that also returns its weights is left as it is, and so is one with
-dropout.
+Part of `raise_ops`. Nothing else may read the values between: a model that also returns its attention weights is unchanged, and so is one
+with dropout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ functional = torch.nn.functional
 
 
 def raise_sinks(module: GraphModule, stand_ins: StandIns) -> None:
-    """Replace the calls in place."""
+    """Replaces the calls in place."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.op not in ("call_function", "call_method") or node.target not in SOFTMAXES or node in stand_ins.transformed:
@@ -74,7 +74,7 @@ def _matched(softmax: Node) -> tuple[Node, tuple[Any, ...]]:
 
 
 def _shifted(x: Node) -> Node:
-    """What a softmax is of, without the subtraction of its greatest, which changes nothing."""
+    """The operand of a softmax, without the subtraction of its maximum, which changes nothing."""
     if x.target not in SUBTRACTS or len(x.args) != 2:
         return x
     combined, greatest = (node_of(one) for one in x.args)
@@ -88,7 +88,7 @@ def _shifted(x: Node) -> Node:
 
 
 def _mixed(softmax: Node) -> tuple[Node, Node]:
-    """(the product with the values, the values): of the weights, all but the last column, with nothing done to them."""
+    """(product of the weights and the values, values), where the weights are all columns but the last, unchanged in between."""
     weights = reader(softmax)
     need(weights.target is operator.getitem and weights.args[1] == (Ellipsis, slice(None, -1, None)))
     following = reader(weights)

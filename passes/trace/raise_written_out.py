@@ -1,13 +1,13 @@
-"""Raise attention that a model writes out, in torch's calls, into one call.
+"""Raise written-out attention: torch calls of an attention that a model writes out, as one call.
 
     scores = matmul(q, transpose(k, 2, 3)) * scale + bias                     out = weighed(q, transpose(transpose(k, 2, 3), -2, -1), v,
     scores = masked_fill(scores, hidden, -inf)                                              [bias], [(hidden, -inf)], scale, ...)
     weights = dropout(softmax(scores, -1, dtype=float32).to(q.dtype), 0.1)
     out = matmul(weights, v)
 
-Part of `raise_ops`, behind the numbering of random calls. Left as it is where something else reads what lies between (a model that also
-returns its weights), where weights have fewer bits than queries, and where it fills with a number that does not hide: one that is added
-would be something else than one that is put in a score's place.
+Part of `raise_ops`, after the numbering of random calls. Unchanged where something else reads the values between (a model that also
+returns its attention weights), where weights have fewer bits than queries, and where scores are filled with a number that does not hide:
+adding it would not be the same as replacing a score.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DROPOUT: Final = RAISED[functional.dropout]
 
 
 def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
-    """Replace the calls in place."""
+    """Replaces the calls in place."""
     graph = module.graph
     for softmax in list(graph.nodes):
         if softmax.op not in ("call_function", "call_method") or softmax.target not in SOFTMAXES or softmax in stand_ins.transformed:
@@ -90,9 +90,9 @@ def _dtype(x: Node) -> torch.dtype:
 
 @dataclass
 class _Found:
-    """What an attention is of.
+    """The operands of a written-out attention.
 
-    biases  what is added to the scores      hidden  (where, a number that hides)      drops  keywords of the dropout of its weights
+    biases  summands of the scores           hidden  (mask, number that hides)       drops  keywords of the dropout of the weights
     """
 
     biases: list[Node] = field(default_factory=list)
@@ -101,7 +101,7 @@ class _Found:
     drops: dict[str, Any] = field(default_factory=dict)
 
     def mixed(self, softmax: Node) -> Node:
-        """The product of the weights and the values, which it notes."""
+        """The product of the weights and the values; records `values` and `drops`."""
         weights, following = softmax, reader(softmax)
         while following.target not in MATMULS:
             need(following.args and following.args[0] is weights)
@@ -138,7 +138,7 @@ class _Found:
             self._products(x)
 
     def _products(self, x: Node) -> None:
-        """The product of queries and keys, and what it is multiplied by."""
+        """Reads the product of queries and keys, and its scale."""
         if x.target in (*MULTIPLIES, *DIVIDES) and not x.kwargs:
             number = x.args[1]
             need(isinstance(number, int | float) and number != 0)
@@ -149,7 +149,7 @@ class _Found:
         self.q, self.turned = (node_of(one) for one in x.args)
 
     def check(self, softmax: Node) -> None:
-        """Queries, keys and values are [batch, heads, positions, head]; nothing between has fewer bits than they."""
+        """Queries, keys and values are [batch, heads, positions, head]; no value between has fewer bits. Raises Otherwise."""
         kinds = {_dtype(one) for one in (self.q, self.turned, self.values)}
         need(len(kinds) == 1 and all(_dims(one) == 4 for one in (self.q, self.turned, self.values)))
         (kind,) = kinds
@@ -163,7 +163,7 @@ class _Found:
 
 
 def _scores(x: Node) -> bool:
-    """Whether it is the first product, with nothing done to it that adds up, or something added to that."""
+    """Whether `x` is the product of queries and keys, or a single-reader chain of scalings, fills and additions on it."""
     between = (*IDLE, *ADDS, *FILLS, *MULTIPLIES, *DIVIDES)
     while x.target in between and isinstance(x.args[0], Node) and len(x.users) == 1:
         x = x.args[0]

@@ -1,13 +1,13 @@
-"""Repeat writes: what a checkpointed region writes into buffers is written once more for each time that torch runs it again in backward.
+"""Repeat writes: buffer writes of a checkpointed region, once more for each time that torch recomputes it in backward.
 
     add_(seen, 1);  normal = batch_norm(x, mean, var, ..., True, 0.1)                 in a region
   is followed by
     add_(seen, 1);  batch_norm(x, mean, var, ..., True, 0.1)                          whose statistics are those that are there already
 
-Part of `inline_checkpoints`. torch makes a region's values again when backward comes to it, from the last region to the first, a region in
-another after that; buffers hold the first run's values by then, and are written a second time. A region of `use_reentrant=False` stops
-behind the last call that keeps something for backward. A buffer that no one else reads is written behind its region, where equal layers
-are alike; others at the end, in backward's order. A region whose values depend on what it writes is another function then, and refused.
+Part of `inline_checkpoints`. torch recomputes a region when backward reaches it, from the last region to the first, nested regions after
+their outer one; buffers hold the first run's values by then, and are written a second time. A region of `use_reentrant=False` stops behind
+the last call that saves something for backward. A buffer that nothing else reads is written behind its region, so that equal layers stay
+alike; others at the end, in backward's order. A region whose values depend on buffers that it writes would change, and is refused.
 """
 
 from __future__ import annotations
@@ -37,25 +37,23 @@ STATISTICS: Final = {
     functional.batch_norm: "training", torch.batch_norm: "training", functional.instance_norm: "use_input_stats",
     torch.instance_norm: "use_input_stats",
 }  # fmt: skip
-"""Norms that write running statistics, and which argument says so; then their results do not depend on these."""
+"""Norms that write running statistics -> the argument that turns this on; their results then do not depend on these."""
 
 WRITES_LAST: Final = (functional.instance_norm, torch.instance_norm)
-"""Of these, those that write them behind what they keep for backward: torch stops in between."""
+"""Norms that write statistics after saving for backward: torch stops in between."""
 
 
 @dataclass(eq=False)
 class CheckpointedRegion:
-    """A checkpointed region that has been inlined; its nodes are those of the regions in it too.
-
-    reentrant  torch runs all of it again, whatever backward needs
-    """
+    """A checkpointed region that has been inlined; `nodes` include those of nested regions.
+    reentrant  torch recomputes all of the region, whatever backward needs"""
 
     reentrant: bool
     around: CheckpointedRegion | None
     nodes: list[Node] = field(default_factory=list)
 
     def enclosing(self) -> Iterator[CheckpointedRegion]:
-        """Itself, and those that it is in."""
+        """The region itself, and those around it."""
         yield self
         if self.around is not None:
             yield from self.around.enclosing()
@@ -76,7 +74,7 @@ def repeat_writes(model: TorchGraph, regions: Sequence[CheckpointedRegion]) -> N
 
 
 def _in_backward(region: CheckpointedRegion, regions: Sequence[CheckpointedRegion]) -> Iterator[CheckpointedRegion]:
-    """A region and those in it, as backward comes to them."""
+    """A region and its nested ones, in the order in which backward reaches them."""
     yield region
     for inner in reversed([one for one in regions if one.around is region]):
         yield from _in_backward(inner, regions)
@@ -92,7 +90,7 @@ def _copy(nodes: Sequence[Node], before: Node) -> None:
 
 
 def _again(node: Node, copies: Mapping[Node, Node], used: Node) -> Node:
-    """An operand of a node's copy: its own copy, or what the node read, as it was then."""
+    """An operand of a node's copy: the operand's copy, or its value when the node read it."""
     if used in copies or used.op in ("get_attr", "placeholder") or not is_written_behind(used):
         return copies.get(used, used)
     with node.graph.inserting_before(node):
@@ -102,13 +100,14 @@ def _again(node: Node, copies: Mapping[Node, Node], used: Node) -> Node:
 
 
 class Writes:
-    """Which nodes of a torch-level graph write into tensors that the model holds."""
+    """Nodes of a torch-level graph that write into tensors of the model."""
 
     def __init__(self, model: TorchGraph) -> None:
         self.model = model
 
     def again(self, region: CheckpointedRegion) -> list[Node]:
-        """What torch does once more: writes, and what of their operands depends on what they write. Raises CompileError if more does."""
+        """The nodes that torch runs once more: writes, and their operands that depend on written buffers. Raises CompileError if other
+        values depend on them."""
         if not any(map(self._written, region.nodes)) or not _is_reached(region):
             return []
         nodes = region.nodes if region.reentrant else self._up_to_the_last_kept(region.nodes)
@@ -127,14 +126,14 @@ class Writes:
         return [node for node in nodes if node in wanted]
 
     def alone(self, nodes: Sequence[Node], region: CheckpointedRegion) -> bool:
-        """Whether nothing outside of a region reads or writes what these nodes write."""
+        """Whether nothing outside a region reads or writes the buffers that these nodes write."""
         written = {held for node in nodes for held in self._written(node)}
         inside = {*region.nodes}
         readers = {user for node in self.model.module.graph.nodes if self._held(node) in written for user in node.users}
         return readers <= inside
 
     def _held(self, node: Node) -> int | None:
-        """Which tensor of the model's a value lies in, if it does."""
+        """The id of the model's tensor whose memory a value shares, if any."""
         while node.op != "get_attr":
             memory = storage_of(node)
             viewed = (used for used in node.all_input_nodes if memory is not None and storage_of(used) == memory)
@@ -168,7 +167,7 @@ class Writes:
         return nodes[: end if end >= 0 and nodes[end].target in WRITES_LAST else end + 1]
 
     def _keeps(self, node: Node) -> bool:
-        """Whether torch's own call keeps something for backward."""
+        """Whether torch's own call saves something for backward."""
         kept: list[Tensor] = []
 
         def keep(value: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ class Writes:
         return bool(kept)
 
     def _fresh(self, node: Node) -> Any:
-        """A value like the trace's, without its past."""
+        """A fake value like the trace's, without its autograd history."""
         value = node.meta.get("example_value", node.meta.get("val"))
         value = operator.attrgetter(str(node.target))(self.model.module) if value is None and node.op == "get_attr" else value
         if not isinstance(value, Tensor):
@@ -194,7 +193,7 @@ class Writes:
 
 
 def _is_reached(region: CheckpointedRegion) -> bool:
-    """Whether backward comes to it, from what the graph gives."""
+    """Whether backward reaches a region from the graph's results."""
     seen = {node for node in region.nodes if requires_grad(node)}
     waiting = [*seen]
     while waiting:
@@ -208,7 +207,7 @@ def _is_reached(region: CheckpointedRegion) -> bool:
 
 
 def requires_grad(node: Node) -> bool:
-    """Whether what a trace has for a node takes a gradient, or some of it."""
+    """Whether a node's value in the trace, or an item of it, requires a gradient."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (value if isinstance(value, tuple | list) else [value]))
 

@@ -1,10 +1,10 @@
-"""Which keys each query sees, as a range of them: masks that are too large to be computed, from the positions that they are made of.
+"""Ranges of keys that each query sees, for masks too large to be computed, derived from the positions in them.
 
     le = aten.le.Tensor(keys [1, k], queries [q, 1])         row i sees keys 0 .. searchsorted(keys, queries[i])
-    both = aten.bitwise_and.Tensor(le, gt)                   the later beginning, the earlier end
+    both = aten.bitwise_and.Tensor(le, gt)                   the later begin, the earlier end
     where = aten.where.self(both, zero, minus_infinity)      0 inside of the ranges, -inf outside
 
-Two numbers a row, so that a mask of a million positions takes as long as a few sorts. What is no range in every row is not known.
+Two numbers a row, so that a mask of a million positions takes as long as a few sorts. A mask without one range in every row is not known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ KEEPS = (*RESHAPES, aten.expand.default, aten.unsqueeze.default, aten.clone.defa
 
 @dataclass(frozen=True)
 class Ranges:
-    """Row i is `inside` from key begin[i] up to, and not with, end[i], and `outside` elsewhere, of `keys`; both are 0-dim tensors."""
+    """Row i is `inside` from key begin[i] up to, but not including, end[i], and `outside` elsewhere, of `keys` keys; `inside` and `outside`
+    are 0-dim tensors."""
 
     begin: Tensor
     end: Tensor
@@ -47,13 +48,13 @@ class Ranges:
         return self.inside.dtype == torch.bool
 
     def having(self, begin: Tensor, end: Tensor) -> Ranges:
-        """Truths; an empty range is one from 0 to 0."""
+        """A truth mask with other ranges; an empty range is one from 0 to 0."""
         empty = end <= begin
         return _truths(torch.where(empty, 0, begin), torch.where(empty, 0, end), self.keys)
 
 
 class SeenRanges:
-    """`of(node)`: what a value [1.., q, k] holds, or None. `known`: values that are small enough to be computed."""
+    """`of(node)`: the ranges of a value [1.., q, k], or None. `known`: values that are small enough to be computed."""
 
     def __init__(self, known: KnownValues) -> None:
         self.known = known
@@ -85,7 +86,7 @@ class SeenRanges:
         return self._each(node)
 
     def _compared(self, node: Node) -> Ranges | None:
-        """Of keys that do not fall, compared with queries."""
+        """The ranges of a comparison of queries with non-decreasing keys."""
         (one, other), target = node.args[:2], node.target
         assert isinstance(one, Node) and isinstance(other, Node) and isinstance(target, torch._ops.OpOverload)
         left, right = self._vector(one), self._vector(other)
@@ -108,7 +109,7 @@ class SeenRanges:
         return _truths(begin, end, keys.numel())
 
     def _vector(self, node: Node) -> tuple[Tensor, bool] | None:
-        """Integers along the last dim (True: keys) or the one before it (False: queries), the same in all others."""
+        """Integers along the last dim (True: keys) or the one before it (False: queries), equal along all others."""
         value, shape = self.known.of(node), ir.record(node).shape
         if value is None or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or not shape or not value.numel():
             return None
@@ -119,7 +120,7 @@ class SeenRanges:
         return alike[0].long().contiguous(), rows == 1
 
     def _truth(self, node: Node, shape: tuple[int, ...]) -> Ranges | None:
-        """Of one operand of `and` and `or`: ranges, or one truth for all."""
+        """An operand of `and` or `or`: ranges, or one truth value for all."""
         found, value = self._found[node], self.known.of(node)
         if found is not None:
             return found if found.truth else None
@@ -139,7 +140,7 @@ class SeenRanges:
         return Ranges(found.begin, found.end, found.keys, inside, outside)
 
     def _each(self, node: Node) -> Ranges | None:
-        """A pointwise operator of one value with ranges, and of numbers: it is done to what is inside, and to what is outside."""
+        """A pointwise operator on one value with ranges and on numbers: applied to `inside` and to `outside`."""
         ranged = [x for x in node.all_input_nodes if self._found[x] is not None]
         if len(ranged) != 1 or torch.Tag.pointwise not in node.target.tags and node.target is not aten._to_copy.default:  # type: ignore[union-attr]
             return None
@@ -170,7 +171,7 @@ def _both(one: Ranges, other: Ranges) -> Ranges:
 
 
 def _either(one: Ranges, other: Ranges) -> Ranges | None:
-    """Where they meet or one is empty, in every row."""
+    """The union, where the ranges meet or one is empty in every row."""
     none, nor = one.end <= one.begin, other.end <= other.begin
     begin = torch.where(none, other.begin, torch.where(nor, one.begin, torch.minimum(one.begin, other.begin)))
     end = torch.where(none, other.end, torch.where(nor, one.end, torch.maximum(one.end, other.end)))
@@ -179,7 +180,7 @@ def _either(one: Ranges, other: Ranges) -> Ranges | None:
 
 
 def _other(found: Ranges) -> Ranges | None:
-    """All but these, where that is a range in every row."""
+    """The complement, where that is one range in every row."""
     none, front, back = found.end <= found.begin, found.begin == 0, found.end == found.keys
     if not bool((none | front | back).all()):
         return None

@@ -1,10 +1,10 @@
-"""Settle: sizes that a trace left open stand in its graph as numbers that know their expression, not as values.
+"""Symbolic sizes of a trace as numbers with their expressions, in place of nodes that compute them.
 
     sym_size = aten.sym_size.int(x, 0);  mul = sym_size * 4;  y = aten.view(x, [mul, 16])
   becomes
     y = aten.view(x, [4 * n_batch, 16])
 
-Every pass after it computes with them as with any other size (`meshc/ir/sizes.py`).
+Later passes compute with them as with any other size (`meshc/ir/sizes.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHAPE = "open_shape"
 
 
 def settle_sizes(graph: Graph, symbols: Symbols) -> None:
-    """Replace every number that the graph computes by what it is; note the shape of every tensor."""
+    """Replaces every number that the graph computes by its expression; records the shape of every tensor."""
     numbers: dict[Node, Argument] = {}
 
     def settled(argument: Argument) -> Argument:
@@ -37,7 +37,7 @@ def settle_sizes(graph: Graph, symbols: Symbols) -> None:
         elif isinstance(value, list | tuple):
             node.meta[SHAPE] = [symbols.shape(item.shape) if isinstance(item, torch.Tensor) else () for item in value]
     for node in reversed(list(graph.nodes)):
-        asserts = node.op == "call_function" and not node.users and "val" not in node.meta  # of sizes: the constraints say it
+        asserts = node.op == "call_function" and not node.users and "val" not in node.meta  # on sizes: constraints have them
         if node in numbers or asserts:
             graph.erase_node(node)
 

@@ -1,10 +1,10 @@
-"""Stand-ins: one of meshc's functions in the place of a call of torch's, which takes what torch's takes and gives what torch's gives.
+"""Stand-ins: meshc's functions in the place of torch calls, with torch's arguments and results.
 
     rand = torch.rand(size=(4, 6), device=cpu)                     rand = _raised_rand((4, 6), seed_step=seed, call=0)
     attn = scaled_dot_product_attention(query=q, key=k, ...)       attn = sdpa(q, k, ...)
 
-Part of `raise_ops`. The call is read by torch's own signature (`meshc/ops/signatures.py`). What the function makes of the trace's fake
-tensors is compared with what torch made of them: shape, dtype, device, layout. A difference ends the compilation with the user's line.
+Part of `raise_ops`. The call is read by torch's own signature (`meshc/ops/signatures.py`). The function's result on the trace's fake
+tensors is compared with torch's: shape, dtype, device, layout. A difference ends the compilation with the user's line.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshc.ir import trees
 from meshc.ops.signatures import bound, placed, signatures
 
 LIES: Final = ("out", "device", "layout", "pin_memory", "memory_format", "requires_grad", "names", "generator")
-"""What torch is told of where and how a result lies, and of what it draws from: a program decides that. What of it shows is compared."""
+"""Arguments for a result's device and layout, and for the generator: the program decides these. Visible effects are compared."""
 
 NOTHING: Final = "NoneType"
-"""In the place of a result that no one reads, as a statistic of `flex_attention`."""
+"""Description of a result that nobody reads, such as a statistic of `flex_attention`."""
 
 
 def read_by_place(node: Node) -> None:
-    """The arguments of a call as torch's signature has them, by position up to the first that is left out."""
+    """Rewrites a call's arguments by torch's signature: positional up to the first that is left out."""
     target: Any = node.target
     named = bound(target, node.args, node.kwargs)
     signature = next(one for one in signatures(target) if set(named) <= {p.name for p in one})
@@ -48,7 +48,7 @@ def read_by_place(node: Node) -> None:
 
 @dataclass(frozen=True)
 class StandIns:
-    """Of one torch-level graph. Of a copy in double precision, casts to single precision are casts to double by now."""
+    """Stand-ins of one torch-level graph. In a copy in double precision, casts to single precision have become casts to double."""
 
     model: TorchGraph
 
@@ -58,7 +58,7 @@ class StandIns:
         return within_transforms(self.model.module.graph)
 
     def put(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
-        """A function in the place of what a node calls; `more` are arguments of its own."""
+        """Replaces the target of a node by `function`; `more` are additional arguments."""
         target: Any = node.target
         written = bound(target, node.args, node.kwargs).get("out")
         args, kwargs = placed(function, target, node.args, node.kwargs, without=LIES)
@@ -71,7 +71,7 @@ class StandIns:
             _write(node, written)
 
     def compare(self, node: Node) -> None:
-        """What stands for a call, on the values of a trace, with what torch made of that call. Raises TypeError if they differ."""
+        """Compares a stand-in's result on the trace's values with torch's. Raises TypeError if they differ."""
         wanted = node.meta.get("example_value")
         if wanted is None:
             return
@@ -91,7 +91,7 @@ class StandIns:
             return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
     def _example(self, node: Node) -> Any:
-        """The value that a trace has for a node."""
+        """The value of a node in the trace."""
         found = node.meta.get("example_value", node.meta.get("val"))
         if found is not None:
             return found
@@ -105,12 +105,12 @@ class StandIns:
 
 
 def _size(extent: object) -> object:
-    """Of the example, where a size is open."""
+    """The traced size, where `extent` is symbolic."""
     return extent.node.hint if isinstance(extent, torch.SymInt) else extent
 
 
 def _write(made: Node, written: Node) -> None:
-    """The tensor that a call was told to write into (`out=`) gets its result, and is what the call gives."""
+    """Copies a result into the tensor passed as `out=`, which the call returns."""
     with made.graph.inserting_after(made):
         copied = made.graph.call_method("copy_", (written, made))
     copied.meta.update(made.meta)

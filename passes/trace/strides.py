@@ -1,11 +1,11 @@
-"""Strides: what a trace wrote down of memory layouts, as operators that speak of values only.
+"""Reshapes in place of strided views: memory layouts of a trace, as operators on values only.
 
     y = as_strided(x, [4, 32, 1, 1], [32, 1, 32, 32])      becomes      y = x                     the same value under other strides
     y = as_strided(x, [4, 32], [32, 1])                    becomes      y = reshape(x, [4, 32])   x is contiguous, and all of it is read
     y = as_strided_scatter(z, x, [4, 32], [32, 1])         becomes      y = reshape(x, [128])     z has 128 elements, and all are written
 
-AOTAutograd writes them where a view of a view met autograd. Assumes the strides of the trace's fake tensors; what reads or writes a part of
-a value, or in another order than it lies, is left alone, and then has no rule.
+AOTAutograd emits strided views where a view of a view met autograd. Assumes the strides of the trace's fake tensors; views of a part of a
+value, or in another order than its memory, are unchanged, and then have no rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshc.ir import record, set_record
 aten = torch.ops.aten
 
 SOURCE = {aten.as_strided.default: 0, aten.as_strided_scatter.default: 1}
-"""Operator -> which of its arguments has the elements of its result, if all of operand 0 is covered."""
+"""Operator -> the argument that has the elements of its result, if all of operand 0 is covered."""
 
 
 def forget_strides(graph: Graph) -> None:
@@ -41,7 +41,7 @@ def _covers_all(node: Node, first: int) -> bool:
 
 
 def _dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie in the order of their indices; strides of dims of size 1 say nothing."""
+    """Whether memory is in the order of indices; strides of dims of size 1 are ignored."""
     expected = 1
     for extent, step in zip(reversed(size), reversed(stride), strict=True):
         if extent != 1 and step != expected:

@@ -1,10 +1,10 @@
-"""Calls within a transform of torch.func stay torch's own; what draws gets its number below the transform, and attention is written out.
+"""Calls within torch.func transforms, which stay torch's own: numbered draws below the transform, and attention written out.
 
     mask = vmap(lambda z: dropout(z, 0.1), randomness="different")(x)       one call, of the draws of all that vmap maps
     grad(lambda z: scaled_dot_product_attention(z, z, z).sum())(x)          matmul, softmax, matmul
 
-Part of `raise_ops`. torch decides what `randomness` means, and asks for random numbers below all levels, in the shape of all that they
-are drawn for. There they are answered as one device's are (`meshc/frontend/reference.py`).
+Part of `raise_ops`. torch decides what `randomness` means, and draws random numbers below all levels, in the full batched shape. There
+the draws are replaced as on one device (`meshc/frontend/reference.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ATTENTION: Final[tuple[Target, ...]] = (
 
 
 def draw_below(node: Node, seed_step: Node, call: int, count: int) -> int:
-    """Replace the target: the same call, whose draws have `count` numbers from `call` on. Returns how many: torch permutes once for each
-    that vmap maps. Raises CompileError for recurrent layers, of whose dropout torch's own operators for traces know nothing."""
+    """Replaces the target by the same call whose draws have `count` numbers from `call` on. Returns how many: torch permutes once for each
+    row that vmap maps. Raises CompileError for recurrent layers, whose dropout torch's own operators for traces leave out."""
     if node.target in recurrent.RAISED:
         raise CompileError(
             f"recurrent layers with dropout between them stand within a transform of torch.func\n  in your model: {source_of(node)}\n"
@@ -49,7 +49,7 @@ def draw_below(node: Node, seed_step: Node, call: int, count: int) -> int:
 
 
 def write_out_attention(node: Node) -> None:
-    """Replace the target, of attention that draws nothing."""
+    """Replaces the target of an attention that draws nothing by its math form."""
     node.op, node.target = "call_function", _written_out(node.target)
 
 
@@ -78,7 +78,7 @@ def _drawing(target: Target) -> Function:
 
 
 class _Numbered(ReferenceRandom):
-    """Answers the draws of one call of a trace, which has numbers for them."""
+    """Replaces the draws of one traced call by numbered ones."""
 
     def __init__(self, seed_step: Tensor, numbers: Iterator[int]) -> None:
         super().__init__(0)

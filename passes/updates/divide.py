@@ -1,12 +1,12 @@
-"""Divide updates: of what an optimizer computes of whole matrices each rank does a part, matrix by matrix.
+"""Divide updates: the computations of an optimizer on whole matrices, each on one rank instead of on all.
 
-    every rank: chain(a0), chain(a1), chain(a2), chain(a3)     becomes     rank r: chain(a_r), and its result to all that keep some of it
+    every rank: chain(a0), chain(a1), chain(a2), chain(a3)     becomes     rank r: chain(a_r), and its result to all ranks that keep a tile
 
-Newton-Schulz products (Muon), roots of second moments (Shampoo), bases of them (SOAP) are made of whole matrices, by every rank alike
-(`whole_chains.py`). Equal chains, as equal layers have them, are taken together, as many as there are ranks, and each rank does one
-(`hand_round.py`): over all axes of the mesh if there are so many, over fewer if not, or with ranks that have none of their own. What is
-sent and copied for that is weighed, by the device's prices, against what a rank is spared; where it takes longer, all stays as it is.
-Whole matrices are dealt out so in github.com/KellerJordan/Muon, tiles exchanged so in github.com/microsoft/dion.
+Newton-Schulz products (Muon), roots of second moments (Shampoo), bases of them (SOAP) need whole matrices, and every rank computes the
+same (`whole_chains.py`). Equal chains, as equal layers have them, are grouped, as many as there are ranks, and each rank computes one
+(`hand_round.py`): over all axes of the mesh if there are enough chains, over fewer axes if not, or with idle ranks. The added messages
+and copies are weighed, by the device's cost model, against the arithmetic saved; where they take longer, nothing changes.
+Whole matrices are distributed like this in github.com/KellerJordan/Muon, tiles exchanged like this in github.com/microsoft/dion.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from meshc.passes.updates.whole_chains import Chain, chains
 
 @dataclass
 class Shares:
-    """Of one stage: how many chains there are and how many are divided; multiplications and additions of those, by axes over which they
-    are; of a rank for all chains, as they were and as they are; bytes that it sends for those that are divided, likewise."""
+    """Counts of one stage. `chains`: their number; `divided`: the number of divided ones; `over`: by axes, the FLOPs of chains divided over
+    them; `flops`: of a rank for all chains, before and after; `sent`: bytes that a rank sends for divided chains, before and after."""
 
     chains: int = 0
     divided: int = 0
@@ -41,7 +41,7 @@ class Shares:
 
 
 def divide_updates(lowered: Lowered) -> Lowered:
-    """Each stage in place, with a note on what it saves."""
+    """Divides each stage's updates in place, and adds a note on the savings."""
     device = for_mesh(lowered.mesh)
     if not _axes(lowered.mesh):
         return lowered
@@ -56,7 +56,7 @@ def divide_updates(lowered: Lowered) -> Lowered:
 
 
 def divide(graph: Graph, mesh: Mesh, device: Device) -> Shares:
-    """A graph, in place."""
+    """Divides the updates of one graph, in place."""
     alike: dict[object, list[Chain]] = {}
     for chain in chains(graph):
         alike.setdefault(chain.key, []).append(chain)
@@ -67,7 +67,7 @@ def divide(graph: Graph, mesh: Mesh, device: Device) -> Shares:
 
 
 def _axes(mesh: Mesh) -> list[str]:
-    """Along which ranks run one graph."""
+    """Axes along which all ranks run the same graph."""
     return [axis.name for axis in mesh.axes if axis.size > 1 and role(axis.name) != "pp"]
 
 
@@ -78,7 +78,7 @@ class _Division:
         self.made = Shares()
 
     def share(self, members: Sequence[Chain]) -> None:
-        """Equal chains, as many at a time as go."""
+        """Divides equal chains, as many at a time as pays."""
         each = members[0].flops
         was, now = self.made.flops
         self.made.chains += len(members)
@@ -95,8 +95,8 @@ class _Division:
         self.made.flops = was + each * len(members), now + each * (len(rest) + turns)
 
     def _over(self, split: Iterable[str], count: int) -> list[tuple[str, ...]]:
-        """Over which axes so many chains may be divided, whose values lie split over some: the most ranks that all have one, then the
-        fewest that not all do."""
+        """Axes over which `count` chains may be divided, whose values are split over `split`, best first: the most ranks that all get a
+        chain, then the fewest of which some are idle."""
         own, others = set(split), [axis for axis in _axes(self.mesh) if axis not in set(split)]
         sets = [own.union(more) for several in range(len(others) + 1) for more in combinations(others, several)]
         found = [tuple(axis for axis in _axes(self.mesh) if axis in one) for one in sets]
@@ -107,7 +107,7 @@ class _Division:
         return prod(self.sizes[axis] for axis in axes)
 
     def _shared(self, members: Sequence[Chain], axes: tuple[str, ...]) -> bool:
-        """Whether these are divided from here on."""
+        """Divides these chains, if that is possible and faster; whether it was done."""
         group = Round(self.graph, members, axes, self.sizes)
         if not group.may():
             return False
@@ -133,7 +133,7 @@ class _Division:
         return found
 
     def _given_away(self, nodes: Iterable[Node]) -> Iterator[int]:
-        """By each collective from a rank to others."""
+        """Bytes that a rank sends, by collective."""
         for node in nodes:
             if spmd.is_collective(node.target):
                 ranks = self._ranks(node.args[1])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Hand round: equal chains on whole matrices, each on a rank of its own, in the place of all of them on every rank.
+"""Equal chains of whole matrices, each on a rank of its own: the rewrite from all chains on every rank.
 
     a0 = all_gather(m0, ["tp"], 0)  y0 = chain(a0)  z0 = shard(y0, 0, 2, coordinate)
     a1 = all_gather(m1, ["tp"], 0)  y1 = chain(a1)  z1 = shard(y1, 0, 2, coordinate)
@@ -9,8 +9,8 @@
     z: "f32[matrices 2, ffn 8/tp, hidden 4]" = all_to_all(reshape(y, [1, 8, 4]), ["tp"], 1, 0)
     z0 = select(z, 0, 0)   z1 = select(z, 0, 1)
 
-The stack is one more dim, which is split like any other: what is whole on every rank is cut (`shard`), what is in tiles is exchanged, and
-on the way back gathered or exchanged. Which matrix stands where in a stack follows from the order in which axes take it.
+The stack is one more dim, which is split like any other: whole values are cut (`shard`), tiles are exchanged, and on the way back gathered
+or exchanged. The position of a matrix in the stack follows from the order in which axes split the stack.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from meshc.passes.updates.whole_chains import Chain, Entering, lies
 aten = torch.ops.aten
 
 MATRICES: Final = "matrices"
-"""What the dim of a stack is called."""
+"""The factor name of the stack's dim."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """What stands in a graph for several chains: its nodes in order, and by what each value that was kept of them is to be read."""
+    """The nodes, in order, that replace several chains; `instead`: value that was kept of a chain -> the node that replaces it."""
 
     nodes: tuple[Node, ...]
     instead: Mapping[Node, Node]
 
 
 class Round:
-    """One group: `members`, at most as many as there are ranks along `axes`; the last stands for those that are missing."""
+    """One group of chains: `members`, at most as many as there are ranks along `axes`; the last one fills the places that are missing."""
 
     def __init__(self, graph: Graph, members: Sequence[Chain], axes: Sequence[str], sizes: Mapping[str, int]) -> None:
         self.graph, self.axes, self.sizes = graph, tuple(axes), sizes
@@ -58,12 +58,12 @@ class Round:
         self.build.graph = graph
 
     def may(self) -> bool:
-        """Whether the group can stand in one place: no member is made of what another leaves, and nothing meets other stages in between."""
+        """Whether the group can run at one place: no member depends on another's result, with no communication between stages between."""
         last, behind = max(self._sources()), self._behind()
         return behind.isdisjoint(self._sources()) and not any(spmd.joins_stages(node) for node in behind if node < last)
 
     def write(self) -> Divided:
-        """Writes it behind all that it reads. Nobody reads it yet."""
+        """Writes the division behind all its operands, not yet read by anyone."""
         last = max(self._sources())
         while last.next.op == "placeholder":
             last = last.next
@@ -72,14 +72,14 @@ class Round:
             instead = self._write()
         nodes = []
         while (node := last.next) is not end:
-            if is_integer(node):  # where a rank stands is asked here for the update alone
+            if is_integer(node):  # coordinates are computed here for the update alone
                 update(node, phase="update")
             nodes.append(node)
             last = node
         return Divided(tuple(nodes), instead)
 
     def put(self, divided: Divided) -> None:
-        """Has it read in the place of the chains, which go."""
+        """Replaces the chains by the division, and erases them."""
         last = divided.nodes[-1]
         readers = {node for node in self._behind() if node < last}
         for node in sorted(readers | self._made_of_what_stays(readers)):
@@ -94,12 +94,12 @@ class Round:
                 self._erase(node)
 
     def drop(self, divided: Divided) -> None:
-        """Takes it away again."""
+        """Erases the division again."""
         for node in reversed(divided.nodes):
             self.graph.erase_node(node)
 
     def _erase(self, node: Node) -> None:
-        """With the numbers that it alone reads, if nobody reads it."""
+        """Erases a node that nobody reads, with the integers that it alone reads."""
         if not node.users:
             operands = node.all_input_nodes
             self.graph.erase_node(node)
@@ -108,14 +108,14 @@ class Round:
                     self._erase(one)
 
     def _made_of_what_stays(self, readers: set[Node]) -> set[Node]:
-        """What only these read, and what is made of the program's own values and of single numbers: it need not be there before them."""
+        """Operands that only `readers` read and that depend on placeholders and scalars alone: they may move with their readers."""
         operands = {one for reader in readers for one in reader.all_input_nodes if one.op == "call_function" and one not in readers}
         return {one for one in operands if readers >= one.users.keys() and _moves(one) and all(map(_stays, one.all_input_nodes))}
 
     # ------------------------------------------------------------------------------------------------------------------ where
 
     def _sources(self) -> list[Node]:
-        """What it reads: of what all members share the value itself, of the rest what it was gathered of."""
+        """Values that the group reads: the value itself where all members share it, otherwise the tiles from which it was gathered."""
         found: list[Node] = []
         for ones in zip(*(chain.entering for chain in self.own), strict=True):
             sources = [one.source for one in ones]
@@ -123,7 +123,7 @@ class Round:
         return found
 
     def _behind(self) -> set[Node]:
-        """What is made of what the chains leave."""
+        """Nodes that depend on results of the chains."""
         kept = {one.kept for chain in self.own for one in chain.leaving}
         own = {node for chain in self.own for node in (*chain.nodes, *(x for one in chain.leaving for x in one.way))}
         return read_by(kept) - own
@@ -156,7 +156,7 @@ class Round:
         return instead
 
     def _narrowed(self, sources: Sequence[Node], like: Node) -> list[Node]:
-        """Tiles in the fewer bits in which a chain reads them."""
+        """Tiles cast to the narrower dtype in which a chain reads them."""
         made: dict[Node, Node] = {}
         for source in dict.fromkeys(sources):
             self._begin(source, [source])
@@ -164,7 +164,7 @@ class Round:
         return [made[source] for source in sources]
 
     def _given(self, sources: Sequence[Node], value: Node) -> Node:
-        """A rank's own of these values, of which it has tiles, or all."""
+        """A rank's own one of these values, which are whole or in tiles on all ranks."""
         like, order = lies(sources[0]), self._order(lies(sources[0]))
         stacked = [sources[member] for member in self._members(order)]
         all_of_them, one_of_them = self._stacked(like, ()), self._stacked(like.whole(), order)
@@ -175,7 +175,7 @@ class Round:
         return self.build.emit(aten.reshape.default, mine, list(record(value).shape))
 
     def _left(self, made: Node, kept: Sequence[Node]) -> dict[Node, Node]:
-        """Of what a rank has made and others have made of theirs, what each keeps of all."""
+        """What each rank keeps of the results of all ranks: kept value -> the node that replaces it."""
         like, order = lies(kept[0]), self._order(lies(kept[0]))
         all_of_them, one_of_them = self._stacked(like, ()), self._stacked(like.whole(), order)
         known = self._begin(made, [made])
@@ -192,12 +192,13 @@ class Round:
     # -------------------------------------------------------------------------------------------------------------- which rank
 
     def _order(self, like: Sharding) -> tuple[str, ...]:
-        """The axes as they come to split the stack of what lies so: those that have all of it, then what comes off its parts."""
+        """The axes in the order in which they split the stack of values with this sharding: first those that do not split the values, then
+        those that are taken off their parts."""
         split = [axis for _, _, part in like.parts() for axis in reversed(part.axes)]
         return (*(axis for axis in self.axes if axis not in split), *split)
 
     def _members(self, order: Sequence[str]) -> Iterator[int]:
-        """Whose value stands at each place of a stack that axes take in this order: ranks have members in the order of `axes`."""
+        """The member at each position of a stack that axes split in this order; ranks have members in the order of `axes`."""
         for coordinates in product(*(range(self.sizes[axis]) for axis in order)):
             at = dict(zip(order, coordinates, strict=True))
             member = 0
@@ -214,7 +215,7 @@ class Round:
         return f"{len(self.own)} whole matrices of the update, each {way} that computes with it"
 
     def _begin(self, like: Node, given: Sequence[Node]) -> int:
-        """What is written now is for this value, of what is given; how many values are known by then."""
+        """Sets the context for nodes that are written for `like` from `given`; returns the number of values known so far."""
         self.build.context = Record(source=records(like)[0].source, phase="update")
         for node in given:
             found = record(node)
@@ -223,7 +224,8 @@ class Round:
         return len(self.build.shapes)
 
     def _name(self, known: int, kept: Sequence[Node]) -> None:
-        """Types say how stacks lie where all that is in them is called alike; otherwise no name is right for all of it."""
+        """Keeps the shardings of stacks where all members have the same factor names; otherwise removes them, since no name is right for
+        all."""
         if len({lies(node).dims for node in kept}) > 1:
             for node in list(self.build.shapes)[known:]:
                 if not is_integer(node):
@@ -231,7 +233,7 @@ class Round:
 
 
 def _narrowed_first(one: Entering, chain: Chain) -> Node | None:
-    """What a chain makes of a gathered value before anything else, if that has fewer bits: tiles are sent so."""
+    """A chain's cast of a gathered value to a narrower dtype, if that is its first and only reader: tiles are then sent in that dtype."""
     readers = [node for node in chain.nodes if one.value in node.all_input_nodes]
     if not one.way or len(readers) != 1 or readers[0].target is not aten._to_copy.default or readers[0].kwargs.keys() != {"dtype"}:
         return None

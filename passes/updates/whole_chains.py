@@ -1,12 +1,12 @@
-"""Whole chains: what an update computes of whole matrices, which every rank does alike until somebody divides it.
+"""Chains of whole-matrix operators in an update, which every rank computes alike until they are divided.
 
     a = all_gather(m, ["tp"], 0)                     enters: a, gathered of the tile m
     n = norm(a);  x = a / n                          \
     g = mm(x, t(x));  y = addmm(x, g, x)             /  the chain of one parameter
     z = shard(y, 0, 2, coordinate)                   leaves: y, of which a rank keeps the tile z
 
-A chain is what lies between products (and factorizations) that no axis splits, with what is made for it or of it alone as far as no more
-goes in and out that way. It reads no place of a rank, so it is the same on all ranks of a mesh, and one of them can run it.
+A chain is the operators between products (and factorizations) that no axis splits, with operators that only feed or only read the chain
+where this adds no bytes going in or out. It depends on no coordinate, so it is the same on all ranks of a mesh, and one of them can run it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshc.ir.sharding import Sharding
 aten = torch.ops.aten
 
 PIECES: Final = (aten.slice.Tensor, aten.reshape.default)
-"""What a change of sharding makes beside what it sends, where tiles are padded or lie within a dim."""
+"""Operators of a reshard beside its collectives, where tiles are padded or split within a dim."""
 
 
 @dataclass(frozen=True)
 class Entering:
-    """What a chain reads of outside. `source`: of what it was gathered, the value itself where nothing was; `way`: what gathers it."""
+    """An operand of a chain. `source`: the tile from which it was gathered, or the value itself; `way`: the nodes that gather it."""
 
     value: Node
     source: Node
@@ -40,7 +40,7 @@ class Entering:
 
 @dataclass(frozen=True)
 class Leaving:
-    """What others read of a chain. `kept`: what stands for it there, a tile or the value itself; `way`: what cuts the tile."""
+    """A result of a chain. `kept`: what others read of it, a tile or the value itself; `way`: the nodes that cut the tile."""
 
     value: Node
     kept: Node
@@ -49,7 +49,7 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Chain:
-    """`key` is the same of chains that do the same with values of the same shapes that lie alike."""
+    """`key` is equal for chains that compute the same on values of equal shapes and shardings."""
 
     nodes: tuple[Node, ...]
     entering: tuple[Entering, ...]
@@ -62,13 +62,13 @@ class Chain:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Those that split what it is made of, or what is kept of it."""
+        """Axes that split its sources or its kept results."""
         ends = [*(one.source for one in self.entering), *(one.kept for one in self.leaving)]
         return frozenset(axis for end in ends for axis in lies(end).split_axes())
 
     @property
     def spared(self) -> list[Node]:
-        """What a rank does not do that leaves the chain to another: its nodes, and what gathers for them alone."""
+        """Nodes that a rank need not run if another computes the chain: its own, and those that gather operands for it alone."""
         found = list(self.nodes)
         for one in self.entering:
             if {user for node in one.way for user in node.users} <= {*self.nodes, *one.way}:
@@ -77,7 +77,7 @@ class Chain:
 
 
 def chains(graph: Graph) -> list[Chain]:
-    """Of a stage, in its order."""
+    """The chains of a stage, in its order."""
     order = [node for node in graph.nodes if node.op != "output"]
     alike = _alike(order)
     number = _numbered(order, _between(order, alike))
@@ -91,14 +91,14 @@ def chains(graph: Graph) -> list[Chain]:
 
 
 def lies(node: Node) -> Sharding:
-    """The sharding of a value that says one."""
+    """The sharding of a value that has one."""
     found = record(node).sharding
     assert found is not None, node
     return found
 
 
 def is_whole(node: Node) -> bool:
-    """Whether a value's type says that every rank has all of it."""
+    """Whether every rank has all of a value, by its type."""
     if not has_record(node) or is_integer(node):
         return False
     return all(one.sharding is not None and not one.sharding.axes() for one in records(node))
@@ -108,7 +108,7 @@ def is_whole(node: Node) -> bool:
 
 
 def _alike(order: Iterable[Node]) -> set[Node]:
-    """Operators of the update that do the same on all ranks."""
+    """Operators of the update that compute the same on all ranks."""
     found: set[Node] = set()
     for node in order:
         made = records(node) if node.op == "call_function" else ()
@@ -120,7 +120,7 @@ def _alike(order: Iterable[Node]) -> set[Node]:
 
 
 def _between(order: Sequence[Node], alike: Collection[Node]) -> set[Node]:
-    """Products, and what lies between two of them."""
+    """Products, and operators on a path between two of them."""
     products = {node for node in order if node in alike and flops(node)}
     behind: set[Node] = set()
     for node in order:
@@ -134,7 +134,7 @@ def _between(order: Sequence[Node], alike: Collection[Node]) -> set[Node]:
 
 
 def _numbered(order: Sequence[Node], core: Collection[Node]) -> dict[Node, int]:
-    """A number for each node, the same for those that read one another."""
+    """A number for each node, the same for nodes that are connected."""
     group: dict[Node, list[Node]] = {}
     for node in order:
         if node in core or (is_getitem(node) and node.args[0] in core):
@@ -149,7 +149,7 @@ def _numbered(order: Sequence[Node], core: Collection[Node]) -> dict[Node, int]:
 
 
 def _with_its_own(order: Sequence[Node], alike: Collection[Node], number: dict[Node, int]) -> None:
-    """Adds what is made for one chain alone, and of one alone, where no more goes in or out that way."""
+    """Extends chains by nodes that feed or read one chain alone, as far as this adds no bytes going in or out."""
     core = set(number)
     _lead(order, alike, number)
     for node in order:
@@ -168,7 +168,7 @@ def _with_its_own(order: Sequence[Node], alike: Collection[Node], number: dict[N
 
 
 def _lead(order: Sequence[Node], among: Collection[Node], number: dict[Node, int]) -> None:
-    """Adds those that are read by one chain alone."""
+    """Extends chains by nodes that one chain alone reads."""
     for node in reversed(order):
         if node in among and node not in number and node.users:
             readers = {number.get(user) for user in node.users}
@@ -184,7 +184,7 @@ def _bytes(nodes: Iterable[Node]) -> int:
 
 
 def _chain(nodes: Sequence[Node]) -> Chain | None:
-    """None where something leaves in a way that cannot be repeated."""
+    """The chain of these nodes; None where a result is not whole, or there are no operands or results."""
     own = set(nodes)
     entering = [_entering(one) for one in dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own)]
     leaving: list[Leaving] = []
@@ -207,7 +207,7 @@ def _entering(value: Node) -> Entering:
 
 
 def _way(value: Node) -> tuple[Node, ...]:
-    """From a whole value back to what gathers the tile of which it is made; nothing if none was."""
+    """The nodes from a whole value back to the gather of its tile; empty if the value was not gathered."""
     found: list[Node] = []
     gathered = 0
     at = value
@@ -223,7 +223,7 @@ def _way(value: Node) -> tuple[Node, ...]:
 
 
 def _leaving(value: Node, reader: Node) -> Leaving | None:
-    """A tile that is cut of a value and read in its stead; None where a reader takes it whole."""
+    """The tile that is cut from a value and read in its stead; None where a reader takes the whole value."""
     way: list[Node] = []
     kept: Leaving | None = None
     at = reader
@@ -247,7 +247,7 @@ def _key(nodes: Sequence[Node], entering: Sequence[Entering], leaving: Sequence[
 
 
 def _said(argument: object, names: Mapping[Node, tuple[str, int]]) -> object:
-    """An argument as what can be compared between chains."""
+    """An argument as a value that can be compared between chains."""
     if isinstance(argument, Node):
         return names[argument]
     if isinstance(argument, list | tuple):
@@ -258,5 +258,5 @@ def _said(argument: object, names: Mapping[Node, tuple[str, int]]) -> object:
 
 
 def cuts(node: Node) -> object:
-    """How a value lies, whatever its factors are called."""
+    """The sharding of a value without the names of its factors."""
     return tuple(tuple((part.size, part.axes) for part in dim) for dim in lies(node).dims)
