@@ -1,4 +1,4 @@
-"""By layer: a region that holds many layers is cut between them, so that a backend compiles one of those that are equal.
+"""Partition of a compiled region by layer, so that a backend compiles one of several equal layers.
 
     with region(0):  embedding, layers.0, ..., layers.31, head          one function of 32 layers: compiled for minutes
     with region(0):  embedding, layers.0

@@ -1,4 +1,4 @@
-"""Fetch ahead: copies from the host start as long before they are read as they take, and those to the host as soon as they can.
+"""Prefetch of offloaded values: copies from the host start as early as they take, copies to the host as soon as they can.
 
     a = from_host(p)  g = mm(x, a)  h = f(g)  b = from_host(q)  k = mm(h, b)
   becomes, where b takes what f does

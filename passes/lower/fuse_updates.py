@@ -1,4 +1,4 @@
-"""Fuse updates: one update for all parameters of a group, in place of one for each.
+"""Fused optimizer updates: one operator updates all parameters of a group.
 
     p1, m1, v1 = adam(w1, g1, m1, v1, lr, ...)        adam_many_([w1, w2], [g1, g2], [m1, m2], [v1, v2], ..., lr, ...)
     p2, m2, v2 = adam(w2, g2, m2, v2, lr, ...)   becomes

@@ -1,4 +1,4 @@
-"""Regions: for a backend that compiles, what runs between two waits becomes one function, and sums that it makes travel together.
+"""Compiled regions: operators between two waits become one function, and the all-reduces of a level share a bucket.
 
     a = relu(x)                             with region(0):
     r = all_reduce(a, ["tp"], "sum")            a = relu(x)

@@ -1,4 +1,4 @@
-"""Keep used rows: between where tokens are handed to a group's experts and where what they made is added up, the rows that are used.
+"""Compaction of expert rows: experts run on the rows that are used, not on a row for each possible choice.
 
     rows = to_groups(x, own) as [1, t * m, h]          used, ends = used_rows(own, 4)
     h = group_mm(rows, w1, own, ..)                    rows: ".. used(1)" = rows_of_tokens(x, used, m)

@@ -1,4 +1,4 @@
-"""State that is kept in fewer bits, around the updates that `fuse_updates` joins: some of it widened just before, kept just after.
+"""Conversion of low-precision optimizer state around fused updates: widened just before, rounded just after, some parameters at a time.
 
     m32 = to_copy(m); n32 = to_copy(n); ...                         m32 = to_copy(m); v32 = to_copy(v)
     w1, m1, v1 = adam(w, g, m32, v32, ...)              becomes     adam_many_([w], [g], [m32], [v32], ...)

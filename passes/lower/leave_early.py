@@ -1,4 +1,4 @@
-"""Leave early: of updates that run on the host, gradients go out as they are made, and each update runs once it has what it reads.
+"""Order of updates on the host: gradients are copied out as they are computed, each update runs once its operands have arrived.
 
     g2 = mm(..)  g1 = mm(..)  h2 = to_host(g2)  h1 = to_host(g1)  sgd_(w2, h2)  sgd_(w1, h1)
   becomes

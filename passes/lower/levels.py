@@ -1,4 +1,4 @@
-"""Levels: after how many waits each node of a stage can run, where all that one wait allows runs at once.
+"""Levels of a stage's nodes: the number of waits before each can run; all nodes of a level run together.
 
 A node's level counts the collectives behind it. All nodes of a level run, then the collectives that they feed start, and the next level
 waits for those that it reads. What runs by itself (updates in place, what depends on the microbatch's number, products whose memory is

@@ -1,4 +1,4 @@
-"""Overlap exchanges: what is computed and goes to other ranks starts early, and what nobody waits for runs meanwhile.
+"""Overlap of exchanges with computation: exchanges of computed values move up, independent products move behind them.
 
     r = mm(x, router)   c = f(r)   gc = all_gather(c)   y = g(gc)   gx = all_gather(x)   z = h(y, gx)
   becomes

@@ -1,4 +1,4 @@
-"""How rows go to the ranks that read them: all at once, or in two hops, between nodes and inside them.
+"""Exchanges of dispatch and combine: all ranks at once, or hierarchical in two hops, between nodes and inside them.
 
     x = gather_rows(tokens, ["ep_across", "ep_inside"], choice, 2, 0.79)                every rank to every other
 

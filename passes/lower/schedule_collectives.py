@@ -1,4 +1,4 @@
-"""Collectives: they start where their operands are ready, and travel together where they can.
+"""Schedule of collectives: each starts where its operands are ready, and travels in a bucket where it can.
 
     g1 = mm(..)   g2 = mm(..)   r1 = all_reduce(g1)   u1 = f(r1)   r2 = all_reduce(g2)   u2 = f(r2)
   becomes

@@ -1,4 +1,4 @@
-"""Send rows: of the tokens that experts are handed, and of what they make of them, ranks send what is read.
+"""Dispatch and combine: tokens travel only to the ranks whose experts they chose, and back.
 
     x = all_gather(tokens, ["ep"], 0);  rows = to_groups(x, own)
     y = from_groups(rows, own);         out = reduce_scatter(y, ["ep"], 0, "sum")

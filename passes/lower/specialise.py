@@ -1,4 +1,4 @@
-"""Specialise: a backward stage for the outputs that did receive a gradient.
+"""Backward stage specialised to the outputs that received a gradient.
 
     g = sqrt_backward(tangent:root, r)                                          from `sum` alone
     h = expand(tangent:sum)                                     becomes         h = expand(tangent:sum)

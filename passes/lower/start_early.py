@@ -1,4 +1,4 @@
-"""Start early: reductions of sums over microbatches begin while the last microbatches run, and not after them.
+"""Early reductions of gradient accumulation: they begin during the last microbatch's run, not after it.
 
     run(stage="each", microbatch=1)              run(stage="each", microbatch=1)
     add(.., into="sum:g0")                       add(.., into="sum:g0")

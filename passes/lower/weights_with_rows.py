@@ -1,4 +1,4 @@
-"""The weights of a token's choices go with its row, and their gradient with that of the row: one message for two.
+"""Routing weights in the messages of dispatch and combine: one message for a token's row and its weights, or their gradients.
 
     x = gather_rows(tokens, ["ep"], choice, ..)      w = all_gather(weights, ["ep"], 0)      weights_of_groups(w, own, slot)
   becomes

@@ -1,4 +1,4 @@
-"""Windows: which gathers of stored parameters start together, and how many bytes of them a rank holds.
+"""Prefetch windows: the gathers of stored parameters that start together, and the bytes of a window.
 
     all_gather(w0)  all_gather(w1)  |  all_gather(w2)  all_gather(w3)  |  ...        a window is about a layer
 

@@ -1,4 +1,4 @@
-"""Cut: a graph with its backward becomes two stages, so that autograd can run them at different times.
+"""Forward and backward as two stages, which autograd can run at different times.
 
     forward:  inputs, parameters -> outputs, saved values            backward: tangents, saved values, parameters -> gradients
 

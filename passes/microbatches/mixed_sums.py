@@ -1,4 +1,4 @@
-"""Sums over the whole batch that a microbatch reads: means that enter a product, as the load-balancing loss of routed experts has them.
+"""Sums over the whole batch that a microbatch reads, such as the means in the load-balancing loss of routed experts.
 
     chosen = mean(one_hot(choice)), likely = mean(p), loss = .. + sum(chosen * likely)
     d p of a row = chosen / rows: of all rows, those of later microbatches too

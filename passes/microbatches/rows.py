@@ -1,4 +1,4 @@
-"""Microbatches of an inference: each gives its rows of the outputs, which are put together after the last one.
+"""Outputs of an inference in microbatches: each microbatch's rows, concatenated after the last one.
 
     each:   y = f(rows k of x)          leaves as rows:y
     after:  all rows, one microbatch's after the other's; what the last one was padded with is cut off

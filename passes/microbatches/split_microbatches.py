@@ -1,4 +1,4 @@
-"""Microbatch: a step over M microbatches as three stages.
+"""Gradient accumulation: a step over M microbatches as three stages, before, each and after.
 
     per-rank graph with the sequential axis mb          before:  what depends on no parameter and no microbatch (counts of labels)
                                                becomes  each:    forward and backward of microbatch k; partial sums leave

@@ -1,4 +1,4 @@
-"""Splitter: a part of a graph as a stage of its own, which leaves the graph as it is."""
+"""A part of a graph copied as a stage of its own; the graph is left as it is."""
 
 from __future__ import annotations
 

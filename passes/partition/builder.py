@@ -1,4 +1,4 @@
-"""Builds the per-rank graph: emits nodes with their local shape and dtype, and the integers that stand for a rank's place."""
+"""Builder of the per-rank graph: emits nodes with local shape and dtype, and the integers for a rank's place."""
 
 from __future__ import annotations
 

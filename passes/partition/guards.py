@@ -1,4 +1,4 @@
-"""Guards: indices are looked at before they are read by, on whichever rank holds them.
+"""Index guards: out-of-range indices are refused before a kernel reads by them, on whichever rank holds them.
 
     rows = embedding(weight, ids)        becomes       ids_1 = check_index(ids, 0, 50257, None, "input_ids", "model.py:12 embed", True)
                                                        rows = embedding(weight, ids_1)

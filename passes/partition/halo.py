@@ -1,4 +1,4 @@
-"""What the tiles of one letter read of a dim that another letter splits, and the way back.
+"""Halo exchange: the window of a split dim that each rank's tile reads, and its transpose for backward.
 
     y = convolution(x, w), kernel 3, padding 1, rows over cp = 2      x_window = halo(x, ["cp"], 2, 16, [16, 1, -1, 10], 0.0)
                                                                       y = convolution(x_window, w), its padding 0 along rows

@@ -1,4 +1,4 @@
-"""Lowering one operator: what a rule's `lower` writes is emitted here (meshc.passes.rules.local says what each method means)."""
+"""Lowering of one operator: the emitter that a rule's `lower` writes to (each method is described in meshc.passes.rules.local)."""
 
 from __future__ import annotations
 

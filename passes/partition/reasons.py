@@ -1,4 +1,4 @@
-"""Why a collective is there, in the user's words: which value moves, what reads it, and which lines of the plan say so.
+"""Reasons of collectives, in the user's words: the value that moves, its reader, and the plan's lines that cause it.
 
     mm of model.layers.0.mlp.down_proj, for add; tp: heads, ffn, vocab
     gradient mm of model.layers.0.mlp.down_proj, for the gradient norm; dp: batch

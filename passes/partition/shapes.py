@@ -1,4 +1,4 @@
-"""Shapes with open sizes: what an operator makes of them is found by running it on meta tensors of several sizes.
+"""Local shapes with dynamic sizes, inferred by running each operator on meta tensors of several sizes.
 
     worlds           n_batch 11, n_seq 37        n_batch 12, n_seq 39        n_batch 13, n_seq 40
     x of [n_batch, n_seq + 1, 64], reshaped to [.., 32, 2]

@@ -1,4 +1,4 @@
-"""Which operators take their steps in turn along a split sequence, and in how many parts of their rows.
+"""Choice of sequential turns for recurrences along a split sequence, and the number of parts of their rows.
 
     at once     each rank's stretch by itself, what all come to gathered, then from where it begins     twice the steps, one message
     in turn     c parts of the rows, n ranks: c + n - 1 turns, each a part's steps and a message        (c + n - 1) / c of the steps

@@ -1,4 +1,4 @@
-"""Gradients of weights, moved to where they take the least time.
+"""Weight gradients moved into the gaps of a schedule, where they take the least time.
 
 Nobody waits for a gradient of weights, so where it stands is free between the gradient of inputs before it and the forward that needs its
 memory. A schedule is drawn for stages that take equal times and for enough microbatches. Under other costs, or with fewer, its forwards

@@ -1,4 +1,4 @@
-"""What a schedule's file says of it."""
+"""Declaration of a pipeline schedule: its function of ranks, stages and microbatches, and the numbers it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules as they are drawn: what a rank does and for which stage; the microbatches follow by counting."""
+"""Schedules written as (op, stage) steps of a rank; the microbatch numbers follow by counting."""
 
 from __future__ import annotations
 

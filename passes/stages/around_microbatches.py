@@ -1,4 +1,4 @@
-"""Around microbatches: what runs once a call, before the first microbatch and after the last, on each rank."""
+"""Stages that run once a call on each rank: before the first microbatch, and after the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balance: where to cut a sequence of operators into stages so that the slowest stage is as fast as can be.
+"""Balanced cuts of a sequence of operators into stages, by dynamic programming: the slowest stage is as fast as can be.
 
     seconds  3 1 1 1 1 5      2 stages:  3 1 1 1 1 | 5        3 stages:  3 1 | 1 1 1 | 5
 

@@ -1,4 +1,4 @@
-"""Cut stages: a step, or an inference, over a pipeline axis: a graph for each half of each stage, and what they hand to each other.
+"""Pipeline cut of a step or an inference: a graph for each half of each stage, and the messages between stages.
 
     each:  forward and backward of microbatch k             forward_0: x -> flow:h        backward_0: flow:g, flow:.. -> part:g0
                                                    becomes  forward_1: flow:h -> part:loss  backward_1: flow:.. -> flow:g, part:g1

@@ -1,4 +1,4 @@
-"""Fit: whether a pipeline holds on its ranks no more than it may, and the error if nothing does.
+"""Memory need of a pipeline against the budget of its ranks, and the error if no candidate fits.
 
     budget 8 MB:  zb_v 1.2 ms, 9.1 MB    zb_h1 1.3 ms, 7.9 MB    1f1b 1.5 ms, 5.2 MB       zb_h1 is taken: the fastest of those that fit
     budget 5 MB:                                                                           refused: 1f1b needs least

@@ -1,4 +1,4 @@
-"""Flows: what one microbatch's stages hand to each other, and what a stage's forward half keeps for its backward half.
+"""Values that the stages of a microbatch send each other, and those that a forward half saves for its backward half.
 
     stage 0, F:  h = mlp(x)                    flow:h goes to stage 1, and stays for stage 0's own backward
     stage 1, F:  y = mlp(h)                    flow:y stays

@@ -1,4 +1,4 @@
-"""Forwarded: values of a call's inputs alone (masks, tables of positions) that one stage makes for all others, where that is cheaper.
+"""Forwarded values: values of inputs alone (masks, tables of positions) that one stage computes and sends where that is cheaper.
 
     forward_0: m = mask(x); y = f(x, m)     forward_1: m = mask(x); z = f(flow:y, m)         mask takes less than a message
     forward_0: m = mask(x); y = f(x, m)     forward_1: z = f(flow:y, flow:m)                 mask takes more

@@ -1,4 +1,4 @@
-"""Gather once: a stored parameter is whole for all microbatches of a call, where memory allows.
+"""Gathers of stored parameters hoisted out of the microbatches: once a call, where memory allows.
 
     each:  w = all_gather(stored); y = mm(x, w)        before:  gathered:w = all_gather(stored)
                                               becomes  each:    y = mm(x, gathered:w)

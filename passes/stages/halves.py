@@ -1,4 +1,4 @@
-"""Halves: the backward of a stage as what other stages wait for, and the rest.
+"""Split of a stage's backward for zero-bubble schedules: gradients of inputs (I), and gradients of weights (W).
 
     g = mm(grad, w.t)        I: its result goes on to the stage before, or to further layers of this one
     gw = mm(x.t, grad)       W: nothing but the gradient of one weight comes of it

@@ -1,4 +1,4 @@
-"""Owners: the rank on which a parameter lives, and what goes between ranks once a call for that.
+"""Owners of parameters: the rank on which each is stored, and the messages between ranks once a call for that.
 
     parameter:table   lives with the first stage that reads it       another stage that reads it gets it before the first microbatch
     sum:g of it       made on another rank                            goes to the owner after the last

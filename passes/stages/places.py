@@ -1,4 +1,4 @@
-"""Places: where a cut may stand between the operators of a microbatch, what it sends, and what the stages between cuts take."""
+"""Candidate cuts between the operators of a microbatch: the bytes each cut sends, and the seconds of the stages between cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prices: what the operators of a microbatch take, as the clock plays them, by the position that their stage is told by.
+"""Seconds of a microbatch's operators by the position that decides their stage, with collectives played on one clock.
 
     operator        half   position     counts
     mm(x, w)        F      12           once, with the stage that has position 12

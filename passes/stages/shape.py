@@ -1,4 +1,4 @@
-"""Shape: how many stages a program is cut into, where, on which ranks, and under which schedule."""
+"""Shape of a pipeline: number of stages, cuts, ranks of the stages, and schedule, by predicted time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage assignment: which pipeline stage makes each value of one microbatch, and in which half of it.
+"""Stage assignment: the pipeline stage, and the half of it, that computes each value of one microbatch.
 
     forward order   embed  block.0  block.1 | block.2  block.3  head        cuts: [3]
     half            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)

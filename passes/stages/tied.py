@@ -1,4 +1,4 @@
-"""Tied: the gradient of a parameter that several stages read adds up apart on each of them, and together once a call.
+"""Gradients of parameters shared by several stages: accumulated apart on each stage, added up once a call.
 
     each:  part:g = add(g0, g3)            stage 0: part:g0     stage 3: part:g3
                                   becomes  after:   sum:g = add(sum:g0, sum:g3)

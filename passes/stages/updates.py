@@ -1,4 +1,4 @@
-"""Updates: what follows the last microbatch, cut by ranks: each updates the parameters of its own stages.
+"""Optimizer update after the last microbatch, cut by ranks: each updates the parameters of its own stages.
 
     total = sq(g0) + sq(g1) + sq(g2)          rank 0:  part = sq(g0) + sq(g1)      total = all_reduce(part, ["pp"], "sum")
     w2 = adam(w2, g2 * f(total))      becomes  rank 1:  part = sq(g2)               total = all_reduce(part, ["pp"], "sum")

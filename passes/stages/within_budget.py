@@ -1,4 +1,4 @@
-"""Cuts within a budget: stages that hold less, where those of equal time hold more than a rank may.
+"""Cuts within a memory budget: stages that hold fewer bytes, where stages of equal time hold more than a rank may.
 
     seconds  2 2 2 2    bytes  6 6 1 1    2 stages, at most 8 bytes:  2 | 2 2 2   rather than   2 2 | 2 2
 

@@ -1,4 +1,4 @@
-"""What a saved program has trained, between two runs: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
+"""Sharded checkpoints: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
 
     state.json                what the folder is, the mesh, seed and step, for each tensor its type, as in a program's text, for each file
                               its size and its header's hash; and a hash of all this

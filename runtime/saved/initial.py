@@ -1,4 +1,4 @@
-"""First values of a compiled model, made where they lie: each rank computes its own tiles, and nothing is sent.
+"""First values of a compiled model, computed where they are stored: each rank its own tiles, without communication.
 
     fn(model)  recorded on every rank, on tensors without memory ──> compared between ranks ──> each tile computed, a tensor at a time
 """

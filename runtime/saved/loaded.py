@@ -1,4 +1,4 @@
-"""A saved program at work on one rank, without the model that it came from.
+"""A saved program with its weights on one rank, ready to run without the model that it came from.
 
     weights.safetensors, or a saved state ── the ranges that this rank's tiles cover ──> buffers ─┐
     inputs.safetensors ── whole, or this rank's part ────────────────────────────────────────────> executor ──> outputs, whole everywhere

@@ -1,4 +1,4 @@
-"""A rank's tile of a tensor on disk: which pieces it is, and reading no more than those.
+"""A rank's tile of a tensor on disk as contiguous ranges, and reads of no more than these.
 
     weight on disk     0 1 2 3 4 5 6 7 8 9 10 11        3 * heads 4/tp: rank 1 of 2 has heads 2 and 3 of each third
     this rank's tile       2 3     6 7     10 11        pieces (2, 0, 2), (6, 2, 2), (10, 4, 2)

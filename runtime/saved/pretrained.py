@@ -1,4 +1,4 @@
-"""Weights of others' files into a compiled model: each rank reads what its tiles cover, a tensor at a time."""
+"""Pretrained weights loaded into a compiled model: each rank reads the ranges of its tiles, a tensor at a time."""
 
 from __future__ import annotations
 

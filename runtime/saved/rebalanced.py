@@ -1,4 +1,4 @@
-"""Experts of a saved program that move between calls: what `program.rebalance` does, where there is no model.
+"""Expert rebalancing of a saved program between calls: `program.rebalance` where there is no model.
 
     begin      every expert lies where its number says, in the weights and in saved states
     between    by the tokens of each expert in the last call, rows of parameters and of their state change ranks, and copies are of others

@@ -1,4 +1,4 @@
-"""The optimizer's numbers of each step of `meshc run`, from a file: a schedule that was worked out beforehand.
+"""Schedule of the optimizer's numbers (learning rates) for `meshc run`, read from a file.
 
     {"step": 0, "lr": 1e-5}                                a row holds from its step on, until the next row's
     {"step": 100, "lr": [3e-4, 1e-4], "weight_decay": 0.1} a number is every group's, a list has one for each

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer that a compiled model's training goes on from.
+"""Checkpoints of transformers' Trainer from which a compiled model's training is resumed.
 
     checkpoint-20/   model.safetensors, trainer_state.json      the Trainer's own
                      optimizer.pt, scheduler.pt                 whole tensors, in the form in which the Trainer reads them

@@ -1,4 +1,4 @@
-"""Do the passes before there are operators keep the meaning? The graph of torch's calls, on seeded values, against the one before it.
+"""Translation validation of passes over torch calls: the graph after each pass against the one before, on seeded values.
 
     capture      h = tag_activation_checkpoint(body, x, w)          what it gives and writes, in double precision, is the truth
     autocast     its casts, in a precision in which none loses anything; on the mesh's own device also in the precision that it says

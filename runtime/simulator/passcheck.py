@@ -1,4 +1,4 @@
-"""Does a pass keep the meaning? The program after it, on seeded values, against the program before it.
+"""Translation validation of each pass: the program after it, on seeded values, against the program before it.
 
 Before there are operators it is the graph of torch's calls (`callcheck.py`). Before `partition` the graph runs on one device; after it, on
 simulated ranks; the truth is what the first graph with gradients gives.

@@ -1,4 +1,4 @@
-"""A copy of the model on one device, and of its inputs, for what a program is compared with."""
+"""Reference copy of the model and its inputs on one device, for comparisons with a program."""
 
 from __future__ import annotations
 

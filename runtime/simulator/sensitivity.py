@@ -1,4 +1,4 @@
-"""How far a model's own results move on one device if every operator rounds otherwise; no comparison in that precision tells more.
+"""Rounding sensitivity of the model on one device by Monte Carlo arithmetic: the least bound that a comparison can have.
 
 A norm over few values (batch norm over four images of one pixel) takes x - mean of values that are nearly equal: what was a rounding in the
 last place is a large part of the difference, and the next layers have that as their input. So two right programs that add in another order

@@ -1,4 +1,4 @@
-"""Memory that values share, as a program says it (`meshc/ir/sharing.py`), played on one simulated rank.
+"""Shared memory of values (`meshc/ir/sharing.py`), played on one simulated rank.
 
     flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])              a and b are put into the memory of flat when they are made
     r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")        flat is r from here on

@@ -1,4 +1,4 @@
-"""All ranks in one process, in lock step: what a program does, without a process group.
+"""Simulation of all ranks in one process, in lock step, without a process group.
 
 Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all
 members of its group have arrived at the same one, and says who waits for whom when nobody can go on. Padding that a program does not claim

@@ -1,4 +1,4 @@
-"""A whole program on simulated ranks: its schedule over global values, and what every rank must agree on."""
+"""Simulation of a whole program: its schedule over global values, and the agreement of ranks on their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step leaves behind, in the program and on one device: optimizer state by slot, and what was added to parameters.
+"""Optimizer state and parameter updates of a step, paired for comparison: the program's, and those on one device.
 
 A gradient that is off shows here and not in a few losses. Adam's update is the same for half a gradient; its first moment is not.
 """

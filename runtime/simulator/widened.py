@@ -1,5 +1,4 @@
-"""float64 for a comparison: what a model runs under (float32 that it asks for by name, and what torch has in lower precision only), and a
-program whose numbers have it."""
+"""Programs and models in float64 for a comparison, also where code asks for float32 by name."""
 
 from __future__ import annotations
 
