@@ -19,13 +19,13 @@ from meshc.ir import calls, local_bytes, record, spmd
 from meshc.passes.phases.lowered import Lowered
 
 LEAST_S: Final = 1e-5
-"""Less than that is no wait."""
+"""Seconds; a shorter wait is not reported."""
 EXPOSED: Final = "are not hidden behind"
-"""Words of a note that is a warning."""
+"""Words by which readers of notes recognise this one as a warning."""
 
 
 def exposed(lowered: Lowered, device: Device) -> str:
-    """Of a device with a link to its host; nothing, where nothing is copied."""
+    """The note's text; empty if no stage copies to or from the host, or the device has no link to it."""
     if not any(spmd.is_host_copy(node.target) for stage in lowered.stages.values() for node in calls(stage.graph)):
         return ""
     free = replace(device, host=Link(0.0, float("inf")))
