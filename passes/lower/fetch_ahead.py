@@ -64,7 +64,7 @@ def fetched(graph: Graph, device: Device, limit: int | None = None) -> None:
 
 
 def turns(graph: Graph) -> dict[Node, int]:
-    """Window number of each update with host copies; the window of an update on the host is that of its gradient's copy."""
+    """Window number of each update that has host copies."""
     found: dict[Node, int] = {}
     updates = [node for node in graph.nodes if node.op == "call_function" and node.target in MANY]
     for number, members in enumerate(in_windows([node for node in updates if _moved(node)], window_of(graph))):
