@@ -16,7 +16,7 @@ class Splitter:
         self._turn = {node: turn for turn, node in enumerate(graph.nodes)}
 
     def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
-        """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
+        """The part of the graph that computes `results` (by key); `given` nodes are inputs (by key)."""
         needed = sorted(made_of(results.values(), through=lambda node: node not in given), key=self._turn.__getitem__)
         copy = Graph()
         env: dict[Node, Node] = {}

@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Refused:
-    """Why something cannot be."""
+    """The error of a candidate that is impossible."""
 
     error: MeshcError
 
