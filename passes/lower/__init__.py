@@ -1,1 +1,1 @@
-"""Passes over the per-rank graph: collectives, sizes, updates in place."""
+"""Passes over the per-rank graph: collectives, updates in place, host copies, rows of experts, regions."""

@@ -1,14 +1,14 @@
-"""By layer: a region that holds many layers is cut between them, so that a backend compiles one of those that are equal.
+"""Partition of a compiled region by layer, so that a backend compiles one of several equal layers.
 
     with region(0):  embedding, layers.0, ..., layers.31, head          one function of 32 layers: compiled for minutes
     with region(0):  embedding, layers.0
-    with region(1):  layers.1                                           what regions 2 to 30 are too: compiled once
+    with region(1):  layers.1                                           equal to regions 2 to 30: compiled once
     ...
 
-A layer is an item of a list of modules that has MANY of them in the region, forward, backward and update each for itself. An update's
-operators stand in no module: theirs is that of the gradient that they read (clipping multiplies each). What else stands in none stays with
-what comes before it; several results of a call stay together. Between two layers little is fused: the residual sum of one with the norm of
-the next.
+A layer is an item of a list of modules of which MANY or more are in the region; forward, backward and update are counted separately. An
+operator of an update has no module of its own and takes that of the gradient that it reads (clipping multiplies each). Other operators
+without a module stay with the operator before them; the results of a call stay together. Little fusion is lost between two layers: the
+residual sum of one with the norm of the next.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.fx import Node
 from meshc.ir import has_record, is_getitem, records
 
 MANY: Final = 8
-"""Layers of one list. Fewer are compiled as fast, and run a little faster, as one."""
+"""Layers of one list from which a region is cut. Fewer compile as fast, and run a little faster, as one region."""
 
 BACK: Final = 2
-"""A layer's operators come in so many pieces at most; where they are mixed more, nothing is cut."""
+"""Pieces per layer, at most: where layers are interleaved more than that, the region is not cut."""
 
 
 def parts(nodes: Sequence[Node]) -> list[int]:
-    """Of each node of a region, in order, which part it is in; all in one where there is nothing to cut."""
+    """The part number of each node of a region, in order; 0 for all where the region is not cut."""
     places = [(records(node)[0].phase, tuple(_items(_module(node)))) for node in nodes]
     numbers: dict[tuple[str, str], set[str]] = defaultdict(set)
     for phase, items in places:
@@ -50,7 +50,7 @@ def parts(nodes: Sequence[Node]) -> list[int]:
 
 
 def _module(node: Node) -> str:
-    """In which a node stands; of an update's, in which the first of its operands does that stands in any."""
+    """The module path of a node; for a node of an update, that of its first operand that has one."""
     own = records(node)[0]
     if own.source.module or own.phase != "update":
         return own.source.module
@@ -59,7 +59,7 @@ def _module(node: Node) -> str:
 
 
 def _items(module: str) -> Iterator[tuple[str, str]]:
-    """The lists that a module's path passes through, each with the item."""
+    """(path of the list, item) for each list of modules in a module's path."""
     names = module.split(".")
     for at, name in enumerate(names):
         if name.isdigit():

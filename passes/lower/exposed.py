@@ -1,4 +1,4 @@
-"""Exposed: of the copies between device and host, what a call waits for, in words.
+"""Note on exposed host copies: what a call waits for device-host transfers that computation does not hide.
 
     offload: copies take 12.4 ms of a call on h100 (51.2 GB/s each way), of which 3.1 ms are not hidden behind the 20.0 ms that it computes;
     it waits longest for what model.layers.3.mlp made: 117,440,512 bytes take 2.3 ms, and 0.8 ms are computed meanwhile
@@ -19,13 +19,13 @@ from meshc.ir import calls, local_bytes, record, spmd
 from meshc.passes.phases.lowered import Lowered
 
 LEAST_S: Final = 1e-5
-"""Less than that is no wait."""
+"""Seconds; a shorter wait is not reported."""
 EXPOSED: Final = "are not hidden behind"
-"""Words of a note that is a warning."""
+"""Words by which readers of notes recognise this one as a warning."""
 
 
 def exposed(lowered: Lowered, device: Device) -> str:
-    """Of a device with a link to its host; nothing, where nothing is copied."""
+    """The note's text; empty if no stage copies to or from the host, or the device has no link to it."""
     if not any(spmd.is_host_copy(node.target) for stage in lowered.stages.values() for node in calls(stage.graph)):
         return ""
     free = replace(device, host=Link(0.0, float("inf")))

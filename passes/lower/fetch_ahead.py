@@ -1,13 +1,12 @@
-"""Fetch ahead: copies from the host start as long before they are read as they take, and those to the host as soon as they can.
+"""Prefetch of offloaded values: copies from the host start as early as they take, copies to the host as soon as they can.
 
     a = from_host(p)  g = mm(x, a)  h = f(g)  b = from_host(q)  k = mm(h, b)
-  becomes, where b takes what f does
+  becomes, where the copy of b takes as long as f
     a = from_host(p)  g = mm(x, a)  b = from_host(q)  h = f(g)  k = mm(h, b)
 
-Copies in one direction go one after another, so each has to be done when the next begins: from the last reader backwards that gives the
-latest start of each. What has come and is not read yet takes memory: it is a window at most (`windows.py`), or what one reader needs,
-beside what that one waits for. What backward reads is not fetched in forward. Updates of offloaded state are one for each window
-(`fuse_updates.py`).
+Copies in one direction run one after another, so each has to end when the next begins: from the last reader backwards this gives the latest
+start of each. Values that have arrived and are not read yet take memory: a window at most (`windows.py`), or the operands of one reader.
+Values that backward reads are not fetched in forward. Updates of offloaded state are one for each window (`fuse_updates.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from meshc.passes.phases.lowered import Lowered
 
 
 def fetch_ahead(lowered: Lowered) -> Lowered:
-    """Reorders each stage; values do not change. A note says what of the copies cannot be hidden on the mesh's device."""
+    """Reorders each stage; values do not change. A note reports the copies that computation on the mesh's device does not hide."""
     device = for_mesh(lowered.mesh)
     for stage in lowered.stages.values():
         fetched(stage.graph, device)
@@ -42,7 +41,7 @@ def fetch_ahead(lowered: Lowered) -> Lowered:
 
 
 def _refuse_to_send(lowered: Lowered) -> None:
-    """What lies on one rank's host is not sent to another's."""
+    """Raises CompileError if a value on the host is sent to another pipeline stage."""
     sent = {key for keys in lowered.pipeline.messages.values() for key in keys} if lowered.pipeline is not None else set()
     for stage in lowered.stages.values():
         for key, value in stage.results().items() if sent else ():
@@ -55,7 +54,7 @@ def _refuse_to_send(lowered: Lowered) -> None:
 
 
 def fetched(graph: Graph, device: Device, limit: int | None = None) -> None:
-    """A graph in place. `limit`: bytes of a window, if not as many as there are in an eighth of what is fetched in its phase."""
+    """Reorders a graph in place. `limit`: bytes of a window; by default an eighth of the bytes fetched in its phase."""
     _put_back(graph)
     leave_early(graph)
     fetches = _fetches(graph)
@@ -65,7 +64,7 @@ def fetched(graph: Graph, device: Device, limit: int | None = None) -> None:
 
 
 def turns(graph: Graph) -> dict[Node, int]:
-    """Of each update that runs on the host, the number of its window."""
+    """Window number of each update that has host copies."""
     found: dict[Node, int] = {}
     updates = [node for node in graph.nodes if node.op == "call_function" and node.target in MANY]
     for number, members in enumerate(in_windows([node for node in updates if _moved(node)], window_of(graph))):
@@ -74,13 +73,13 @@ def turns(graph: Graph) -> dict[Node, int]:
 
 
 def window_of(graph: Graph) -> int:
-    """Bytes that come for the updates of a window."""
+    """Bytes of host copies in a window of updates."""
     moved = sum(_moved(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY)
     return min(WINDOW, max(LEAST, moved // WINDOWS))
 
 
 def in_windows(members: Sequence[Node], window: int) -> Iterator[list[Node]]:
-    """Updates in parts for which no more than `window` bytes come from the host, or go there, or for one alone."""
+    """Updates in groups whose host copies take no more than `window` bytes, or of one update alone."""
     part: list[Node] = []
     filled = 0
     for member in members:
@@ -96,7 +95,7 @@ def in_windows(members: Sequence[Node], window: int) -> Iterator[list[Node]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Copies that one reader waits for first, and where it stands."""
+    """Copies with the same first reader. `reader`: its position; `size`: bytes."""
 
     nodes: Sequence[Node]
     reader: int
@@ -105,7 +104,7 @@ class _Group:
 
 
 def _fetches(graph: Graph) -> list[Node]:
-    """What comes to be read; not what comes to its place between steps."""
+    """Copies from the host with readers; not those that write a parameter back to its place between steps."""
     return [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users and len(node.args) == 1]
 
 
@@ -114,7 +113,7 @@ def _of(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _moved(update: Node) -> int:
-    """Bytes that come for it; of one that runs on the host, of the gradient that goes."""
+    """Bytes copied from the host for an update; for an update on the host, bytes of the gradient copied there."""
     if not runs_on_host(update):
         return sum(map(_bytes, _of(update.all_input_nodes)))
     gradient = update.args[1]
@@ -131,7 +130,7 @@ def _window(fetches: Iterable[Node], phase: str) -> int:
 
 
 def _put_back(graph: Graph) -> None:
-    """Each copy to the host behind what makes its operand, or has written it, and behind what reads its place."""
+    """Moves each copy to the host right behind the last node that computes or writes its operand, or reads its destination."""
     for node in graph.find_nodes(op="call_function", target=spmd.to_host):
         operand, *place = node.args
         if not place:
@@ -172,7 +171,7 @@ def _start(graph: Graph, fetches: Sequence[Node], device: Device, said: int | No
 
 
 def _ahead(fetch: Node, before: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """What makes or writes what is fetched."""
+    """The nodes that compute or write the source of a fetch."""
     (source,) = fetch.all_input_nodes
     return [source, *before.get(root(source), ())]
 
@@ -188,7 +187,7 @@ def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> 
 
 
 def _read(groups: Sequence[_Group], index: int, limit: int) -> int:
-    """The reader of the group that has to be read before this one starts, so that no more than a window waits."""
+    """Position of the reader that has to run before group `index` starts, so that no more than `limit` bytes wait; 0 if none."""
     filled = groups[index].size
     for before in range(index - 1, -1, -1):
         filled += groups[before].size

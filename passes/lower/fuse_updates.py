@@ -1,13 +1,13 @@
-"""Fuse updates: one update for all parameters of a group, in place of one for each.
+"""Fused optimizer updates: one operator updates all parameters of a group.
 
     p1, m1, v1 = adam(w1, g1, m1, v1, lr, ...)        adam_many_([w1, w2], [g1, g2], [m1, m2], [v1, v2], ..., lr, ...)
     p2, m2, v2 = adam(w2, g2, m2, v2, lr, ...)   becomes
     return w1: p1, ...                                return w1: w1, ...
 
-Updates whose gradients are there sooner than others' stand there, a part of all in one (`update_early.py`). Of state that lies on the host,
-windows are fetched one after another (`fetch_ahead.py`), and each has an update of its own.
-An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards. What is kept
-in fewer bits than it is computed in is widened just before its update and narrowed just after, some parameters at a time.
+Updates whose gradients are ready sooner run sooner, in groups (`update_early.py`). State on the host is fetched a window at a time
+(`fetch_ahead.py`), and each window has an update of its own.
+An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards. State that
+is stored in fewer bits than it is computed in is widened just before its update and narrowed just after, some parameters at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fuse_updates(lowered: Lowered) -> Lowered:
 
 
 def fused(stage: Stage, limit: int | None = None) -> Stage:
-    """A stage in place. `limit`: bytes of gradients from which an update is one of its own, if not as many as `update_early.py` says.
+    """Changes a stage in place. `limit`: bytes of gradients that fill a group; by default `update_early.py` decides.
     Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
@@ -70,8 +70,8 @@ def fused(stage: Stage, limit: int | None = None) -> Stage:
 
 
 def _cut(all_members: list[Node], places: Places | None, limit: int | None, window: int) -> Iterator[list[Node]]:
-    """Members that are updated together, where the last of them stands then: as early as may be by `places`, if these are given. For each
-    no more than `window` bytes come from the host."""
+    """Groups of members that are updated together, each moved to the earliest place that `places` allows, if given. The host copies of a
+    group take no more than `window` bytes."""
     if places is None:
         yield from some_at_a_time(all_members)
         return
@@ -83,7 +83,7 @@ def _cut(all_members: list[Node], places: Places | None, limit: int | None, wind
 
 
 def _kept_apart(member: Node) -> bool:
-    """Whether what it would write is read once more: of an expert that nobody has chosen (`passes/trace/keep_unchosen.py`)."""
+    """Whether the old value is read after the update, as for experts that no token chose (`passes/trace/keep_unchosen.py`)."""
     written = [x for x in (member.args[place] for place in WRITTEN[member.target]) if isinstance(x, Node)]  # type: ignore[index]
     held = {x for value in written for x in (value, *value.all_input_nodes)}
     chosen = [user for x in held for user in x.users if user.target is torch.ops.aten.where.self and user.args[2] in held]

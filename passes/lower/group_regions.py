@@ -1,4 +1,4 @@
-"""Regions: for a backend that compiles, what runs between two waits becomes one function, and sums that it makes travel together.
+"""Compiled regions: operators between two waits become one function, and the all-reduces of a level share a bucket.
 
     a = relu(x)                             with region(0):
     r = all_reduce(a, ["tp"], "sum")            a = relu(x)
@@ -7,12 +7,11 @@
                                             with region(1):
                                                 c = add(b, r)
 
-`meshc/passes/lower/levels.py` says what is between which waits. The nodes of a level stand together, in parts where they are of many layers
-(`by_layer.py`), then the collectives that they feed;
-`meshc/program/bucket.py` joins all-reduces of a level, as `schedule_collectives.py` has joined what starts near each other. Every rank
-runs the same order.
+`levels.py` computes which nodes run between which waits. The nodes of a level stand together, in parts where they belong to many layers
+(`by_layer.py`), followed by the collectives that read them; `meshc/program/bucket.py` joins the all-reduces of a level. Every rank runs the
+same order.
 
-A collective that starts as soon as its own sums over microbatches are whole (`start_early.py`) is left as it is.
+A collective that starts as soon as its own sums over microbatches are complete (`start_early.py`) is left as it is.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def group_regions(lowered: Lowered) -> Lowered:
 
 
 def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, sums: Collection[str] = ()) -> Stage:
-    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: as of `levels`; `sums`: keys of what is whole before the stage
-    runs."""
+    """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes, as in `levels`; `sums`: keys of sums over microbatches
+    that are complete before the stage runs."""
     graph = copied(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
@@ -61,8 +60,7 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, s
 
 
 def _place(graph: Graph, level: Mapping[Node, int], widened: Collection[Node]) -> None:
-    """Puts the nodes in the order of their levels, of a level the region first, and numbers the regions. What is `widened` is
-    in none."""
+    """Sorts the nodes by level, within a level the region first, and numbers the regions. Nodes in `widened` are in no region."""
     varying = changing(graph)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     alone = {node for node in calls if is_number(node) or node in widened or runs_alone(node, varying)}

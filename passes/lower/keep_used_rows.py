@@ -1,4 +1,4 @@
-"""Keep used rows: between where tokens are handed to a group's experts and where what they made is added up, the rows that are used.
+"""Compaction of expert rows: experts run on the rows that are used, not on a row for each possible choice.
 
     rows = to_groups(x, own) as [1, t * m, h]          used, ends = used_rows(own, 4)
     h = group_mm(rows, w1, own, ..)                    rows: ".. used(1)" = rows_of_tokens(x, used, m)
@@ -7,13 +7,13 @@
     out = from_groups(y as [1, t, m, h], own)          y: ".. used(1)" = used_mm(a, w2, ends, ..)
                                                        out = tokens_of_rows(y, used, t, m)
 
-and so backward. There is a row for each choice that a token could have made of the group; those that it has made are gathered once, lie by
-expert, and the operators between run on them alone. How many there are is data: types keep the bound, and say so (`meshc/ir/used_rows.py`).
-A layer whose operators do not all treat each row by itself stays as it is.
+and so backward. There is a row for each choice that a token could have made in the group. The rows of actual choices are gathered once,
+sorted by expert, and the operators between run on them alone. Their number is data: types keep the bound, and say `used`
+(`meshc/ir/used_rows.py`). A layer with an operator that does not treat each row by itself stays as it is.
 
-A backend that compiles asks for sizes: what is of these rows is in none of its regions, but runs between them. On CUDA the host would wait
-for the sizes: only where rows are sent, which it waits for in any case (`send_rows.py`); elsewhere a step may be captured whole. Nor
-there where regions are compiled: nobody has measured which of the two is faster.
+A backend that compiles needs sizes: operators on these rows are outside its regions. On CUDA the host would wait for the sizes, so layers
+are changed only where rows are dispatched, which the host waits for in any case (`send_rows.py`); elsewhere a step may be captured as a
+CUDA graph. Nor are they changed on CUDA where regions are compiled: which of the two is faster has not been measured.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 HANDED: Final = (meshc.to_groups.default, meshc.in_slots.default)
 BROUGHT: Final = (meshc.from_groups.default, meshc.over_slots.default)
 SPREADING: Final = (aten.slice_backward.default, aten.select_backward.default)
-"""What puts a slice into a value of a shape that it is told, zeros elsewhere."""
+"""Operators that put a slice into zeros of a given shape."""
 FILLED: Final[Mapping[object, int]] = {
     aten.zeros.default: 0, aten.full.default: 0, aten.ones.default: 0, aten.new_zeros.default: 1, aten.new_full.default: 1,
 }  # fmt: skip
-"""What makes a value of one number, and where among its arguments it is told the shape."""
+"""Operators that fill a tensor with one number, each with the position of its shape argument."""
 
 
 def keep_used_rows(lowered: Lowered) -> Lowered:
-    """In each layer of routed experts where it can be."""
+    """Compacts the rows of each layer of routed experts that allows it."""
     cuda = lowered.mesh.device_type == "cuda"
     if cuda and lowered.request.backend != "eager":
         return lowered
@@ -59,7 +59,7 @@ def keep_used_rows(lowered: Lowered) -> Lowered:
 
 
 def keep(graph: Graph) -> None:
-    """In a graph of what each rank runs."""
+    """Compacts the rows of expert layers in a per-rank graph, in place."""
     nodes = list(graph.nodes)
     found = [layer for node in nodes if (layer := _layer(node, nodes)) is not None]
     for layer in found:
@@ -72,11 +72,11 @@ def keep(graph: Graph) -> None:
 class _Layer:
     """The rows of one group's experts.
 
-    own             [1, tokens, chosen]: which expert each place has
-    count           of experts
-    dims            what is rows, with the dim that they lie along
-    ends            what says of rows in which place each lies, for who puts them back
-    products        that are by the expert of a row
+    own             [1, tokens, chosen]: the expert of each place (a token and one of its choices)
+    count           number of experts
+    dims            nodes whose values are rows, with the dim of the rows
+    ends            reshapes of rows that operators read which put rows back in their places
+    products        matrix products with the expert of each row
     """
 
     own: Node
@@ -99,7 +99,7 @@ class _Layer:
 
 
 def _layer(own: Node, nodes: Sequence[Node]) -> _Layer | None:
-    """What a group of experts does, if `own` is what it has chosen, and each of its operators treats rows by themselves."""
+    """The layer of a group of experts whose choices are `own`; None if there is none, or an operator does not treat each row by itself."""
     made = own.args[0] if is_getitem(own) and own.args[1] == 0 else None
     if not isinstance(made, Node) or made.target is not meshc.group_choices.default or made.args[1] != 1:
         return None
@@ -113,7 +113,7 @@ def _layer(own: Node, nodes: Sequence[Node]) -> _Layer | None:
 
 
 def _reshaped(own: Node) -> list[Node]:
-    """The choices under whatever shape."""
+    """The choices and all reshapes of them."""
     found = [own]
     for node in found:
         found += [user for user in node.users if user.target is aten.reshape.default]
@@ -121,7 +121,7 @@ def _reshaped(own: Node) -> list[Node]:
 
 
 def _fits(product: Node, choices: Sequence[Node], count: int) -> bool:
-    """Whether a product is by these choices, of as many matrices as a group has experts."""
+    """Whether a product goes by these choices and has one matrix for each of `count` experts."""
     of, each = product.args[2:4]
     matrices = product if product.target is meshc.group_outer.default else product.args[1]
     assert isinstance(matrices, Node)
@@ -129,7 +129,7 @@ def _fits(product: Node, choices: Sequence[Node], count: int) -> bool:
 
 
 def _followed(layer: _Layer, nodes: Sequence[Node]) -> tuple[dict[Node, int], list[Node]] | None:
-    """(what is rows; where they are put back); None if something else reads them."""
+    """(nodes whose values are rows, with the dim of the rows; `ends` of the layer); None if another operator reads rows."""
     dims: dict[Node, int] = {}
     ends: list[Node] = []
     for node in nodes:
@@ -153,7 +153,7 @@ def _followed(layer: _Layer, nodes: Sequence[Node]) -> tuple[dict[Node, int], li
 
 
 def _made_along(node: Node, dims: Mapping[Node, int], layer: _Layer) -> int | None:
-    """The dim of the rows in what a node makes of rows; None if it may not treat each by itself."""
+    """The dim of the rows in a node's result; None if the node may not treat each row by itself."""
     if node.target in SPREADING:
         sizes, along = node.args[1:3]
         assert isinstance(sizes, list | tuple) and isinstance(along, int)
@@ -167,7 +167,7 @@ def _are_rows(node: Node, layer: _Layer) -> bool:
 
 
 def _puts_back(node: Node, layer: _Layer) -> bool:
-    """Whether a reshape is read, under whatever shape, by nothing but what adds rows up, or takes weights' gradients to their tokens."""
+    """Whether all readers of a reshape, further reshapes aside, add rows up or take weights' gradients to their tokens."""
     if node.target is not aten.reshape.default:
         return False
     return bool(node.users) and all(_takes(user, node, layer) or _puts_back(user, layer) for user in node.users)
@@ -179,7 +179,7 @@ def _takes(reader: Node, rows: Node, layer: _Layer) -> bool:
 
 
 def _dim(operand: Node, reader: Node, dims: Mapping[Node, int], layer: _Layer) -> int | None:
-    """Where an operand has its rows: it is rows, or has a position for each place, of which the rows can be picked out."""
+    """The dim of an operand's rows, or of its places, from which rows can be picked; None if it has neither."""
     if operand in dims:
         return dims[operand]
     if not is_tensor(operand):
@@ -202,14 +202,14 @@ def _rewrite(graph: Graph, layer: _Layer, nodes: Sequence[Node]) -> None:
 
 
 class _Writer:
-    """Writes the same on rows alone."""
+    """Emits a layer's operators on used rows alone."""
 
     def __init__(self, graph: Graph, layer: _Layer) -> None:
         self.graph, self.layer = graph, layer
         self.rows: dict[Node, Node] = {}
-        """What stands for each value of rows."""
+        """Replacement of each value of rows."""
         self.picked: dict[tuple[Node, int], Node] = {}
-        """Rows of what has a position for each place."""
+        """Rows picked from values that have a position for each place."""
         own = record(layer.own)
         used = replace(own, shape=(1, layer.places), dtype=torch.int64, sharding=_flat(own.sharding), used=1)
         ends = replace(own, shape=(layer.count,), dtype=torch.int64, sharding=None)
@@ -220,7 +220,7 @@ class _Writer:
             self.used = call(graph, used, operator.getitem, both, 0)
 
     def made(self, node: Node) -> Node:
-        """What stands for a node that is rows."""
+        """The replacement of a node whose value is rows."""
         source, layer = node.args[0], self.layer
         if isinstance(source, Node) and source.target in HANDED and source.args[1] is layer.own:
             x = source.args[0]
@@ -255,7 +255,7 @@ class _Writer:
         return self._call(_of_rows(node, 1), meshc.rows_spread.default, rows, dim, size, start, step)
 
     def sum_of_outer(self, node: Node) -> None:
-        """A product that sums over rows; made as it is read, where all read it transposed."""
+        """Replaces a product that sums over rows; computed transposed where all readers transpose it."""
         left, right = (self._rows(operand, 1) for operand in node.args[:2])
         made, readers = record(node), list(node.users)
         if readers and all(map(_transposes, readers)):
@@ -267,7 +267,7 @@ class _Writer:
             reader.replace_all_uses_with(outer)
 
     def put_back(self, end: Node, rows: Node) -> None:
-        """For those that read rows in their places, under the shape that `end`, and reshapes of it, give them."""
+        """Replaces the readers of `end`, or of reshapes of it, which read rows in their places, by operators on used rows."""
         layer = self.layer
         for reader in list(end.users):
             made = record(reader)
@@ -286,7 +286,7 @@ class _Writer:
                     reader.replace_input_with(end, self._shaped(placed, list(record(end).shape), record(end)))
 
     def _rows(self, operand: Argument, dim: int) -> Node:
-        """What stands for an operand; of what has a position for each place, the rows."""
+        """The replacement of an operand; rows picked from it if it has a position for each place."""
         assert isinstance(operand, Node)
         if operand in self.rows:
             return self.rows[operand]
@@ -311,7 +311,7 @@ class _Writer:
         return self._shaped(rows, [*[1] * dim, -1, *behind])
 
     def _shaped(self, x: Node, shape: list[int], made: Record | None = None) -> Node:
-        """Under another shape, of which -1 stands for the rows; the value itself if it has that."""
+        """A reshape of `x`, where -1 in `shape` is the dim of rows; `x` itself if it has that shape."""
         own, dim = record(x), shape.index(-1) if -1 in shape else None
         whole = tuple(self.layer.places if size == -1 else size for size in shape)
         if own.shape == whole:
@@ -323,18 +323,18 @@ class _Writer:
 
 
 def _of_rows(node: Node, dim: int) -> Record | tuple[Record, ...]:
-    """What a node says of what it makes, which is rows."""
+    """The records of a node's results, marked as used rows along `dim`."""
     rows = tuple(replace(one, used=dim) for one in records(node))
     return rows if isinstance(node.meta[KEY], tuple) else rows[0]
 
 
 def _transposes(reader: Node) -> bool:
-    """Whether a node transposes each of several matrices."""
+    """Whether a node transposes each matrix of a batch."""
     return reader.target is aten.transpose.int and sorted(dim % 3 for dim in reader.args[1:]) == [1, 2]  # type: ignore[operator]
 
 
 def _flat(sharding: Sharding | None) -> Sharding | None:
-    """Of [q, t, m] as [q, t * m]."""
+    """The sharding of [q, t, m] reshaped to [q, t * m]."""
     if sharding is None:
         return None
     groups, *places = sharding.dims

@@ -1,11 +1,11 @@
-"""State that is kept in fewer bits, around the updates that `fuse_updates` joins: some of it widened just before, kept just after.
+"""Conversion of low-precision optimizer state around fused updates: widened just before, rounded just after, some parameters at a time.
 
     m32 = to_copy(m); n32 = to_copy(n); ...                         m32 = to_copy(m); v32 = to_copy(v)
     w1, m1, v1 = adam(w, g, m32, v32, ...)              becomes     adam_many_([w], [g], [m32], [v32], ...)
     return m: round_state(m, m1, ...), n: ...                       round_state_(m, m32, ...); round_state_(v, v32, ...)
                                                                     n32 = to_copy(n); ...
 
-State in 8 bits has scales of its new values in between, which ranks may have to agree on: these stand behind the update too.
+State in 8 bits also needs scales of its new values, which ranks may have to agree on: these are computed behind the update too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import WRITTEN
 
 WIDENS: Final = (torch.ops.aten._to_copy.default, torch.ops.meshc.join_master.default, torch.ops.meshc.decode_state.default)
-"""What makes of what is kept what an update takes."""
+"""Operators that widen stored state to the dtype of an update's operands."""
 
 WIDENED_BYTES: Final = 32 << 20
-"""Of what is widened at a time, or that of one parameter where it is larger."""
+"""Bytes of widened state at a time, or those of one parameter if larger."""
 
 
 def some_at_a_time(members: Sequence[Node]) -> Iterator[list[Node]]:
-    """Members in parts of which no more than `WIDENED_BYTES` are widened."""
+    """Members in groups of no more than `WIDENED_BYTES` of widened state."""
     part: list[Node] = []
     held = 0
     for member in members:
@@ -45,26 +45,26 @@ def some_at_a_time(members: Sequence[Node]) -> Iterator[list[Node]]:
 
 
 def widened(member: Node) -> list[Node]:
-    """What was made for a member of what is kept in fewer bits."""
+    """The nodes that widen stored state for this member alone."""
     operands = [one for one in member.args[: 1 + len(WRITTEN[member.target])] if isinstance(one, Node)]  # type: ignore[index]
     return [one for one in operands if one.target in WIDENS and record(one).phase == "update" and list(one.users) == [member]]
 
 
 def narrowed_from(member: Node) -> list[Node]:
-    """What keeps a member's results."""
+    """The nodes that round a member's results to their stored form."""
     return [user for result in member.users if is_getitem(result) for user in result.users if user.target in keep.IN_PLACE]
 
 
 def for_updates_alone(node: Node) -> bool:
-    """Whether a node, once updates are joined, widens what updates take, and nothing else reads it."""
+    """Whether a node widens operands of fused updates, and nothing else reads it."""
     if node.target not in WIDENS or record(node).phase != "update":
         return False
     return all(user.target in WRITERS for user in node.users)
 
 
 def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
-    """What makes a new value of what is kept writes into it: just behind the update that it is `narrowed` after, otherwise where it stands,
-    but behind all that reads the old value."""
+    """Replaces each rounding to the stored form by one in place: just behind the update that `narrowed` names for it, otherwise behind the
+    last reader of the old value."""
     order = {node: float(place) for place, node in enumerate(graph.nodes)}
     kept: dict[Node, Argument] = {}
     behind: dict[Node, Node] = {}
@@ -87,7 +87,7 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
 
 
 def _between(node: Node) -> list[Node]:
-    """What is made of an update's results for what keeps them: the scales of blocks, with what ranks do together for these."""
+    """The nodes between an update's results and their rounding: scales of blocks, with the collectives that agree on them."""
     found: dict[Node, None] = {}
 
     def follows(one: Node) -> bool:
@@ -104,7 +104,7 @@ def _between(node: Node) -> list[Node]:
 
 
 def _bring(node: Node, after: Node, order: dict[Node, float], between: Collection[Node]) -> None:
-    """To before `after` what tells where a tile lies."""
+    """Moves the operands of `node` (a tile's position) to before `after`."""
     for operand in node.all_input_nodes:
         if order[operand] > order[after] and operand.target not in WIDENS and operand not in between:
             _bring(operand, after, order, between)
@@ -113,7 +113,8 @@ def _bring(node: Node, after: Node, order: dict[Node, float], between: Collectio
 
 
 def read_operands(graph: Graph, written: Mapping[Node, Argument]) -> None:
-    """Readers of results read operands; results and members go. Each reader is changed once: the graph's end reads all of them."""
+    """Redirects readers of results to the operands written, and erases results and members. Each reader is changed once: the output node
+    reads all of them."""
     readers = dict.fromkeys(user for result in written for user in result.users if user not in written)
     for reader in readers:
         reader.args, reader.kwargs = map_arg((reader.args, reader.kwargs), lambda operand: written.get(operand, operand))

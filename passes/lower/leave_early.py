@@ -1,12 +1,12 @@
-"""Leave early: of updates that run on the host, gradients go out as they are made, and each update runs once it has what it reads.
+"""Order of updates on the host: gradients are copied out as they are computed, each update runs once its operands have arrived.
 
     g2 = mm(..)  g1 = mm(..)  h2 = to_host(g2)  h1 = to_host(g1)  sgd_(w2, h2)  sgd_(w1, h1)
   becomes
     g2 = mm(..)  h2 = to_host(g2)  sgd_(w2, h2)  g1 = mm(..)  h1 = to_host(g1)  sgd_(w1, h1)
 
-So backward goes on beside them. A gradient that a reduction gives goes out when the next reduction starts: it has had that time to come.
-The parameter goes out for its update beside the gradient, and comes back behind the last reader of what it was. Where
-gradients are clipped, updates stand behind the norm, and gradients wait on the host.
+So backward runs beside the updates. The result of a reduction is copied when the next reduction starts: by then it has arrived. The
+parameter is copied out beside its gradient, and back behind the last reader of its old value. Where gradients are clipped, updates stand
+behind the norm, and gradients wait on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NORM = (torch.ops.meshc.square_sum.default,)
 
 
 def leave_early(graph: Graph) -> None:
-    """In place; values do not change."""
+    """Reorders a graph in place; values do not change."""
     nodes = list(graph.nodes)
     if not any(runs_on_host(node) for node in nodes):
         return
@@ -40,7 +40,7 @@ def leave_early(graph: Graph) -> None:
 
 
 class _Order:
-    """index  of each node as it stood;  at  of that behind which it is to stand, its own if it stays"""
+    """index  original position of each node;  at  position behind which it is placed, its own if it does not move"""
 
     def __init__(self, nodes: list[Node]) -> None:
         self.index = {node: index for index, node in enumerate(nodes)}
@@ -71,7 +71,7 @@ class _Order:
         return max(found)
 
     def _ready(self, node: Node) -> int:
-        """When an operand is there; of a reduction, when the next one starts."""
+        """Position at which an operand has been computed; for a reduction, that of the next reduction."""
         if node in self.reductions:
             later = (self.index[other] for other in self.reductions if self.index[other] > self.index[node])
             return next(later, len(self.index))
@@ -85,17 +85,17 @@ def _is_update(node: Node) -> bool:
 
 
 def _of_port(node: Node) -> bool:
-    """Whether it copies what has been there since the stage began."""
+    """Whether a copy's source is an input of the stage."""
     return node.all_input_nodes[0].op == "placeholder"
 
 
 def _replaces(node: Node) -> bool:
-    """Whether it copies to a place on the device."""
+    """Whether a node copies from the host over a given value on the device."""
     return node.target is spmd.from_host and len(node.args) == 2
 
 
 def writers(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
-    """What writes a value's memory on the host, by the value that has it."""
+    """Nodes on the host that write a value's memory, by the value that owns the memory."""
     found: dict[Node, list[Node]] = defaultdict(list)
     for node in nodes:
         for operand in _written(node) if runs_on_host(node) else ():
@@ -104,7 +104,7 @@ def writers(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
 
 
 def root(node: Node) -> Node:
-    """The value in whose memory it lies."""
+    """The value that owns the memory of `node`, below all views."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -117,7 +117,7 @@ def _written(node: Node) -> list[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads a value's memory; of a copy of it, what waits for that."""
+    """Nodes that read a value's memory, views and host copies of it included."""
     for user in node.users:
         if user.op == "call_function":
             yield user

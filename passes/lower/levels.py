@@ -1,24 +1,23 @@
-"""Levels: after how many waits each node of a stage can run, where all that one wait allows runs at once.
+"""Levels of a stage's nodes: the number of waits before each can run; all nodes of a level run together.
 
-A node's level counts the collectives behind it. All nodes of a level run, then the collectives that they feed start, and the next level
-waits for those that it reads. What runs by itself (updates in place, what depends on the microbatch's number, products whose memory is
-kept) is behind the nodes of its level too.
+A node's level is the number of collectives on the longest path to it. All nodes of a level run, then the collectives that read them start,
+and the next level waits for those that it reads. Nodes outside regions (updates in place, nodes that depend on the microbatch's number,
+products whose memory is kept) run after the region of their level too.
 
-An update amid backward, and the last reduction that it reads, are borders too: what stands behind is of a later level. So the gradients
-of a bucket travel while the next ones are computed, and are gone once they have been read (`update_early.py`).
+An update amid backward, and the last reduction that it reads, end a level too: nodes behind it have a later level. So the gradients of a
+bucket travel while the next ones are computed, and are freed once they have been read (`update_early.py`).
 
-A copy to the host or from there starts behind all that stands before it, and what stands behind it is of a later level: its place is that
-of memory.
+A host copy starts behind all nodes before it, and nodes behind it have a later level: its place was chosen for memory's sake.
 
-What backward recomputes (`passes/recompute/`) could run as soon as what it is made of is there, in forward, and would be kept like any
-other: it is of the latest level, that of what first reads it. So is what backward brings together of forward's values to read it, such as
-the gather of a norm's sequence before a weight's gradient: it starts a level sooner, and travels while that level runs.
+Values that backward recomputes (`passes/recompute/`) could run in forward, as soon as their operands are ready, and would then be kept in
+memory: they get the latest level, that of their first reader. So do collectives of forward's values that backward alone reads, such as the
+gather of a norm's sequence before a weight's gradient: they start a level sooner, and travel while that level runs.
 
-Gathers of stored parameters would all be of level 0, and the whole model in memory at once. They stand in windows (`windows.py`), one
-ahead of what is read: the level that first reads a window is later than all that stands before, and the window's gathers start before the
-level that reads the window before.
+Gathers of stored parameters would all have level 0, and the whole model would be in memory at once. They are grouped in windows
+(`windows.py`), one ahead of the readers: the level that first reads a window is later than all before, and the window's gathers start
+before the level that reads the previous window.
 
-    level 0:  gathers of windows 0 and 1      level 1:  what reads window 0, gathers of window 2      level 2:  window 1's ...
+    level 0:  gathers of windows 0 and 1      level 1:  readers of window 0, gathers of window 2      level 2:  window 1's ...
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from meshc.program.packing import fills_alone, grows_alone, is_view, stays
 from meshc.program.program import Stage
 
 TRAVELS: Final = 2
-"""How many levels before the one that reads it a collective of backward starts that waits for no gradient: it travels while one runs."""
+"""Levels by which a collective of backward that waits for no gradient starts before its reader: it travels while one level runs."""
 
 
 def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
-    """The level of each node. `window`: bytes of a window, if not as many as `windows.py` says."""
+    """The level of each node. `window`: bytes of a prefetch window; by default `windows.py` decides."""
     found = _Levels(stage, window)
     _late(stage.graph, found)
     return found.found
 
 
 def _late(graph: Graph, levels: _Levels) -> None:
-    """Moves what backward has of forward's values alone to where it is first read."""
+    """Raises the levels of nodes in backward that depend on forward's values alone to those of their first readers."""
     found, waits = levels.found, _can_wait(graph)
     for node in reversed(graph.nodes):
         if node not in found or node in levels.stored or is_number(node) or node not in waits:
@@ -62,7 +61,7 @@ def _late(graph: Graph, levels: _Levels) -> None:
 
 
 def _can_wait(graph: Graph) -> set[Node]:
-    """What is recomputed; and what backward moves, or looks at, of that and of forward's values."""
+    """Recomputed nodes, and views and collectives of backward whose operands are these or values of forward."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or writes(node) or spmd.is_host_copy(node.target):
@@ -79,8 +78,8 @@ def _is_of_forward(node: Node) -> bool:
 
 
 def runs_alone(node: Node, changing: set[Node]) -> bool:
-    """Whether a call is no part of a region: a collective, or what must not be traced, or what would be traced for one microbatch only.
-    Where a rank stands is known before all else: it costs no level."""
+    """Whether a call is outside regions: a collective, or a call that must not be traced, or would be traced for one microbatch only.
+    Integers of a rank's place are no such calls: they are computed first and cost no level."""
     if node.op != "call_function" or is_number(node):
         return False
     if is_getitem(node):  # of several results, which do not leave a region together
@@ -89,20 +88,20 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
 
 
 def _stored(stage: Stage) -> set[Node]:
-    """Parameters on the device, what is made of them alone, and their gathers."""
+    """Parameters on the device, and values computed from them alone up to and including their gathers."""
     parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and not record(node).host]
     return made_only_of(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
 
 
 class _Levels:
-    """found    node -> level;  highest  of all of these
+    """found    node -> level;  highest  the highest of these
     windows    gather -> number of its window
     starts     number of a window -> the level of its first gather
     read       the number of the window that is being read
-    floor      what is no gather is of this level at least: that of the window that is being read
-    after      where a value that has been overwritten may be read again
-    borders    updates amid backward, and of the reductions that each reads the last
-    chunk      the chunk of the head whose operators stand here
+    floor      lowest level of nodes other than gathers: that of the window that is being read
+    after      overwritten value -> first level at which its new value may be read
+    borders    updates amid backward, and the last reduction that each reads
+    chunk      the chunk of the head to which the current operators belong
     joined     the level of the last collective between pipeline stages, which keep their order: the stages' graphs differ
     """
 
@@ -148,16 +147,16 @@ class _Levels:
 
     def _gather(self, node: Node, behind: int) -> int:
         window = self.windows[node]
-        self._reads(window - 1)  # where a window starts the one before is read
+        self._reads(window - 1)  # a window starts where the previous one is read
         return max(self.starts.setdefault(window, max(self.floor - 1, 0)), behind)
 
     def _begins(self, chunk: int | None) -> None:
-        """A chunk of the head is of later levels than all before: what the one before has made is gone by then."""
+        """Gives a new chunk of the head later levels than all before: values of the previous chunk are freed by then."""
         if chunk is not None and chunk != self.chunk:
             self.chunk, self.floor = chunk, self.highest + 1
 
     def _reads(self, window: int) -> None:
-        """What follows is of a later level than all before, if it reads a window that nothing has read."""
+        """Starts a new level if `window` has not been read before."""
         if window > self.read:
             self.read, self.floor = window, self.highest + 1
 
@@ -166,7 +165,7 @@ class _Levels:
 
 
 def _memory(node: Node) -> dict[Node, None]:
-    """The operands that a node writes, and what these are made of: a tile may lie in the memory of what it is a tile of."""
+    """The operands that a node writes, and all values that these depend on: a tile may share the memory of the whole."""
     work: list[Node] = []
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Overlap exchanges: what is computed and goes to other ranks starts early, and what nobody waits for runs meanwhile.
+"""Overlap of exchanges with computation: exchanges of computed values move up, independent products move behind them.
 
     r = mm(x, router)   c = f(r)   gc = all_gather(c)   y = g(gc)   gx = all_gather(x)   z = h(y, gx)
   becomes
@@ -8,11 +8,11 @@
   becomes
     dx = mm(dy, w)   s = reduce_scatter(dx)   dw = mm(dy, x)   z = f(s)
 
-Partition writes an exchange where its result is first read, and autograd the gradient of a matrix before that of what it was multiplied
-with: a rank would wait for the link, and for the other ranks. An exchange, with what is made for it alone, goes up to where its operands
-are, past a few products at most, since its result is in memory from there on. The gradient of a matrix goes down behind one exchange:
-operands of both products are in memory until then, so not where a budget is to be kept. What takes a small exchange apart for the
-stage's results alone, such as metrics, waits until the end of its phase.
+Partition emits an exchange where its result is first read, and autograd the gradient of a weight before that of the input: a rank would
+wait for the link, and for the other ranks. An exchange, with the nodes computed for it alone, moves up to its operands, past a few products
+at most, since its result is in memory from there on. The gradient of a weight moves down behind one exchange: operands of both products are
+in memory until then, so not under a memory budget. Views of a small exchange that only the stage's results read, such as metrics, move to
+the end of their phase.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from meshc.program.packing import is_view
 from meshc.program.preparation import from_placeholder
 
 PASSED: Final = 2
-"""Products that an exchange goes up past, at most."""
+"""Products that an exchange is moved past, at most."""
 ALONE: Final = 8
-"""Nodes that are made for an exchange alone and go up with it, at most."""
+"""Nodes computed for an exchange alone that move up with it, at most."""
 
 
 def overlap_exchanges(lowered: Lowered) -> Lowered:
@@ -45,7 +45,7 @@ def overlap_exchanges(lowered: Lowered) -> Lowered:
 
 
 def overlapped(graph: Graph, sink: bool = True) -> None:
-    """A graph in place. `sink`: gradients of matrices may be made later, which holds what they are made of for longer."""
+    """Reorders a graph in place. `sink`: gradients of weights may be computed later, which keeps their operands for longer."""
     exchanges = [node for node in graph.nodes if _is_exchange(node)]
     for exchange in exchanges:
         apart = _for_results(exchange)
@@ -61,14 +61,14 @@ def overlapped(graph: Graph, sink: bool = True) -> None:
 
 
 def _is_exchange(node: Node) -> bool:
-    """Of what is computed, between ranks: not of what is stored or updated, nor between microbatches or stages."""
+    """Whether a node is a collective of computed values: not of stored or updated ones, nor over microbatches or between stages."""
     if node.op != "call_function" or not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node):
         return False
     return record(node).phase != "update" and not from_placeholder(node)
 
 
 def _raise(exchange: Node) -> None:
-    """To where the last of its operands is, with what is made for it alone."""
+    """Moves an exchange, with the nodes computed for it alone, right behind the last of their operands."""
     own = _made_for(exchange)
     behind = _last_read(own)
     if behind is None or behind.op == "placeholder" or _phase(behind) != _phase(exchange) or _is_on_its_way(behind):
@@ -82,7 +82,7 @@ def _raise(exchange: Node) -> None:
 
 
 def _made_for(exchange: Node) -> list[Node]:
-    """The exchange and what nothing else reads, back to a product, another exchange, or what is large beside it; in order."""
+    """The exchange and operands that nothing else reads, back to a product or another collective, ALONE nodes at most; in order."""
     own = {exchange: None}
     work = [exchange]
     while work and len(own) <= ALONE:
@@ -95,7 +95,7 @@ def _made_for(exchange: Node) -> list[Node]:
 
 
 def _last_read(own: list[Node]) -> Node | None:
-    """What these nodes read that stands last."""
+    """The last operand of these nodes that is not among them."""
     inside = set(own)
     return max((operand for node in own for operand in node.all_input_nodes if operand not in inside), default=None)
 
@@ -108,14 +108,14 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
 
 
 def _is_on_its_way(value: Node) -> bool:
-    """Whether what reads a value waits for a collective, which something else may be made to hide."""
+    """Whether a value is, up to views, the result of a collective or a host copy, so that its readers wait."""
     while is_view(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return value.op == "call_function" and (spmd.is_collective(value.target) or spmd.is_host_copy(value.target))
 
 
 def _for_results(exchange: Node) -> list[Node] | None:
-    """What takes an exchange apart, where nobody but the stage's results reads it; else None."""
+    """Views and clones of an exchange if only the stage's results read it; else None."""
     apart = list(exchange.users)
     for node in apart:
         if node.op == "output":
@@ -127,7 +127,7 @@ def _for_results(exchange: Node) -> list[Node] | None:
 
 
 def _put_off(exchange: Node, apart: list[Node]) -> None:
-    """What takes an exchange apart goes to the end of its phase: it is waited for there."""
+    """Moves the views of an exchange to the end of its phase: the wait is there."""
     last = exchange
     while last.next.op == "call_function" and _phase(last.next) in (_phase(exchange), ""):
         last = last.next
@@ -138,7 +138,7 @@ def _put_off(exchange: Node, apart: list[Node]) -> None:
 
 
 def _cover(exchange: Node, covered: set[Node]) -> None:
-    """Puts the gradient of a matrix behind an exchange, if there is less to do until that is read."""
+    """Moves the gradient of a weight behind an exchange, if less computation stands between the exchange and its reader."""
     if _phase(exchange) != "backward":
         return
     found = _beside(exchange, covered)
@@ -155,7 +155,7 @@ def _cover(exchange: Node, covered: set[Node]) -> None:
 
 
 def _beside(exchange: Node, covered: set[Node]) -> Node | None:
-    """The product in front of the last one that an exchange is made of, if the two have an operand in common and it may wait."""
+    """The product before the last one that the exchange depends on, if both share an operand and it may run later; else None."""
     makes = made_of([exchange], through=lambda node: node is exchange or not spmd.is_collective(node.target))
     last: Node | None = None
     node = exchange.prev
@@ -171,7 +171,7 @@ def _beside(exchange: Node, covered: set[Node]) -> Node | None:
 
 
 def _read(product: Node) -> set[Node]:
-    """What a product reads, however it looks at it."""
+    """Operands of a product, below all views."""
     found = set()
     for operand in product.all_input_nodes:
         while is_view(operand) and operand.all_input_nodes:

@@ -1,12 +1,12 @@
-"""How rows go to the ranks that read them: all at once, or in two hops, between nodes and inside them.
+"""Exchanges of dispatch and combine: all ranks at once, or hierarchical in two hops, between nodes and inside them.
 
     x = gather_rows(tokens, ["ep_across", "ep_inside"], choice, 2, 0.79)                every rank to every other
 
     there = gather_rows(tokens, ["ep_across"], choices of my place's tokens, 4, 1.0)    [1, nodes * t, h]: to my place in each node
     x = gather_rows(there as [nodes, t, h], ["ep_inside"], choice - 4 * node, 2, 0.79)  [1, nodes, ranks * t, h]: on inside my node
 
-A row with experts on several ranks of another node crosses once, and is spread inside; what they make of it is added up inside, and the sum
-crosses once. In both hops who gets what follows from the same choices: a hop is a gather_rows of its own, with those that are about it.
+A row with experts on several ranks of another node crosses once, and is distributed inside; their results are added up inside, and the sum
+crosses once. The receivers in both hops follow from the same choices: a hop is a gather_rows of its own, with the choices that concern it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NUMBER: Final = Record(shape=(), dtype=None)
 
 @dataclass(frozen=True)
 class Choices:
-    """Who has chosen what: `choice` [.., tokens, k], along `axes` those of `each` experts from the rank's number times `each` on, of
-    `experts` in all."""
+    """Expert choices of all tokens: `choice` [.., tokens, k]. Of `experts` in all, rank r along `axes` has the `each` experts from
+    r * `each` on."""
 
     choice: Node
     axes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Choices:
 
     @property
     def share(self) -> float:
-        """Of tokens that have a choice at a rank, if all are as likely."""
+        """The expected share of tokens with a choice at a rank, if all experts are equally likely."""
         chosen = record(self.choice).shape[-1]
         return round(1 - comb(self.experts - self.each, chosen) / comb(self.experts, chosen), 4)
 
@@ -56,22 +56,22 @@ def joined(sharding: Sharding) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Hops:
-    """Writes exchanges of rows, [t, h] on each of the ranks along `found.axes`, into a graph whose axes have these sizes."""
+    """Emits exchanges of rows, [t, h] on each of the ranks along `found.axes`, into `graph`. `sizes`: of the mesh's axes."""
 
     graph: Graph
     sizes: Mapping[str, int]
     found: Choices
 
     def gathered(self, rows: Node, made: Record) -> list[Node]:
-        """At once. made: of [1, n * t, h]."""
+        """Dispatch in one exchange. `made`: record of the result [1, n * t, h]."""
         return [self._call(spmd.gather_rows, made, rows, self._whole())]
 
     def scattered(self, rows: Node, made: Record) -> list[Node]:
-        """At once. rows: [1, n * t, h]; made: of [t, h]."""
+        """Combine in one exchange. `rows`: [1, n * t, h]; `made`: record of the result [t, h]."""
         return [self._call(spmd.scatter_rows, made, rows, self._whole())]
 
     def gathered_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
-        """In two hops, of which each is a call: across, then inside."""
+        """Dispatch in two hops, across nodes and then inside; the nodes emitted, the result last."""
         across, inside, nodes, ranks = *parts, self._count(parts[0]), self._count(parts[1])
         tokens, width = record(rows).shape
         there = replace(made, shape=(1, nodes * tokens, width), sharding=None)
@@ -82,7 +82,7 @@ class Hops:
         return [first, second, self._shaped(second, made.shape, made)]
 
     def scattered_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
-        """In two hops, of which each is a call: inside, then across."""
+        """Combine in two hops, inside nodes and then across; the nodes emitted, the result last."""
         across, inside, nodes, ranks = *parts, self._count(parts[0]), self._count(parts[1])
         tokens, width = made.shape
         blocks = self._shaped(rows, [1, nodes, ranks * tokens, width])
@@ -96,14 +96,14 @@ class Hops:
         return call(self.graph, made, kind, rows, [*found.axes], found.choice, found.each, found.share)
 
     def _whole(self) -> Choices:
-        """Of all tokens, one after another."""
+        """The choices of all tokens, as [tokens, k]."""
         like = record(self.found.choice)
         lies = None if like.sharding is None else Sharding((joined(like.sharding), like.sharding.dims[-1]))
         shape = (self._tokens(), like.shape[-1])
         return replace(self.found, choice=self._shaped(self.found.choice, shape, replace(like, shape=shape, sharding=lies)))
 
     def _between(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
-        """Of the tokens of those that have this rank's place in their nodes: in which node each has a choice."""
+        """Choices of nodes, for the tokens of ranks with this rank's place inside their nodes."""
         nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
         tokens = self._tokens() // (nodes * ranks)
         by_node = self._choice([nodes, ranks * tokens, chosen])
@@ -113,7 +113,7 @@ class Hops:
         return replace(self.found, choice=flat, axes=across, each=ranks * self.found.each)
 
     def _within(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
-        """Of all tokens, those of each node by themselves: at which rank of this node each has a choice."""
+        """Choices of ranks inside this node, for all tokens, by the node that the tokens come from."""
         nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
         by_node = self._choice([nodes, self._tokens() // nodes, chosen])
         first = self._place(across, nodes * ranks * self.found.each)

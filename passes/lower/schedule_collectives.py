@@ -1,18 +1,18 @@
-"""Collectives: they start where their operands are ready, and travel together where they can.
+"""Schedule of collectives: each starts where its operands are ready, and travels in a bucket where it can.
 
     g1 = mm(..)   g2 = mm(..)   r1 = all_reduce(g1)   u1 = f(r1)   r2 = all_reduce(g2)   u2 = f(r2)
   becomes
     g1 = mm(..)   r1 = all_reduce(g1)   g2 = mm(..)   r2 = all_reduce(g2)   u1 = f(r1)   u2 = f(r2)
 
-Partition writes a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its
-operand runs beside the rest of backward. Gathers of stored parameters come in windows (`windows.py`), and start one window ahead:
+Partition emits a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its
+operand overlaps the rest of backward. Gathers of stored parameters are grouped in prefetch windows (`windows.py`), and start one ahead:
 
-    w1 = all_gather(p1)  y = mm(x, w1)  w2 = all_gather(p2)  z = mm(y, w2)                     each a window, if not of several parameters
+    w1 = all_gather(p1)  y = mm(x, w1)  w2 = all_gather(p2)  z = mm(y, w2)                     each a window, here of one parameter
   becomes
     w1 = all_gather(p1)  (wait for w1)  w2 = all_gather(p2)  y = mm(x, w1)  z = mm(y, w2)
 
-`meshc/program/bucket.py` makes one message of a window, and of gradients that are reduced soon after each other. Every rank runs the same
-order. When reductions of sums over microbatches start is in `start_early.py`.
+`meshc/program/bucket.py` builds the buckets: of a window, and of gradients that are reduced soon after each other. Every rank runs the same
+order. The start of reductions of sums over microbatches is decided in `start_early.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshc.program.preparation import is_preparation, ready
 from meshc.program.program import Stage
 
 ALONE: Final = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
-"""Bytes of a parameter, by the kind of its device, from which copying it into company and out of it takes longer than a message."""
+"""Bytes, by device type, from which copying a parameter into and out of a bucket takes longer than a message of its own."""
 
 
 def schedule_collectives(lowered: Lowered) -> Lowered:
@@ -48,8 +48,13 @@ def schedule_collectives(lowered: Lowered) -> Lowered:
 
 
 def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None, early: Collection[Node] = ()) -> None:
-    """A stage in place. `sizes`: of the mesh's axes; `alone`: bytes of what travels alone; `window`: of what does together; `early`: what
-    may start before the stage does, which waits for none that may not."""
+    """Reorders a stage in place.
+
+    sizes   of the mesh's axes
+    alone   bytes from which a value travels outside buckets
+    window  bytes of a bucket
+    early   reductions that may start before the stage does; no bucket mixes these with others
+    """
     graph = stage.graph
     scatters = graph.find_nodes(op="call_function", target=spmd.reduce_scatter)
     start_reductions(graph, spmd.reduce_scatter)
@@ -66,7 +71,7 @@ def _positions(graph: Graph) -> dict[Node, float]:
 
 
 def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None:
-    """Move a node to right after the last of its operands, what prepares them first."""
+    """Moves a node right behind the last of its operands, preparations of these first."""
     for operand in node.all_input_nodes:
         if is_preparation(operand) and (len(operand.users) == 1 or is_integer(operand)):
             _hoist(operand, place, last_placeholder)
@@ -79,7 +84,7 @@ def _hoist(node: Node, place: dict[Node, float], last_placeholder: Node) -> None
 
 
 def start_reductions(graph: Graph, reduction: Function) -> None:
-    """Reductions of a kind start where their operands are ready."""
+    """Moves reductions of a kind to where their operands are ready."""
     place = _positions(graph)
     entered = placeholders(graph)
     if not entered:
@@ -90,14 +95,14 @@ def start_reductions(graph: Graph, reduction: Function) -> None:
 
 
 def _of_blocks(graph: Graph) -> set[Node]:
-    """Of state in 8 bits, the reductions of scales: together they would hold all of it in full, which is done a part at a time."""
+    """Reductions of the scales of 8-bit state: in one bucket they would hold all of that state in full precision at once."""
     reductions = graph.find_nodes(op="call_function", target=spmd.all_reduce)
     return {node for node in reductions if node.all_input_nodes[0].target is torch.ops.meshc.block_scale.default}
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Gathers that start together, what takes their results apart, and the nodes that read the first and the last of those."""
+    """Gathers that start together. `cut`: nodes that split the buckets; `first`, `last`: the first and the last reader."""
 
     gathers: tuple[Node, ...]
     cut: tuple[Node, ...]
@@ -110,7 +115,7 @@ class _Window:
 
 
 def _gather(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | None) -> None:
-    """Gathers of windows, each one message where it can be, start one window ahead."""
+    """Puts gathers of windows in buckets and starts each window one ahead."""
     found = windows(stage.graph, limit)
     number = {gather: index for index, window in enumerate(found) for gather in window}
     made = bucket(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
@@ -121,7 +126,7 @@ def _gather(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | Non
 
 
 def _in_messages(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bucket]) -> list[_Window]:
-    """The windows as they are sent."""
+    """The windows after gathers were joined in buckets."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     buckets = {member: one for one in made for member in one.members}
     windows: list[_Window] = []
@@ -135,11 +140,11 @@ def _in_messages(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[B
 
 
 def _place(window: _Window, before: _Window | None) -> None:
-    """Starts a window where the one before is first read, the first of a phase where the phase before has read its last."""
+    """Starts a window where the previous one is first read; the first of a phase, behind the last reader of the previous phase's."""
     start = min(window.gathers)
     if before is not None and before.phase == window.phase:
         start = before.first
-        if start.op == "output" and before.cut:  # all will be whole together, whenever they come
+        if start.op == "output" and before.cut:  # all are whole at the output in any case
             start = before.cut[0]
     elif before is not None and before.last.op != "output":
         start = min(start, before.last.next)

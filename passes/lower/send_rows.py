@@ -1,4 +1,4 @@
-"""Send rows: of the tokens that experts are handed, and of what they make of them, ranks send what is read.
+"""Dispatch and combine: tokens travel only to the ranks whose experts they chose, and back.
 
     x = all_gather(tokens, ["ep"], 0);  rows = to_groups(x, own)
     y = from_groups(rows, own);         out = reduce_scatter(y, ["ep"], 0, "sum")
@@ -6,10 +6,10 @@
     x = gather_rows(tokens, ["ep"], choice, 2, 0.79);  rows = in_slots(x, own)
     y = over_slots(rows, own);                         out = scatter_rows(y, ["ep"], choice, 2, 0.79)
 
-A group reads the rows of tokens that have chosen an expert of its own, and has made nothing of others; all ranks know all choices, which
-the experts need in any case. Where a group has most of the tokens, or a message costs more than what is in it, all rows are sent as they
-lie: gathered and reduced by the links' fastest way, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes
-lead to other nodes and inside them, rows may go in two hops (`row_hops.py`), as `Options(expert_dispatch=)` or the model of costs says.
+A group of experts reads the rows of tokens that chose one of its experts, and returns nothing for others; all ranks know all choices, which
+the experts need in any case. Where most tokens go to a group, or messages are small, all rows are sent instead: an all-gather and a
+reduce-scatter, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes lead between nodes and inside them, rows
+may travel in two hops (`row_hops.py`), as `Options(expert_dispatch=)` or the cost model decides.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ HANDED: Final[Mapping[object, Function]] = {
     meshc.to_groups.default: meshc.in_slots.default,
     meshc.to_places.default: meshc.in_places.default,
 }
-"""What hands tokens to groups of experts, and the same of tokens that each group has."""
+"""Operators that pass tokens to groups of experts, each with its form for tokens that are already grouped."""
 BROUGHT: Final[Mapping[object, Function]] = {
     meshc.from_groups.default: meshc.over_slots.default,
     meshc.from_places.default: meshc.over_places.default,
 }
-"""What adds up over groups, and the same of each group by itself."""
+"""Operators that add up results over groups of experts, each with its form for one group by itself."""
 CHOICES: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
 
 
 def send_rows(lowered: Lowered) -> Lowered:
-    """In place of what is gathered and reduced whole, where that is predicted to be faster."""
+    """Replaces all-gathers and reduce-scatters of all tokens by dispatch and combine, where that is predicted to be faster."""
     for stage in lowered.stages.values():
         found = [node for node in stage.graph.nodes if node.target in HANDED or node.target in BROUGHT]
         for node in found:
@@ -63,7 +63,7 @@ def send_rows(lowered: Lowered) -> Lowered:
 
 
 def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
-    """Rows that were to go in two hops, of which none does. Raises PlanError."""
+    """Raises PlanError if the user asked for hierarchical dispatch and no rows are dispatched."""
     if lowered.request.expert_dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
         return
     raise PlanError(
@@ -74,7 +74,7 @@ def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
 
 
 def _choices(lowered: Lowered, said: Node) -> Choices | None:
-    """Of what a rank's one group has chosen, as `said` has it, where that is in the same graph."""
+    """The expert choices behind `said`, the local choices of a rank's one group; None if they are not in this graph."""
     made, sharding = said.args[0] if is_getitem(said) else None, record(said).sharding
     if not isinstance(made, Node) or made.target not in CHOICES or sharding is None:
         return None
@@ -137,8 +137,8 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
 
 
 def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record, beside: Weights | None) -> Node | None:
-    """What brings `rows` to where they are read, with weights `beside` them, in the place of `whole`, which brings all; None where that
-    is predicted to be faster."""
+    """Emits the fastest exchange of `rows`, with the weights `beside` them, in place of the collective `whole` over all rows; None if
+    `whole` is predicted to be faster."""
     device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
     parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)
     gathers = whole.target is spmd.all_gather
@@ -161,14 +161,14 @@ def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record
 
 
 def _through(x: Node) -> Node:
-    """What a value is under another shape, and nothing else."""
+    """The value below reshapes that keep its rows."""
     while x.target is aten.reshape.default and isinstance(x.args[0], Node) and _rows_stay(x.args[0], x):
         x = x.args[0]
     return x
 
 
 def _only_reader(x: Node) -> Node:
-    """What reads a value, through other shapes of it; the last of these that has several readers, if one has."""
+    """The only reader of a value, behind reshapes that keep its rows; the first reshape with several readers, if there is one."""
     while len(x.users) == 1:
         (reader,) = x.users
         if reader.target is not aten.reshape.default or not _rows_stay(x, reader):
@@ -178,12 +178,12 @@ def _only_reader(x: Node) -> Node:
 
 
 def _rows_stay(one: Node, other: Node) -> bool:
-    """Whether both end in the same dim, and begin with tokens: tiles along dim 0 of one are tiles along dim 0 of the other."""
+    """Whether both have the same last dim, so that tiles along dim 0 of one are tiles along dim 0 of the other."""
     return record(one).shape[-1:] == record(other).shape[-1:]
 
 
 def _split(sharding: Sharding | None, axes: tuple[str, ...]) -> Sharding | None:
-    """With the outermost factor of dim 0 split by these axes too."""
+    """The sharding with the outermost factor of dim 0 split by these axes too."""
     if sharding is None or not sharding.dims[0]:
         return None
     part: Part = sharding.dims[0][0]
@@ -197,7 +197,7 @@ def _flat(graph: Graph, x: Node, shape: Sequence[int], like: Record) -> Node:
 
 
 def _seconds(lowered: Lowered, rows: Node) -> float:
-    """What sending rows takes, with what they take in memory: they are picked out and put in place."""
+    """Seconds of an exchange of rows: the collective, and the memory traffic of picking rows out and putting them in place."""
     device = for_mesh(lowered.mesh)
     share = rows.args[4]
     assert isinstance(share, float)

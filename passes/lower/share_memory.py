@@ -1,14 +1,14 @@
-"""Share memory: values that are made inside another's memory, all-reduces that write over their operand, memory that is kept.
+"""Memory sharing: parts written inside a concatenation, all-reduces over their operand, results that stay in place between calls.
 
     a: "f32[64]" = aten.reshape(g1, [-1])                     a, and g1 below it, and b:
     b: "f32[4]" = aten.reshape(g2, [-1])
     flat: "f32[68]" = aten.cat([a, b])              becomes   flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])
     r: "f32[68]" = all_reduce(flat, ["dp"], "sum")            r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")
 
-What nothing else reads may be written over, and so may a cache's buffer where a call hands one in (`writes_in_place`); what no result of
-the stage shares may lie at the same place at each call, and fresh pages cost more than what is written to them.
-`meshc/program/packing.py` says where that can be. In a region a `cat` is Inductor's, which makes what it joins in its memory too, and gives
-it back.
+A value that nothing else reads may be written over, and so may a cache's buffer that a call passes in (`writes_in_place`). A value that
+shares memory with no result of the stage may keep its memory between calls: fresh pages cost more than the writes to them.
+`meshc/program/packing.py` decides where each is allowed. In a region a `cat` is Inductor's, which also computes the parts inside the
+result, and frees the memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from meshc.program.program import Stage
 
 
 def share_memory(lowered: Lowered) -> Lowered:
-    """Says of each value whose memory it has; values do not change."""
+    """Marks each value with the memory that it shares; values do not change."""
     has_cache = LENGTH in lowered.request.kwargs
     return replace(lowered, stages={name: shared(stage, has_cache) for name, stage in lowered.stages.items()})
 
 
 def shared(stage: Stage, has_cache: bool = False) -> Stage:
-    """A copy of the stage that says so. has_cache: its call hands a cache in, whose buffers are written to where they lie."""
+    """A copy of the stage with the marks. `has_cache`: its call passes a cache in, whose buffers are written in place."""
     stage = replace(stage, graph=copied(stage.graph))
     written = writes_in_place(stage) if has_cache else set()
     for node in stage.graph.nodes:
@@ -42,7 +42,7 @@ def shared(stage: Stage, has_cache: bool = False) -> Stage:
 
 
 def words_of(node: Node) -> tuple[str, ...]:
-    """Of a value, what memory it can share."""
+    """The marks of the memory that a value can share."""
     if may_hold_its_parts(node):
         return (PARTS_INSIDE, KEPT) if may_stay(node) else (PARTS_INSIDE,)
     if adds_over(node) or (node.target is spmd.all_reduce and may_overwrite(node)):

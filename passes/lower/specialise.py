@@ -1,15 +1,15 @@
-"""Specialise: a backward stage for the outputs that did receive a gradient.
+"""Backward stage specialised to the outputs that received a gradient.
 
     g = sqrt_backward(tangent:root, r)                                          from `sum` alone
     h = expand(tangent:sum)                                     becomes         h = expand(tangent:sum)
     d = add(g, h);  s = all_reduce(d)                                           s = all_reduce(h)
 
-What depends on absent tangents only is absent too: it is linear in them, and torch would never call it. It is taken out, not computed from
-zeros, since zero times an infinite derivative is NaN, and since its collectives would be paid for. An addition keeps its other operand;
-where another operator reads both kinds, the absent one is zero, as torch makes it there. Gradients behind absent tangents only are no
-outputs any more: such a parameter keeps no gradient at all, as in torch, so that weight decay and momentum leave it alone.
+A node that depends on absent tangents only is absent too: it is linear in them, and torch would never call it. It is removed, not computed
+from zeros, since zero times an infinite derivative is NaN, and since its collectives would cost time. An addition keeps its other operand;
+where another operator reads both kinds, the absent one is zeros, as in torch. Gradients of absent tangents only are no outputs any more:
+such a parameter has no gradient at all, as in torch, so that weight decay and momentum leave it alone.
 
-It assumes the per-rank graph as `cut` leaves it, so what a forward call saves is the same for every set.
+Assumes the per-rank graph as `cut` leaves it: the values that a forward call saves are the same for every set of outputs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def specialise(stage: Stage, received: Collection[str]) -> Stage:
 
 
 class _Pruned:
-    """A copy of a graph in the making. `behind`: nodes that depend on a tangent; `absent`: on absent ones only, so they are not made."""
+    """A copy of a graph without absent nodes. `behind`: nodes that depend on a tangent; `absent`: on absent tangents only."""
 
     def __init__(self, tangents: Collection[Node], received: Collection[str]) -> None:
         self.graph = Graph()
@@ -70,7 +70,7 @@ class _Pruned:
         self.made[node] = self._other_term(node) or self.graph.node_copy(node, self._operand)
 
     def _other_term(self, node: Node) -> Node | None:
-        """What remains of an addition when one operand is absent."""
+        """The other operand of an addition with an absent one, if it has the sum's shape and dtype; else None."""
         if node.target is not aten.add.Tensor or node.kwargs or not self.absent.intersection(node.all_input_nodes):
             return None
         (other,) = [operand for operand in node.all_input_nodes if operand not in self.absent]

@@ -1,4 +1,4 @@
-"""Start early: reductions of sums over microbatches begin while the last microbatches run, and not after them.
+"""Early reductions of gradient accumulation: they begin during the last microbatch's run, not after it.
 
     run(stage="each", microbatch=1)              run(stage="each", microbatch=1)
     add(.., into="sum:g0")                       add(.., into="sum:g0")
@@ -11,10 +11,10 @@
         r1 = all_reduce(g1, ["dp"], "sum")           return {"early:r0": r0}
                                                  def after(r0 = "early:r0", r1 = "early:r1"):
 
-What depends on whole sums alone, and is no collective between pipeline stages, becomes a stage of its own, with what prepares it. A start
-stands behind the run that is the last to add to its sums, and means: as soon as they are whole, within that run. Those of one run stand in
-the order in which its parts go into sums (a part goes in as soon as it is made, a collective's when it is first waited for). All ranks of
-a group run one list, so they start the same things in the same order.
+A collective of complete sums alone, if not between pipeline stages, becomes a stage of its own, with the nodes that prepare its operand. A
+`start` stands behind the run that adds the last term to its sums, and means: within that run, as soon as the sums are complete. Starts of
+one run are ordered as the run adds its terms (a term is added once computed, a collective's once it has been waited for). All ranks of a
+group run one list, so they start the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from meshc.program.program import Instruction, Stage
 from meshc.program.steps import items_of, ranks_of, steps_of
 
 BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
-"""What stands between a run and its starts."""
+"""Instructions that may stand between a run and its starts."""
 
 
 def start_early(lowered: Lowered) -> Lowered:
-    """Takes what may start early out of the stage that each rank runs last."""
+    """Moves reductions that may start early out of the stage that each rank runs last."""
     starts: list[Start] = []
     stages, schedule = dict(lowered.stages), lowered.schedule
     for coordinates in ranks_of(lowered):
@@ -66,13 +66,13 @@ def start_early(lowered: Lowered) -> Lowered:
 
 
 def sums_of_late_stages(lowered: Lowered) -> dict[str, dict[str, int]]:
-    """Stages that ranks run last, by name, each with the sums that are whole by then."""
+    """Stages that ranks run last, by name, each with the sums that are complete by then (see `whole_sums`)."""
     lists = [steps_of(lowered, coordinates) for coordinates in ranks_of(lowered)]
     return {steps[-1].stage: whole_sums(lowered.stages, steps) for steps in lists if steps}
 
 
 def whole_sums(stages: Mapping[str, Stage], steps: Sequence[Instruction]) -> dict[str, int]:
-    """Sums that a rank's runs alone make, each with the position of the last run that adds to it."""
+    """Sums that a rank's own runs accumulate, each with the position of the last run that adds to it."""
     found: dict[str, int] = {}
     others = {key for step in steps if step.op == "recv" for key in step.keys}
     for position, step in enumerate(steps):
@@ -84,14 +84,14 @@ def whole_sums(stages: Mapping[str, Stage], steps: Sequence[Instruction]) -> dic
 
 
 def reductions(late: Stage, sums: Collection[str]) -> list[Node]:
-    """The collectives of what is made of these sums alone."""
+    """The collectives whose operands depend on these sums alone."""
     whole = [node for node, key in late.keys().items() if key in sums]
     made = made_only_of(late.graph, whole, through=lambda node: not spmd.is_collective(node.target))
     return [node for node in late.graph.nodes if node in made and spmd.is_collective(node.target) and not spmd.joins_stages(node)]
 
 
 def _taken_out(late: Stage, found: Sequence[Node]) -> tuple[list[Stage], Stage]:
-    """A stage for each of the collectives, and the rest of their stage, which has them as inputs."""
+    """A stage for each of the collectives, and the rest of their stage, which takes their results as inputs."""
     rank = late.name.removeprefix("after").lstrip("_")
     names = {node: f"{rank}_{node.name}" if rank else node.name for node in found}
     early = {node: key_of("early", name) for node, name in names.items()}
@@ -101,7 +101,7 @@ def _taken_out(late: Stage, found: Sequence[Node]) -> tuple[list[Stage], Stage]:
 
 
 def _alone(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, name: str, key: str) -> Stage:
-    """A collective, with what prepares it, from a stage with these keys and turns of its nodes."""
+    """A collective with the nodes that prepare it, as a stage. `turn`: position of each node in its graph."""
     needed = sorted(made_of([wanted]), key=turn.__getitem__)
     graph = Graph()
     env: dict[Node, Node] = {}
@@ -113,7 +113,7 @@ def _alone(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, nam
 
 
 def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
-    """The stage, which takes what is `given` under these keys. What only prepared that is gone."""
+    """The stage with the `given` nodes as inputs under these keys, without the nodes that only prepared them."""
     graph = Graph()
     env: dict[Node, Node] = {node: entering(graph, node) for node in given}
     for node in late.graph.nodes:
@@ -127,7 +127,7 @@ def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
 
 
 def _replaced(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, Stage]:
-    """The stages, with the new ones where the last of them stood."""
+    """The stages, with the new ones in the place of the one that has the last's name."""
     found: dict[str, Stage] = {}
     for name, stage in stages.items():
         found |= {one.name: one for one in new} if name == new[-1].name else {name: stage}
@@ -137,7 +137,7 @@ def _replaced(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, St
 def _by_run(
     alone: Sequence[Stage], stages: Mapping[str, Stage], steps: Sequence[Instruction], sums: Mapping[str, int]
 ) -> dict[int, list[Stage]]:
-    """What starts within which run, by its position: in the order in which the last of their sums become whole."""
+    """Position of a run -> stages that start within it, in the order in which the last of their sums is complete."""
     found: dict[int, list[tuple[int, Stage]]] = {}
     taken: dict[str, dict[str, int]] = {}
     for stage in alone:
@@ -150,7 +150,7 @@ def _by_run(
 
 
 def _with_starts(steps: Sequence[Instruction], ordered: Mapping[int, Sequence[Stage]]) -> Iterator[Instruction]:
-    """The list, with the starts of each run behind what the run adds."""
+    """The list, with the starts of each run behind its additions."""
     due: list[Instruction] = []
     for position, step in enumerate(steps):
         if step.op not in BEHIND_A_RUN:
@@ -161,8 +161,8 @@ def _with_starts(steps: Sequence[Instruction], ordered: Mapping[int, Sequence[St
 
 
 def taken_in(stage: Stage) -> list[str]:
-    """The sums that a run of a stage adds to, in the order in which it does: a part goes in once it is made, and a collective's once it
-    has been waited for, where it is first read or at the end. A region is one call."""
+    """The sums that a run of a stage adds to, in order: a term is added once it is computed, a collective's once it has been waited for,
+    where it is first read or at the end. A region is one call."""
     parts: dict[Node, list[str]] = {}
     for key, value in stage.results().items():
         whole = whole_of(key)

@@ -1,13 +1,13 @@
-"""Update early: where updates may stand, which is as soon as their gradients are there and nothing reads any more what they write.
+"""Places for early updates: as soon as the gradients are reduced and the old parameters have been read for the last time.
 
     g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w2, w1, w0], ...)
   becomes
     g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  adam_many_([w2], [r2], ...)
     g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w1], [r1], ...)  adam_many_([w0], [r0], ...)
 
-So not all gradients are there at once, but those of two buckets. A reduction's result is read when the next one along its axes starts:
-by then it has travelled. Where gradients are clipped updates stand behind the norm, which reads all of them. What is widened, scaled or cut
-for an update moves with it, and so does what reads its gradient for a norm that is only told.
+So not all gradients are in memory at once, but those of two buckets. A reduction's result is read when the next one along its axes starts:
+by then it has arrived. Where gradients are clipped, updates stand behind the norm, which reads all of them. Nodes that widen, scale or
+slice operands for an update move with it, and so do the squares of its gradient for a norm that is only reported.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
 FUSED: Final = frozenset(MANY.values())
 
 NORM: Final = (torch.ops.meshc.square_sum.default,)
-"""What reads a gradient for the norm of all."""
+"""Operators that read a gradient for the gradient norm."""
 
 PARTS: Final = 2 * WINDOWS
-"""There are no more than about so many updates in a stage: a bucket may be a little smaller than an eighth of all."""
+"""Groups of updates in a stage, at most about: a bucket may be a little smaller than an eighth of all gradients."""
 
 
 def updated_early(graph: Graph) -> None:
-    """Each update of a graph, before they are fused, to where it may stand. In place."""
+    """Moves each update of a graph, before fusion, to its earliest place. In place."""
     places = Places(graph)
     for part in list(places.parts([node for node in places.nodes if node.target in MANY])):
         places.bring(part)
 
 
 def amid_backward(graph: Graph) -> set[Node]:
-    """Updates, once they are fused, behind which backward goes on, and of the reductions that each reads the last."""
+    """Fused updates behind which backward goes on, and the last of the reductions that each reads."""
     found: set[Node] = set()
     order, goes_on = {node: index for index, node in enumerate(graph.nodes)}, False
     for node in reversed(graph.nodes):
@@ -64,7 +64,7 @@ def _of_backward(node: Node) -> bool:
 
 
 class Places:
-    """Of a stage whose updates are not fused yet."""
+    """Earliest places of the updates of a stage in which they are not fused yet."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = [node for node in graph.nodes if node.op != "output"]
@@ -73,13 +73,13 @@ class Places:
         self.until = flying.waits(graph.nodes)
         self.reductions = [node for node in self.nodes if node.target in REDUCTIONS]
         self.behind = list(self.nodes)
-        """What has come to stand last behind each node, by its position."""
+        """By position of each node, the last node that was moved right behind it, or the node itself."""
         self._ready: dict[Node, int] = {}
         self._moving: dict[Node, bool] = {}
 
     def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
-        """Members that are updated together, in the graph's order, each part where the last of it may be. `limit`: bytes of gradients from
-        which a part is full; what may stand at one place is in one part."""
+        """Groups of members that are updated together, in the graph's order. `limit`: bytes of gradients from which a group is full;
+        members with the same earliest place are in one group."""
         at = {member: self.of(member) for member in members}
         sizes = {member: local_bytes(record(_gradient(member))) for member in members}
         enough = min(WINDOW, max(LEAST, sum(sizes.values()) // PARTS)) if limit is None else limit
@@ -93,12 +93,12 @@ class Places:
             yield sorted(part, key=self.index.__getitem__)
 
     def of(self, member: Node) -> int:
-        """The position behind which a member may stand."""
+        """The position behind which a member may be placed."""
         own = {*self._own(member), *read_by([member])}
         return max(self._when(member), *(self._read(root, own) for root in _written(member)))
 
     def bring(self, members: Sequence[Node]) -> None:
-        """Puts members behind the last of their places, with what was made for them."""
+        """Moves members, with the nodes computed for them, behind the latest of their places."""
         at = max(map(self.of, members))
         own = {node for member in members for node in self._own(member)}
         beside = (user for node in own for operand in node.all_input_nodes for user in operand.users if user.target in NORM)
@@ -108,15 +108,15 @@ class Places:
             if self.index[node] > at:
                 self.behind[at].append(node)
                 self.behind[at] = node
-                self.index[node] = at  # what others read of it is there by then
+                self.index[node] = at  # readers of it find it there
 
     def replaced(self, member: Node, by: Node) -> None:
-        """What comes to stand behind a member from now on stands behind what was made of it."""
+        """Nodes that are moved behind `member` from now on are moved behind `by`, its replacement."""
         self.behind = [by if node is member else node for node in self.behind]
         self.index[by] = self.index[member]
 
     def _own(self, node: Node) -> dict[Node, None]:
-        """A node with what moves with it: of a clipped one all that the norm is made of, a chain as long as there are parameters."""
+        """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters."""
         found, work = {node: None}, [node]
         while work:
             for operand in work.pop().all_input_nodes:
@@ -131,7 +131,7 @@ class Places:
         return self._moving[node]
 
     def _when(self, node: Node) -> int:
-        """Where a value is there, were it made as soon as it can be."""
+        """The position at which a value is ready if all before it run as early as they can."""
         if node not in self._ready:
             if node.op == "placeholder":
                 found = self.first
@@ -149,11 +149,11 @@ class Places:
         return next(later, len(self.nodes) - 1)
 
     def _read(self, root: Node, own: AbstractSet[Node]) -> int:
-        """The last reader of the memory that a value has, but for what a member takes and gives: `own`."""
+        """The position of the last reader of a value's memory, readers in `own` (a member's operands and results) left out."""
         return max((self._done(user) for user in _readers(root) if user not in own), default=self.first)
 
     def _done(self, reader: Node) -> int:
-        """Where a reader has read: what travels, once it has been waited for."""
+        """The position at which a reader is done: a collective or a copy, once it has been waited for."""
         if not (spmd.is_collective(reader.target) or spmd.is_host_copy(reader.target)):
             return self.index[reader]
         waits = self.until.get(reader)
@@ -167,7 +167,7 @@ def _gradient(member: Node) -> Node:
 
 
 def _moves(node: Node) -> bool:
-    """Whether it stands in the update for what reads it there, and may stand elsewhere: also what comes from the host for that."""
+    """Whether a node belongs to the update phase and may move with its reader; also copies of inputs from the host."""
     if node.op != "call_function" or not has_record(node) or spmd.is_collective(node.target):
         return False
     if spmd.is_host_copy(node.target) and not (node.target is spmd.from_host and node.all_input_nodes[0].op == "placeholder"):
@@ -176,7 +176,7 @@ def _moves(node: Node) -> bool:
 
 
 def _written(member: Node) -> set[Node]:
-    """What lies in the memory that a member writes, or that keeps what it makes."""
+    """The values that own the memory which a member writes, or which stores its results."""
     operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
     return {root for operand in operands if isinstance(operand, Node) for root in _roots(operand)}
 
@@ -190,7 +190,7 @@ def _roots(node: Node) -> Iterator[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads a value's memory, in whatever way it looks at it; a collective of one rank gives back what it got."""
+    """Readers of a value's memory, views included; a collective over one rank returns its operand."""
     for user in node.users:
         if user.op == "call_function":
             yield user

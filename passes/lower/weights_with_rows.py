@@ -1,4 +1,4 @@
-"""The weights of a token's choices go with its row, and their gradient with that of the row: one message for two.
+"""Routing weights in the messages of dispatch and combine: one message for a token's row and its weights, or their gradients.
 
     x = gather_rows(tokens, ["ep"], choice, ..)      w = all_gather(weights, ["ep"], 0)      weights_of_groups(w, own, slot)
   becomes
@@ -8,7 +8,7 @@
   becomes
     both = scatter_rows(cat([y, weights_to_tokens(..)], 2), ["ep"], choice, ..)      dx = both[:, :h]      dw = both[:, h:]
 
-A rank reads the weights of tokens that have chosen one of its experts, and its part of a gradient is zero for others, as it is of rows.
+A rank reads the weights of tokens that chose one of its experts; its part of the gradient is zero for others, as for rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 
 @dataclass(frozen=True)
 class Weights:
-    """`local` [t, k] or [n * t, k] is what a rank has, and `whole` the collective that is not needed then."""
+    """Routing weights, or their gradient, that can travel with rows. `local`: a rank's own, [t, k] or [n * t, k]; `whole`: the collective
+    that becomes unnecessary."""
 
     local: Node
     whole: Node
@@ -39,8 +40,8 @@ class Weights:
 
 
 def gathered_with(said: Node, gather: Node, before: Node) -> Weights | None:
-    """Of the choices that `said` tells, the weights that could go with the rows that `gather` brings all of. All that they are made of
-    comes before `before` then, and what reads them is after it or can be."""
+    """The routing weights of the choices `said` that can travel with the rows of `gather`; None if there are none. Moves the nodes that
+    compute them before `before`, and their readers behind it."""
     found = [node for node in _of_choices(said, meshc.weights_of_groups.default) if record(node).phase == record(before).phase]
     whole = found[0].args[0] if found else None
     if not isinstance(whole, Node) or whole.target is not spmd.all_gather or whole.args[1:] != gather.args[1:]:
@@ -51,7 +52,7 @@ def gathered_with(said: Node, gather: Node, before: Node) -> Weights | None:
 
 
 def scattered_with(said: Node, scatter: Node) -> Weights | None:
-    """The gradient of the weights, that could go with what `scatter` adds up. Likewise before it."""
+    """The gradient of the routing weights that can travel with the rows of `scatter`; None if there is none. Moves it before `scatter`."""
     found = [node for node in _of_choices(said, meshc.weights_to_tokens.default) if record(node).phase == record(scatter).phase]
     whole = next(iter(found[0].users)) if len(found) == 1 and len(found[0].users) == 1 else None
     if whole is None or whole.target is not spmd.reduce_scatter or whole.args[1:] != scatter.args[1:]:
@@ -60,7 +61,7 @@ def scattered_with(said: Node, scatter: Node) -> Weights | None:
 
 
 def put_together(graph: Graph, rows: Node, weights: Weights) -> Node:
-    """[.., t, h] and weights -> [.., t, h + k]."""
+    """Rows [.., t, h] and weights, concatenated: [.., t, h + k]."""
     *before, width = record(rows).shape
     like = replace(record(rows), sharding=None)
     local = weights.local
@@ -70,7 +71,7 @@ def put_together(graph: Graph, rows: Node, weights: Weights) -> Node:
 
 
 def taken_apart(graph: Graph, both: Node, made: Record, weights: Weights) -> Node:
-    """The rows of what came, of this record. What read the weights reads them here."""
+    """The rows, with record `made`, of a received concatenation. Readers of the weights read their slice of it."""
     dim, width = len(made.shape) - 1, made.shape[-1]
     rows = call(graph, made, aten.slice.Tensor, both, dim, 0, width)
     like = record(weights.whole)
@@ -81,7 +82,7 @@ def taken_apart(graph: Graph, both: Node, made: Record, weights: Weights) -> Nod
 
 
 def _of_choices(said: Node, kind: object) -> list[Node]:
-    """The calls of a kind that are told the same choices."""
+    """The calls of a kind that take the same choices."""
     choices = said.args[0]
     assert isinstance(choices, Node)
     named = [each for each in choices.users if is_getitem(each) and each.args[1] == 0]
@@ -94,7 +95,7 @@ def _operand(node: Node) -> Node:
 
 
 def _fitting(weights: Weights, beside: Node, point: Node) -> Weights | None:
-    """`weights`, if they go in messages of one type, after the order was seen to."""
+    """`weights` if they have the rows' dtype, phase and partial axes, and the order around `point` allows it; else None."""
     local, rows = record(weights.local), record(_operand(beside))
     if local.dtype != rows.dtype or record(weights.local).phase != record(beside).phase:
         return None
@@ -106,7 +107,8 @@ def _fitting(weights: Weights, beside: Node, point: Node) -> Weights | None:
 
 
 def _in_order(weights: Weights, point: Node) -> bool:
-    """Puts what they are made of before a point, and what reads them after it."""
+    """Moves the nodes that compute `weights` before `point`, and their readers behind it. False, with nothing moved, if that is
+    impossible."""
     order = {node: number for number, node in enumerate(point.graph.nodes)}
     at = order[point]
     late = [node for node in made_of([weights.local], lambda node: order[node] > at) if order[node] >= at]
@@ -125,6 +127,6 @@ def _in_order(weights: Weights, point: Node) -> bool:
 
 
 def _free(nodes: Sequence[Node], point: Node) -> bool:
-    """Whether they are calls of the point's own phase."""
+    """Whether all nodes are calls of the phase of `point`."""
     there = {record(point).phase}
     return all(node.op == "call_function" and {one.phase for one in records(node)} == there for node in nodes)

@@ -1,9 +1,17 @@
-"""Windows: which gathers of stored parameters start together, and how many bytes of them a rank holds.
+"""Prefetch windows: the gathers of stored parameters that start together, and the bytes of a window.
 
     all_gather(w0)  all_gather(w1)  |  all_gather(w2)  all_gather(w3)  |  ...        a window is about a layer
 
+<<<<<<< HEAD
 While one window is read the next one travels, so no more than two of them are whole at once. A window is of one phase: what is gathered
 for backward is not there while forward runs (docs/decisions/collectives-and-overlap.md).
+||||||| 53497102
+While one window is read the next one travels, so no more than two of them are whole at once. A window is of one phase: what is gathered
+for backward is not there while forward runs (docs/decisions/0006).
+=======
+While one window is read the next one travels, so no more than two windows are whole at once. A window is of one phase: what is gathered
+for backward is not in memory while forward runs (docs/decisions/0006).
+>>>>>>> words-g
 """
 
 from __future__ import annotations
@@ -21,19 +29,19 @@ WINDOW: Final = 128 * 1024 * 1024
 """Bytes of parameters gathered together at most: about what FSDP gathers for a block of a large model."""
 
 WINDOWS: Final = 8
-"""There are at least about so many in a stage, or a small model would be whole for as long as it runs."""
+"""Windows in a stage, at least about: with fewer, a small model would be whole for as long as the stage runs."""
 
 LEAST: Final = 1024 * 1024
-"""Bytes that no model is cut below: a message of them takes little longer than an empty one."""
+"""Smallest window in bytes: a message of this size takes little longer than an empty one."""
 
 
 def window_bytes(collectives: Iterable[Node]) -> int:
-    """Bytes of a window of these gathers, or of gradients that are reduced together."""
+    """Bytes of a window of these gathers, or of a bucket of gradients that are reduced together."""
     return min(WINDOW, max(LEAST, sum(map(whole_bytes, collectives)) // WINDOWS))
 
 
 def windows(graph: Graph, limit: int | None = None) -> list[list[Node]]:
-    """The gathers of what is stored, in the order in which they are first read, cut into windows. `limit`: bytes of each."""
+    """The gathers of stored parameters, in the order of their first readers, cut into windows of `limit` bytes."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     gathers = [
         node

@@ -1,1 +1,1 @@
-"""A step cut into microbatches."""
+"""Microbatches: a step or an inference cut into stages that run once per microbatch."""

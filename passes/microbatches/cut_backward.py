@@ -1,9 +1,10 @@
-"""Cut: a graph with its backward becomes two stages, so that autograd can run them at different times.
+"""Forward and backward as two stages, which autograd can run at different times.
 
     forward:  inputs, parameters -> outputs, saved values            backward: tangents, saved values, parameters -> gradients
 
-A node belongs to the backward stage if it was traced or made there. Values of the forward stage that it reads are saved, except layouts of
-parameters and integers, which are recomputed. From here on a node's phase is that of its stage: what brings outputs together was made last.
+A node belongs to the backward stage if it depends on a tangent or has phase backward. Values of the forward stage that it reads are saved,
+except layouts of parameters and integers, which are recomputed. From here on a node's phase is that of its stage, also for the collectives
+of outputs, which partition emitted last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meshc.program.program import Instruction, Stage
 
 
 def cut_backward(lowered: Lowered) -> Lowered:
-    """Two stages for a program in autograd mode; others are left alone."""
+    """Two stages for a program in autograd mode; other programs are unchanged."""
     stage, request = next(iter(lowered.stages.values())), lowered.request
     if request.train or not request.grad or not any(is_a(key, "tangent") for key in stage.inputs):
         return lowered
@@ -60,7 +61,7 @@ def _of_one_phase(stage: Stage) -> Stage:
 
 
 def _recomputed(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
-    """Forward nodes that the backward stage makes itself: integers, and layouts of parameters."""
+    """Forward nodes that the backward stage recomputes: integers, and layouts of parameters."""
     light: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node in late:

@@ -1,16 +1,16 @@
-"""Sums over the whole batch that a microbatch reads: means that enter a product, as the load-balancing loss of routed experts has them.
+"""Sums over the whole batch that a microbatch reads, such as the means in the load-balancing loss of routed experts.
 
     chosen = mean(one_hot(choice)), likely = mean(p), loss = .. + sum(chosen * likely)
-    d p of a row = chosen / rows: of all rows, those of later microbatches too
+    d p of a row = chosen / rows, where `chosen` counts the rows of later microbatches too
 
     first:  forward of microbatch k as far as part:chosen needs it         all microbatches, before the first `each`
     each:   forward and backward of microbatch k, which reads sum:chosen
 
-What `first` makes it hands to nobody, so that a step holds no more than without it; forward runs once more as far as the sums need it.
-Under a pipeline there is no `first`: forward halves make the parts, and the schedule has to run them for all microbatches before a backward
-half reads the sum (`passes/stages/whole_sums.py`).
+Nothing but the sums leaves `first`, so that a step needs no more memory than without it; forward runs once more as far as the sums need it.
+Under a pipeline there is no `first`: forward halves compute the parts, and the schedule has to run these for all microbatches before a
+backward half reads the sum (`passes/stages/whole_sums.py`).
 
-Sums that are made of other such sums would need forward once more for each of them (batch norm in a second layer), and are refused.
+Sums that depend on other such sums would need forward once more for each of them (batch norm in a second layer), and are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshc.passes.phases.lowered import Lowered
 
 
 def refuse_gathered(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:
-    """Raises CompileError for what has rows of all microbatches otherwise than as one of the sums. sizes: of the axes."""
+    """Raises CompileError for a collective over microbatches that is none of the `sums`. `sizes`: of the axes."""
     for node in graph.nodes:
         if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]:
             _refuse_few_rows(node, sizes)
@@ -36,7 +36,7 @@ def refuse_gathered(graph: Graph, sums: Collection[Node], sizes: Mapping[str, in
 
 
 def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
-    """Where ranks give sums of all rows, as ranks with experts do, and have no row each of a microbatch to take back."""
+    """Raises CompileError if partial rows of all microbatches are reduce-scattered and a microbatch has fewer rows than ranks."""
     (operand,) = node.all_input_nodes
     sharding = record(operand).sharding
     if sharding is None:
@@ -53,7 +53,7 @@ def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
 
 
 def ahead_of(graph: Graph, varies: Collection[Node], done: Collection[Node], sums: Sequence[Node], lowered: Lowered) -> list[Node]:
-    """Those of the sums that microbatches read. CompileError: they cannot be made before.
+    """Those of the sums that microbatches read. Raises CompileError if these cannot be computed before.
 
     varies  nodes that differ between microbatches, up to sums
     done    nodes that read a sum

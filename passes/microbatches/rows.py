@@ -1,7 +1,7 @@
-"""Microbatches of an inference: each gives its rows of the outputs, which are put together after the last one.
+"""Outputs of an inference in microbatches: each microbatch's rows, concatenated after the last one.
 
     each:   y = f(rows k of x)          leaves as rows:y
-    after:  all rows, one microbatch's after the other's; what the last one was padded with is cut off
+    after:  all rows, concatenated in the order of microbatches; padding of the last one is cut off
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 def rows_of(lowered: Lowered, stage: Stage) -> dict[str, Node]:
-    """Outputs of which a microbatch gives some rows, by key. CompileError: these rows are no rows of a dim."""
+    """Outputs of which a microbatch computes some rows, by key. Raises CompileError if these are not contiguous rows of dim 0."""
     nodes = stage.results()
     found = {}
     for port in lowered.outputs:
@@ -49,7 +49,8 @@ def rows_of(lowered: Lowered, stage: Stage) -> dict[str, Node]:
 
 
 def whole_rows(lowered: Lowered, after: Stage) -> tuple[Port, ...]:
-    """Makes the values that come in under `joined:` what they are, rows of all microbatches; of these the outputs, whose ports it gives."""
+    """Changes `after` so that placeholders with keys `joined:` have the rows of all microbatches, gathered over ranks and without padding.
+    Returns the ports of the outputs."""
     count = lowered.sizes[MICROBATCH]
     graph = after.graph
     for node, key in after.keys().items():
@@ -76,7 +77,7 @@ def _rows(part: Part, sizes: Mapping[str, int], axes: Sequence[str]) -> int:
 
 
 class _Rows:
-    """Rows of an output: axis by axis together, each time without the padding. `size`: a tile's rows where these axes split them."""
+    """Emits the rows of an output: gathered axis by axis, each time without the padding. `size(axes)`: rows of a tile split by `axes`."""
 
     def __init__(self, graph: Graph, node: Node, size: Callable[[Sequence[str]], int]) -> None:
         self.graph, self.last, self.size = graph, node, size
@@ -103,13 +104,13 @@ class _Rows:
 
 
 def _place(sharding: Sharding | None) -> tuple[int, int] | None:
-    """Dim and position of the part that microbatches split."""
+    """Dim and position of the part that microbatches split; None if there is none."""
     parts = sharding.parts() if sharding is not None else ()
     return next(((dim, position) for dim, position, part in parts if MICROBATCH in part.axes), None)
 
 
 def _without(sharding: Sharding, local: bool) -> Sharding:
-    """As an output leaves: whole, or this rank's part of the batch."""
+    """The sharding in which an output leaves: whole, or with `local` this rank's part of the batch."""
     place = _place(sharding)
     if place is None:
         return sharding

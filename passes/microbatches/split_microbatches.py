@@ -1,13 +1,13 @@
-"""Microbatch: a step over M microbatches as three stages.
+"""Gradient accumulation: a step over M microbatches as three stages, before, each and after.
 
-    per-rank graph with the sequential axis mb          before:  what depends on no parameter and no microbatch (counts of labels)
+    per-rank graph with the sequential axis mb          before:  values of no parameter and no microbatch (counts of labels)
                                                becomes  each:    forward and backward of microbatch k; partial sums leave
                                                         after:   reductions of gradients, clipping, the update
 
-A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over it is accumulation. Where an operator needs the whole
-batch in the middle of a microbatch (batch norm, contrast within the batch), there is no such order, and compilation is refused. A step that
-is the mean of its microbatches has no such operator: its graph is one microbatch's, and only gradients and loss are reduced over `mb`.
-Buffers that a microbatch writes are what the next one reads.
+A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over `mb` is accumulation. An operator that needs the whole
+batch in the middle of a microbatch (batch norm, contrast within the batch) is refused. A step that is the mean of its microbatches has no
+such operator: its graph is one microbatch's, and only gradients and loss are reduced over `mb`. Each microbatch reads the buffers that the
+previous one has written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     results = stage.results()
     done = read_by(sums)
     written = {key: node for key, node in results.items() if is_a(key, "buffer") and node not in done} if lowered.parts is not None else {}
-    """Where each microbatch is a step of its own: the buffers that it writes. What is made of the whole batch is written after the last."""
+    """The buffers that each microbatch writes, where it is a step of its own. Buffers computed from the whole batch are written last."""
     own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
     own += [node for node, key in keys.items() if key in written]
     among = set(sums)
@@ -82,7 +82,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
 
 
 def _schedule(stages: Mapping[str, Stage], count: int) -> tuple[Instruction, ...]:
-    """`first` once a microbatch and then `each`, between what comes before and after; what leaves them goes into its whole."""
+    """The schedule: `before`, `first` for each microbatch, `each` for each microbatch, `after`; results of a microbatch are accumulated."""
     steps = [Instruction("run", "before")] if "before" in stages else []
     for stage in [stages[name] for name in ("first", "each") if name in stages]:
         for k in range(count):
@@ -102,7 +102,7 @@ def _refuse_wanted_whole(wanted: Iterable[Node], parts: Collection[Node]) -> Non
 
 
 def _as_one(lowered: Lowered, count: int) -> Lowered:
-    """Nothing carries a batch that has parts: one microbatch, for what follows as well; stages would add up the whole `count` times."""
+    """The program with one microbatch, for later passes too, where no value has a batch to split; else it would run `count` times."""
     (stage,) = lowered.stages.values()
     note = f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch"
     one = lowered.asked(replace(lowered.request, microbatches=1)).noting(note)

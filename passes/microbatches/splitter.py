@@ -1,4 +1,4 @@
-"""Splitter: a part of a graph as a stage of its own, which leaves the graph as it is."""
+"""A part of a graph copied as a stage of its own; the graph is left as it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Splitter:
         self._turn = {node: turn for turn, node in enumerate(graph.nodes)}
 
     def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
-        """The part of the graph that makes `results`, which leave by key; `given` nodes come in by key."""
+        """The part of the graph that computes `results` (by key); `given` nodes are inputs (by key)."""
         needed = sorted(made_of(results.values(), through=lambda node: node not in given), key=self._turn.__getitem__)
         copy = Graph()
         env: dict[Node, Node] = {}

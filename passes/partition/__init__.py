@@ -1,4 +1,4 @@
-"""Partition: from the global-view graph and its shardings to the graph that every rank runs."""
+"""Partition: the per-rank graph, from the global-view graph and its shardings."""
 
 from meshc.passes.partition.partition import partition
 

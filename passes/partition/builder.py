@@ -1,4 +1,4 @@
-"""Builds the per-rank graph: emits nodes with their local shape and dtype, and the integers that stand for a rank's place."""
+"""Builder of the per-rank graph: emits nodes with local shape and dtype, and the integers for a rank's place."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 
 
 class Builder:
-    """Emits into `graph`. `shape(node)` and `dtype(node)` are local; they come from running the operator on meta tensors.
+    """Emits nodes into `graph`. `shape(node)` and `dtype(node)` are local, computed by running the operator on meta tensors.
 
-    `entries` are the plan's, by axis, for reasons. `open_sizes` are the dynamic sizes of the program.
+    `entries` are the plan's lines by axis, for reasons. `open_sizes` are the dynamic sizes of the program.
     """
 
     def __init__(self, sizes: Mapping[str, int], open_sizes: Sequence[Dynamic] = ()) -> None:
@@ -37,10 +37,10 @@ class Builder:
         self.context = Record()
         self.entries: Mapping[str, str] = {}
         self.arranged: dict[tuple[Node, object], Node] = {}
-        """What lies in another order already: by what it is of, and how."""
+        """Reordered values, memoised by the value and its order."""
         self._integers: dict[object, Node] = {}
         self._results: dict[object, object] = {}
-        """Of operators by what they were given: equal layers ask the same."""
+        """Results of operators on meta tensors, memoised by their arguments: equal layers call the same."""
 
     def placeholder(self, name: str, record: Record) -> Node:
         node = self.graph.placeholder(name)
@@ -58,7 +58,7 @@ class Builder:
         return found
 
     def emit(self, target: Target, *args: Any, sharding: Sharding | None = None, reason: str | None = None, **kwargs: Any) -> Node:
-        """A call; its record has the shape and dtype that the call gives on meta tensors."""
+        """A call; its record has the shape and dtype that the call returns on meta tensors."""
         assert callable(target), target
         node = called(self.graph, target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
@@ -90,12 +90,12 @@ class Builder:
         return self.emit(operator.getitem, node, index)
 
     def reordered(self, x: Node, dim: int, axes: Sequence[str], home: bool, reason: str) -> Node:
-        """A tile, in zigzag order along a dim; or, on its way `home`, the tile again."""
+        """A tile exchanged for the rank's part in zigzag order along a dim; with `home`, the other way round."""
         return self.emit(spmd.from_zigzag if home else spmd.to_zigzag, x, list(axes), dim, reason=reason)
 
     def lying(self, node: Node, sharding: Sharding) -> Node:
-        """A value whose type is to say that it lies so; where its own says that axes split other dims, a view: a tile of one position may
-        be in either, and the operands of a view that changes no shape on a rank would be taken for its result."""
+        """`node` for a record with this sharding; a view of it if its own record has other dims split, since a reshape that changes no
+        shape on a rank returns its operand, whose record has to stay."""
         sharding = told(sharding)
         own = record(node).sharding if self.shapes.get(node) is not None else None
         if own is None or _splits(own) == _splits(sharding):
@@ -133,7 +133,7 @@ class Builder:
         return self._integer(("coordinate", axis), spmd.coordinate, axis)
 
     def index(self, axes: Sequence[str]) -> Node:
-        """Row-major index of this rank among the tiles of `axes`."""
+        """Row-major index of this rank along `axes`."""
         if len(axes) == 1:
             return self.coordinate(axes[0])
         counts = [self.sizes[axis] for axis in axes]
@@ -149,13 +149,13 @@ class Builder:
         return self.tile(spmd.tile_count, part) if part.axes else part.size
 
     def tile(self, function: Function, part: Part, at: Sequence[Node] | None = None) -> Node:
-        """A number of this rank's tile, or of that of a rank at other coordinates."""
+        """`function` (tile_start or tile_count) of this rank's tile, or of that of the rank at coordinates `at`."""
         counts = [self.sizes[axis] for axis in part.axes]
         at = [self.coordinate(axis) for axis in part.axes] if at is None else list(at)
         return self._integer((function.__name__, part.size, part.axes, *at), function, part.size, counts, at)
 
     def place(self, axis: str, back: int) -> Node:
-        """The coordinate on an axis so many places before this rank's, round the ring."""
+        """The coordinate on an axis `back` places before this rank's, round the ring."""
         if not back:
             return self.coordinate(axis)
         return self._integer(("place", axis, back), spmd.ring_place, self.coordinate(axis), back, self.sizes[axis])
@@ -169,7 +169,7 @@ class Builder:
 
 
 def _told(argument: object) -> object:
-    """An argument, of tensors all that a result on meta tensors depends on."""
+    """A hashable key of an argument: for a tensor, all that a result on meta tensors depends on."""
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.storage_offset()
     if isinstance(argument, list | tuple):
@@ -178,5 +178,5 @@ def _told(argument: object) -> object:
 
 
 def _splits(sharding: Sharding) -> list[list[tuple[str, ...]]]:
-    """What cuts each dim."""
+    """The cuts of the split parts of each dim."""
     return [[part.cuts for part in dim if part.axes] for dim in sharding.dims]

@@ -1,11 +1,11 @@
-"""Guards: indices are looked at before they are read by, on whichever rank holds them.
+"""Index guards: out-of-range indices are refused before a kernel reads by them, on whichever rank holds them.
 
     rows = embedding(weight, ids)        becomes       ids_1 = check_index(ids, 0, 50257, None, "input_ids", "model.py:12 embed", True)
                                                        rows = embedding(weight, ids_1)
 
-A value that every rank can make of the call's inputs without communication is checked whole and before anything else, so that all ranks
-refuse it together and nothing has been sent. Any other is checked where it is read, a rank its own part; padding, which nobody reads, is
-taken for 0. What is certain to fit (a position, a place that `topk` found) is not looked at, nor is what backward reads once more.
+An index that every rank can compute from the call's inputs without communication is checked whole and first of all, so that all ranks
+refuse it together before anything is sent. Any other is checked where it is read, each rank its own part; padding, which nobody reads,
+counts as 0. An index that is certain to fit (a position, a result of `topk`) is not checked, nor one that backward reads once more.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Key = tuple[object, Bound]
 
 
 class Guards:
-    """The checks of one graph. `on_device`: an operator that reads whole rows makes the check of its own, as torch's kernels do on CUDA."""
+    """The checks of one graph. `on_device`: kernels that read whole rows check indices themselves, as torch's do on CUDA."""
 
     def __init__(self, build: Builder, assignment: Assignment, ports: Mapping[Node, Port], on_device: bool) -> None:
         self.build, self.assignment, self.ports, self.on_device = build, assignment, ports, on_device
         self.instances = assignment.factors.instances
         self.whole: set[Value] = set()
-        """Values of which there is no form that was not checked."""
+        """Values that have been checked whole."""
         self._done: dict[Key, Node] = {}
 
     def first(self, graph: Graph, check: Callable[[Value, Instance, list[Bound]], None]) -> None:
-        """Calls `check` for every value that ranks check whole, with the first operator that reads by it and all its bounds."""
+        """Calls `check` for every value that is checked whole, with the first operator that indexes by it and all its bounds."""
         found: dict[Value, tuple[Instance, list[Bound]]] = {}
         known: dict[Value, bool] = {}
         for node in graph.nodes:
@@ -54,7 +54,7 @@ class Guards:
             self.whole.add(value)
 
     def of_operands(self, instance: Instance, given: list[Node], clean: Callable[[int], Node]) -> list[Node]:
-        """An operator's operands on a rank, with those checked that were not checked whole. `clean` gives one with its padding 0."""
+        """An operator's operands on a rank, with a check of each index not checked whole. `clean(i)`: operand i with its padding 0."""
         checked = list(given)
         if instance.node.target in BOUNDS:
             for bound in self._bounds(instance):
@@ -66,7 +66,7 @@ class Guards:
         return checked
 
     def emit(self, instance: Instance, index: Node, bound: Bound, whole: Value | None = None) -> Node:
-        """The check of an index before an operator. `whole`: the value that it is all of, which others may read as another operand."""
+        """Emits the check of an index before an operator. `whole`: the value, if `index` is all of it; others may read it too."""
         of = self._told(instance.values[bound.operand] if whole is None else whole)
         at = str(records(instance.node)[0].source)
         return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole is not None)
@@ -83,7 +83,7 @@ class Guards:
         return [bound for bound in found if bound.high > 0 and not fits(tensors[bound.operand], bound)]
 
     def _of_whole_inputs(self, value: Value, known: dict[Value, bool]) -> bool:
-        """Whether a rank can make all of a value of what it has been given: integers of whole inputs, buffers and constants."""
+        """Whether every rank can compute a whole value without communication: from inputs, buffers and constants that are not split."""
         if value not in known:
             node, _ = value
             if node.op == "placeholder":
@@ -96,7 +96,7 @@ class Guards:
         return known[value]
 
     def _told(self, value: Value) -> str:
-        """What a message calls an index: the input that it is, or the inputs that it is made of."""
+        """Name of an index in messages: its input, or the inputs that it is computed from."""
         source = origin(value[0])
         if source in self.ports:
             return _name(self.ports[source])
@@ -109,7 +109,7 @@ def _name(port: Port) -> str:
 
 
 def _behind(node: Node) -> list[Node]:
-    """The placeholders that a value is made of by way of integers, in the order of the graph."""
+    """The placeholders that a value depends on through integer values, in the order of the graph."""
     found: set[Node] = set()
     work, seen = [node], {node}
     while work:

@@ -1,10 +1,10 @@
-"""What the tiles of one letter read of a dim that another letter splits, and the way back.
+"""Halo exchange: the window of a split dim that each rank's tile reads, and its transpose for backward.
 
     y = convolution(x, w), kernel 3, padding 1, rows over cp = 2      x_window = halo(x, ["cp"], 2, 16, [16, 1, -1, 10], 0.0)
                                                                       y = convolution(x_window, w), its padding 0 along rows
 
-Where every rank holds all that it reads at one place of its tile (kernel 2, stride 2, sizes that divide), nothing is sent: a slice, and
-padding for the way back.
+Where every rank holds its window at one offset in its tile (kernel 2, stride 2, sizes that divide), nothing is sent: a slice, and padding
+for the transpose.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Place:
-    """A letter whose tiles have windows in a dim of `size`, and both of them split over axes of sizes `counts`."""
+    """Windows of a letter's tiles in a dim of `size`, both split over `axes` of sizes `counts`. `window`: (size of the letter, stride,
+    offset, length)."""
 
     axes: tuple[str, ...]
     counts: tuple[int, ...]
@@ -40,9 +41,9 @@ class Place:
         return tile_length(self.size, self.counts)
 
     def within(self) -> int | None:
-        """Where in its tile every rank's window begins, if ranks read nothing of each other and it is the same for all.
+        """Offset of the window in a rank's tile, if it is the same for all and no rank reads another's tile; else None.
 
-        With sizes that calls choose that is not known.
+        With dynamic sizes the offset is unknown: None.
         """
         if any(isinstance(number, Size) for number in (self.size, *self.window)):
             return None
@@ -54,9 +55,9 @@ class Place:
 
 
 def window(local: Lowering, x: Node, dim: int, letter: str, fill: float = 0.0) -> Node:
-    """A tile of the letter that goes with `letter` -> what the rank's tile of `letter` reads of it; `fill` beyond the ends.
+    """The window of `x` along `dim` that the rank's tile of `letter` reads; `fill` beyond the ends.
 
-    x itself if the letter is not split. What lies in x's padding does not matter.
+    `x` itself if the letter is not split. The padding of `x` may hold any value.
     """
     place = _place(local, letter)
     if place is None:
@@ -72,9 +73,9 @@ def window(local: Lowering, x: Node, dim: int, letter: str, fill: float = 0.0) -
 
 
 def sum_of_windows(local: Lowering, x: Node, dim: int, letter: str) -> Node:
-    """The transpose: what the rank's tile of `letter` says of its window -> the tile of the other letter, summed over all that speak of it.
+    """The transpose of `window`: values for the window of the rank's tile -> the tile of the other letter, summed over all windows.
 
-    x itself if the letter is not split.
+    `x` itself if the letter is not split.
     """
     place = _place(local, letter)
     if place is None:
@@ -91,7 +92,7 @@ def sum_of_windows(local: Lowering, x: Node, dim: int, letter: str) -> Node:
 
 
 def window_start(local: Lowering, letter: str) -> Node | int:
-    """Where the rank's tile of `letter` begins, times the stride."""
+    """First position of the rank's tile of `letter`, times the stride."""
     start = local.start(letter)
     stride = local.rule.windows[letter][1].stride
     return start if stride == 1 or start == 0 else local.emit(spmd.tile_start, stride * 2, [2], [start])

@@ -1,4 +1,4 @@
-"""Lowering one operator: what a rule's `lower` writes is emitted here (meshc.passes.rules.local says what each method means)."""
+"""Lowering of one operator: the emitter that a rule's `lower` writes to (each method is described in meshc.passes.rules.local)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Lowering(Local):
-    """One operator being lowered, into `build`, as the factors in `chosen` are split."""
+    """Lowers one operator into `build`, with factors split as in `chosen`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Lowering(Local):
         return self._times(self._number(spmd.tile_count, parts[0], back), parts)
 
     def _number(self, function: Function, part: Part, back: int) -> Node:
-        """Of this rank's tile of a part, or of that of a rank so many places before it on the axis."""
+        """`function` of this rank's tile of a part, or of the tile of the rank `back` places before it on the axis."""
         return self.build.tile(function, part, [self.place(axis, back) for axis in part.axes] if back else None)
 
     def _times(self, number: Node, parts: list[Part]) -> Node:
@@ -160,11 +160,11 @@ class Lowering(Local):
         )
 
     def _drawn(self, index: int) -> list[Part]:
-        """The factors of a draw."""
+        """The parts of a random result, in the whole batch's draw."""
         return [part for row in self._of_the_whole([list(parts) for parts in self.results[index].dims]) for part in row]
 
     def _of_the_whole(self, dims: list[list[Part]]) -> list[list[Part]]:
-        """Where the operator draws for one microbatch of several, that is a tile of the whole batch's."""
+        """`dims` with the batch part extended to the whole batch, if the operator draws for one microbatch of several."""
         names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
         whole, mine = (self.node.args[names.index(name)] for name in ("global_shape", "local_shape"))
         for rows, large, small in zip(dims, whole, mine, strict=True):  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ def _substitute(node: Node, operands: list[Node]) -> tuple[list[object], dict[st
 
 
 def mask_part(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], value: float) -> Node:
-    """Padding of one part replaced by `value`, by `where`: NaN times zero would be NaN."""
+    """`x` with the padding of one part replaced by `value`, by `where`: NaN times zero would be NaN."""
     d, p = part
     item = sharding.dims[d][p]
     local = [local_size(other, build.sizes) for other in sharding.dims[d]]

@@ -1,4 +1,4 @@
-"""The program's one stage, in which each rank runs everything; later passes cut it."""
+"""The program's one stage as it leaves partition: each rank runs everything, and later passes cut it."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
   becomes, on every rank
     h: f32[4, 172] = mm(x, w1)                   y = mm(h, w2);   y_1 = all_reduce(y, ["tp"], "sum");           z = norm(y_1)
 
-Operators that compute are emitted in graph order, each on operands in the shardings that it wants. An operand is looked for among the
-forms of its value that exist; layout operators and free values are made in the sharding asked for; anything else is resharded from the
-cheapest form. Padding is masked where a summed letter meets it. What a gather made in the forward phase is not kept for the backward one.
+Operators that compute are emitted in graph order, each on operands in the shardings that it wants. An operand is taken from the existing
+forms of its value; layout operators and free values are computed in the requested sharding; any other value is resharded from the cheapest
+form. Padding along summed letters is masked. A value gathered in the forward phase is not kept for backward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshc.program.program import Port
 
 @dataclass(frozen=True)
 class Form:
-    """One way in which a value exists on the ranks. `phase` is set if a gather made it: it is then used in that phase only."""
+    """A value on the ranks in one sharding. `phase` is set for the result of a gather, which is used in that phase only."""
 
     node: Node
     sharding: Sharding
@@ -77,7 +77,7 @@ class Partitioner:
             shape = local_shape(sharding, self.build.sizes)
             local = self.build.placeholder(node.name, replace(records(node)[0], shape=shape, sharding=sharding))
             entered.append((node, port, Form(local, sharding)))
-        for node, port, form in entered:  # once all placeholders stand
+        for node, port, form in entered:  # once all placeholders are emitted
             self._add((node, 0), self._rows((node, 0), form, self.cut[port.key]) if port.key in self.cut else form)
         if self.guards is not None:
             self.guards.first(self.graph, self._check_whole)
@@ -97,7 +97,7 @@ class Partitioner:
         return self.build.graph
 
     def _rows(self, value: Value, whole: Form, dim: int) -> Form:
-        """A microbatch's rows of an input that enters as the whole batch; ranks that hold a part of it take rows of their part."""
+        """A microbatch's rows of an input that enters as the whole batch; a rank that holds a part takes rows of its part."""
         sharding = self.assignment.whole(value)
         for d, position, part in whole.sharding.parts():
             if part.axes:
@@ -108,7 +108,7 @@ class Partitioner:
         return Form(rows, sharding)
 
     def _check_whole(self, value: Value, instance: Instance, bounds: list[Bound]) -> None:
-        """From here on there is no other form of an index than the whole one that has been checked, and what is cut from it."""
+        """Checks an index whole, and makes the checked value its only form, from which others are sliced."""
         assert self.guards is not None
         whole = self.assignment.whole(value)
         form = self.need(value, whole, reader(instance.node))
@@ -137,7 +137,7 @@ class Partitioner:
         return found if found is not None and found.phase in (None, self.phase) else None
 
     def need(self, value: Value, want: Sharding, reason: str) -> Form:
-        """The value in the sharding asked for."""
+        """The form of a value in the sharding `want`, emitted if there is none."""
         node, index = value
         found = self._existing(value, want)
         if found is not None:
@@ -155,7 +155,7 @@ class Partitioner:
         return self._reshard(value, want, reason)
 
     def _made_in(self, instance: Instance, index: int, want: Sharding) -> bool:
-        """Whether an operator that runs where its result is read can make that in the order that is wanted."""
+        """Whether an operator that runs where its result is read can compute it in the order of `want` (zigzag)."""
         rows = zip(want.dims, instance.results[index], strict=True)
         parts = (pair for parts, row in rows for pair in zip(parts, row, strict=True))
         return in_any_order(instance, [token for part, token in parts if any(map(is_zigzag, part.axes))])
@@ -185,7 +185,7 @@ class Partitioner:
     # ----------------------------------------------------------------------------------------------- values made where they are used
 
     def _recompute(self, instance: Instance, index: int, want: Sharding, reason: str) -> Form:
-        """A free value: no communication, its operator runs on the tiles asked for."""
+        """A free value: its operator runs on the requested tiles, without communication."""
         value = (instance.node, index)
         chosen = {}
         fits = not want.partial
@@ -208,7 +208,7 @@ class Partitioner:
         return self.forms[value][want]
 
     def _layout(self, instance: Instance, index: int, want: Sharding, reason: str) -> Form:
-        """layout(v) in a sharding: reshard v before what grows, the result after what shrinks."""
+        """The result of a layout operator in a sharding: its operand is resharded if the operator grows it, its result if it shrinks."""
         value = (instance.node, index)
         source = instance.values[0]
         back, complete = backward_map(instance, index, want, self.assignment.whole(source))
@@ -234,7 +234,7 @@ class Partitioner:
         return self._existing(value, want) or self._reshard(value, want, reason)
 
     def _by_halo(self, instance: Instance, index: int, want: Sharding) -> bool | None:
-        """Whether a layout operator can give `want` by a halo: its operand lies split along the same axes. None if it needs none."""
+        """Whether a layout operator can return `want` by a halo: its operand is split along the same axes. None if it needs no halo."""
         axes = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
                 for part, token in zip(parts, row, strict=True) if token in instance.tied and part.axes}  # fmt: skip
         if not axes:
@@ -244,14 +244,14 @@ class Partitioner:
         return all(lying.get(instance.tied[token]) == wanted for token, wanted in axes.items())
 
     def _without_windows(self, instance: Instance, index: int, sharding: Sharding, want: Sharding) -> Sharding:
-        """A result made of an operand that is gathered first where a halo would not give what is wanted."""
+        """`sharding` of a result without the axes for which a halo would not return `want`: the operand is gathered over these."""
         for dim, position, part in list(sharding.parts()):
             if instance.results[index][dim][position] in instance.tied and part.axes != want.dims[dim][position].axes:
                 sharding = sharding.with_axes(dim, position, ())
         return sharding
 
     def _has(self, value: Value, sharding: Sharding) -> bool:
-        """Whether the value can be had so without communication."""
+        """Whether a value is available in `sharding` without communication."""
         node, index = value
         if any(form.sharding == sharding for form in self._usable(value)):
             return True
@@ -264,7 +264,7 @@ class Partitioner:
         return any(cost(form.sharding, sharding, self.build.sizes) == 0 for form in self._usable(value))
 
     def _natural(self, value: Value) -> Sharding:
-        """How a value lies without any communication."""
+        """The sharding in which a value is available without communication."""
         node, index = value
         instance = self.factors.instances.get(node)
         if instance is not None and instance.kind == "layout" and node not in self.assignment.free:
@@ -276,7 +276,7 @@ class Partitioner:
         return self.assignment.given.get(value) or self.assignment.whole(value)
 
     def _together(self, instance: Instance, index: int, want: Sharding) -> bool:
-        """Whether all parts of a split are wanted alike, so that their source is resharded once."""
+        """Whether all parts of a split are wanted in one sharding, so that resharding their source once is enough."""
         source = instance.values[0]
         mine, _ = backward_map(instance, index, want, self.assignment.whole(source))
         siblings = [(instance, i) for i in range(len(instance.results))]
@@ -296,7 +296,7 @@ class Partitioner:
         return True
 
     def _wants(self, value: Value) -> list[tuple[Node, Sharding]]:
-        """Every sharding in which an operator that computes wants this value, or a layout of it."""
+        """(operator, sharding) for every operator of this phase that computes with the value, or with a layout of it."""
         found: list[tuple[Node, Sharding]] = []
         for user in _value_users(value):
             instance = self.factors.instances.get(user)
@@ -315,7 +315,7 @@ class Partitioner:
     # ---------------------------------------------------------------------------------------------------------------- operators
 
     def _apply(self, instance: Instance, form: Form, grown: Mapping[Token, tuple[str, ...]]) -> None:
-        """A layout operator on one form of its operand: all its results. `grown` splits dims that only the result has."""
+        """Emits a layout operator on one form of its operand. `grown`: the axes of dims that only the result has."""
         axes = dict(grown)
         for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
             for part, token in zip(parts, tokens, strict=True):
@@ -374,7 +374,7 @@ class Partitioner:
                 self._add((node, index), form)
 
     def _results(self, node: Node, made: Made) -> list[Node | None]:
-        """A node for each result of an operator, from what its rule's `lower` gave or its call makes; None for one that nobody reads."""
+        """A node for each result of an operator, from `made`, which its rule's `lower` or its call returned; None for unread results."""
         known = records(node)
         if isinstance(made, Node) or made is None:
             if not isinstance(node.meta[KEY], tuple):
@@ -391,7 +391,7 @@ class Partitioner:
         return any(is_getitem(user) and user.args[1] == index for user in node.users)
 
     def _zero(self, instance: Instance, index: int, operands: list[Form], sharding: Sharding) -> frozenset[tuple[int, int]]:
-        """Layout operators keep what is known of padding; others give it up."""
+        """Parts of a result whose padding is known to be zero: those of the operand for layout operators, none for others."""
         if instance.kind != "layout" or not operands:
             return frozenset()
         known = {
@@ -400,7 +400,7 @@ class Partitioner:
         return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
 
     def _masked(self, instance: Instance, position: int, form: Form) -> Node:
-        """An operand whose padding along summed letters is neutral."""
+        """An operand with neutral padding along summed letters."""
         rule = instance.rule
         clean = position in rule.clean
         if (rule.self_masked and not clean) or instance.kind == "layout":
@@ -409,7 +409,7 @@ class Partitioner:
         return self._clean(instance, position, form, rule.neutral, None if clean else summed)
 
     def _clean(self, instance: Instance, position: int, form: Form, value: float, tokens: Collection[Token] | None = None) -> Node:
-        """An operand whose padding is `value`: along all its dims, or along `tokens`."""
+        """An operand with padding `value`, along all its dims or along `tokens`."""
         x = form.node
         known = form.sharding.zero if value == 0 else frozenset()
         for dim, row in enumerate(instance.operands[position]):
@@ -443,11 +443,12 @@ def partition(
     guarded: str | None = None,
     late: Collection[Node] = (),
 ) -> Graph:
-    """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings in which results leave.
+    """The per-rank graph; `inputs` carry their storage shardings, `outputs` are the shardings of the results.
 
-    `cut` has the inputs that enter as the whole batch where the graph is one microbatch's, by key, with the dim that is cut. `open_sizes`
-    are the sizes that calls choose. With `accumulate` microbatches are added up before ranks add anything.
-    `guarded` is the kind of device on which indices are checked before anything is read by them; None: they are not. Operators of forward
-    that are `late` run with backward.
+    cut         where the graph is one microbatch's: key of each input that enters as the whole batch, with the dim that is cut
+    open_sizes  dynamic sizes
+    accumulate  microbatches are added up before any reduction over ranks
+    guarded     device type for which indices are checked before they are used; None: no checks
+    late        operators of forward that run with backward
     """
     return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded, late).run()

@@ -1,4 +1,4 @@
-"""Why a collective is there, in the user's words: which value moves, what reads it, and which lines of the plan say so.
+"""Reasons of collectives, in the user's words: the value that moves, its reader, and the plan's lines that cause it.
 
     mm of model.layers.0.mlp.down_proj, for add; tp: heads, ffn, vocab
     gradient mm of model.layers.0.mlp.down_proj, for the gradient norm; dp: batch
@@ -19,12 +19,12 @@ from meshc.program.program import Port
 
 
 def reader(node: Node) -> str:
-    """An operator that wants an operand otherwise than it lies."""
+    """Text of an operator that reads a resharded operand."""
     return records(node)[0].reason or _short(node)
 
 
 def moved(node: Node, ports: Mapping[Node, Port]) -> str:
-    """A value that is moved: its operator and module, or the port through which it came in."""
+    """Text of a value that is moved: its operator and module, or its port."""
     if node in ports:
         return f"{ports[node].kind} {ports[node].name}"
     found = records(node)[0]
@@ -35,7 +35,7 @@ def moved(node: Node, ports: Mapping[Node, Port]) -> str:
 
 
 def summed(instance: Instance, index: int, chosen: Mapping[Token, Sequence[str]], axes: Iterable[str], names: Names) -> str:
-    """What was split, so that a result waits for a sum over `axes`: `, summed over ffn`."""
+    """Text of the split factors over which a result is partial along `axes`: `, summed over ffn`; empty if they have no names."""
     over = set(axes)
     tokens = [token for token in instance.sums[index] if over & set(chosen.get(token, ()))]
     factors = dict.fromkeys(names.of[instance.factor[token]] for token in tokens if instance.factor[token] in names.of)
@@ -43,7 +43,7 @@ def summed(instance: Instance, index: int, chosen: Mapping[Token, Sequence[str]]
 
 
 def lines(axes: Iterable[str], entries: Mapping[str, str]) -> str:
-    """The plan's entries of these axes, after a semicolon."""
+    """The plan's entries of these axes, each after a semicolon."""
     return "".join(f"; {entries[axis]}" for axis in axes if axis in entries)
 
 

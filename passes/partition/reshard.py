@@ -6,10 +6,10 @@
 Axes of one factor come off innermost first and go on innermost last; slices come first, since they make the rest smaller. Padding that a
 slice or a reduce-scatter adds is zero.
 
-Several axes of one part are gathered, or reduce-scattered, by one collective over all of them. Where tiles are padded within tiles, what it
-makes has padding in between, which is cut out after a gather and put in before a reduce-scatter:
+Several axes of one part are gathered, or reduce-scattered, by one collective over all of them. Where tiles are padded within tiles, its
+result has padding in between, which is cut out after a gather and inserted before a reduce-scatter:
 
-    9/a/b, a=2, b=2    tiles of 5, then of 3    [0 1 2] [3 4 .] [5 6 7] [8 . .]    gathered: 2 rows of 6; of each 5; of these 10 the first 9
+    9/a/b, a=2, b=2    tiles of 5, then of 3    [0 1 2] [3 4 .] [5 6 7] [8 . .]    gathered: 2 rows of 6; 5 of each; 9 of these 10
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Step:
-    """kind: slice, first, reduce_scatter, all_reduce, all_to_all, all_gather. `part` is (dim, position); `to` the second one."""
+    """kind: slice, first, reduce_scatter, all_reduce, all_to_all, all_gather. `part` is (dim, position); `to`: of an all-to-all, the part
+    from which the axis comes."""
 
     kind: str
     axes: tuple[str, ...]
@@ -46,8 +47,8 @@ def steps(
 ) -> list[Step]:
     """The collectives from one sharding to another of the same value.
 
-    `sequential` axes (microbatches, chunks) are reduced on their own; those of them in `first` before anything else, so that other ranks
-    wait for the last.
+    `sequential` axes (microbatches, chunks) are reduced by collectives of their own; those in `first` before all else, so that ranks
+    communicate once, after the last.
     """
     way = _Way(source, target, sequential)
     found = [*way.early(first)]
@@ -57,11 +58,11 @@ def steps(
 
 
 Place = tuple[int, int]
-"""A dim, and which of its parts."""
+"""(dim, position of a part in it)"""
 
 
 class _Way:
-    """Where a value lies on the way from one sharding to another; each method takes the step that its name says, if that is due."""
+    """State of a value on the way from one sharding to another; each method returns the step of its name if it is due, else None."""
 
     def __init__(self, source: Sharding, target: Sharding, sequential: frozenset[str]) -> None:
         self.now: dict[Place, list[str]] = {(d, p): list(part.axes) for d, p, part in source.parts()}
@@ -71,7 +72,7 @@ class _Way:
         self.place = {axis: part for part, axes in self.goal.items() for axis in axes}
 
     def early(self, first: frozenset[str]) -> list[Step]:
-        """Sums over these axes that nothing of the target splits; a microbatch's chunks are added up before microbatches are."""
+        """All-reduces over axes in `first` that the target does not split; chunks of a microbatch before microbatches."""
         axes = sorted((axis for axis in self._unwanted() if axis in first), key=lambda axis: axis != CHUNK)
         return [Step("all_reduce", (axis,), reduction=self.partial.pop(axis)) for axis in axes]
 
@@ -81,14 +82,14 @@ class _Way:
         return next((step for way in ways if (step := way()) is not None), None)
 
     def _unwanted(self) -> list[str]:
-        """Axes that a sum is partial over, which the target neither has partial so nor splits."""
+        """Partial axes that the target neither splits nor has partial by the same reduction."""
         return [axis for axis in self.partial if self.wanted.get(axis) != self.partial[axis] and axis not in self.place]
 
     def _used(self) -> set[str]:
         return {axis for axes in self.now.values() for axis in axes} | set(self.partial)
 
     def _next_axis(self, part: Place) -> str | None:
-        """The axis that splits a part next, if those that split it now are the target's first."""
+        """The target's next axis of a part, if its present axes are the target's first ones."""
         have, want = self.now[part], self.goal[part]
         return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
 
@@ -113,11 +114,11 @@ class _Way:
         return self._reduced([axis for axis in over if axis in self.sequential] or over)
 
     def _rest(self) -> Step | None:
-        """What the target splits and cannot be reached by a reduce-scatter."""
+        """An all-reduce over partial axes that the target splits and no reduce-scatter can reach."""
         return self._reduced([axis for axis in self.partial if axis not in self.wanted])
 
     def _reduced(self, axes: list[str]) -> Step | None:
-        """One all-reduce over those of the axes that are partial as the first is."""
+        """One all-reduce over those of `axes` that are partial by the same reduction as the first."""
         if not axes:
             return None
         how = self.partial[axes[0]]
@@ -127,7 +128,7 @@ class _Way:
         return Step("all_reduce", tuple(group), reduction=how)
 
     def _astray(self) -> Iterator[tuple[Place, list[str]]]:
-        """Parts that axes split which do so nowhere in the target, or not in this order."""
+        """Parts whose axes are not the target's first ones, with these axes."""
         yield from ((part, axes) for part, axes in self.now.items() if axes and axes != self.goal[part][: len(axes)])
 
     def _all_to_all(self) -> Step | None:
@@ -153,14 +154,14 @@ class _Way:
         return None
 
     def _first(self) -> Step | None:
-        """Sums that the target has partial and the source has not: on the first rank what it is, zeros elsewhere."""
+        """Axes partial in the target and not in the source: the first rank keeps the value, the others have zeros."""
         fresh = [axis for axis in self.wanted if axis not in self.partial]
         self.partial.update({axis: self.wanted[axis] for axis in fresh})
         return Step("first", tuple(fresh)) if fresh else None
 
 
 def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
-    """Elements that a rank sends on the way (ring algorithms), plus a little for each collective so that fewer wins."""
+    """Elements that a rank sends for a reshard (ring algorithms), plus 1 for each collective, so that fewer collectives win."""
     if (between := _other_order(source, target)) is not None:
         before, part = between
         after = _in_other_order(before, part)
@@ -203,7 +204,7 @@ def reshard(
     build: Builder, x: Node, source: Sharding, target: Sharding, reason: str, sequential: frozenset[str],
     first: frozenset[str] = frozenset(),
 ) -> tuple[Node, Sharding]:
-    """Emit the steps; returns the node and its sharding with what is known of its padding."""
+    """Emits the steps; returns the node and its sharding, with the parts whose padding is zero."""
     if (between := _other_order(source, target)) is not None:
         before, part = between
         x, now = reshard(build, x, source, before, reason, sequential, first)
@@ -222,8 +223,8 @@ def reshard(
 
 
 def _other_order(source: Sharding, target: Sharding) -> tuple[Sharding, Place] | None:
-    """How a value lies when a part of it is put in another order, if the target has another: split by that axis alone. What comes home
-    does so first, what is put in order last, where as much as can be has been summed and cut."""
+    """If the target has a part in another order (zigzag or plain): the sharding in which the part is reordered, split by that axis alone,
+    and the part. To plain order it is done first; to zigzag last, after reductions and slices."""
     for dim, position, part in source.parts():
         other = target.dims[dim][position].axes
         if part.axes[:1] != other[:1] and any(map(is_zigzag, part.axes)):
@@ -249,7 +250,7 @@ def _exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason:
 
 
 def merge(found: list[Step]) -> list[Step]:
-    """Several axes that are reduce-scattered onto one part, one after the other, go as one collective."""
+    """The steps with consecutive reduce-scatters onto one part joined in one collective."""
     merged: list[Step] = []
     for step in found:
         last = merged[-1] if merged else None
@@ -275,7 +276,7 @@ def _zero_after(now: Sharding, after: Sharding, step: Step, sizes: Mapping[str, 
 
 
 def _expose(build: Builder, x: Node, sharding: Sharding, part: tuple[int, int], always: bool) -> tuple[Node, int]:
-    """x with the part's tiles along one dim: the dim itself if the part is its major one, else a view with the part on its own."""
+    """`x` with the part's tiles along one dim, and that dim: the dim itself if the part is its major one, else one of a view."""
     d, p = part
     local = [local_size(item, build.sizes) for item in sharding.dims[d]]
     before, after = prod(local[:p]), prod(local[p + 1 :])
@@ -351,7 +352,7 @@ def _without_padding(build: Builder, x: Node, dim: int, size: int, counts: list[
 
 
 def _as_rows(build: Builder, x: Node, dim: int, rows: int, needed: bool) -> tuple[Node, int]:
-    """A dim as so many rows; and the dim of what is in a row."""
+    """`x` with `dim` reshaped to `rows` rows, and the dim of the elements of a row."""
     if rows == 1 or not needed:
         return x, dim
     shape = list(build.shape(x))
@@ -381,5 +382,5 @@ def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: Ste
         flat = build.emit(aten.slice.Tensor, flat, concat, 0, target)
     if [d for d, _ in order] == list(range(len(now.dims))):
         return flat
-    # dims are not what they were, whatever their sizes: [f1 1, f0 3, seq 9] is no [1, f1 1 * f0 3, seq 9]
+    # the dims have changed meaning even if their sizes agree: [f1 1, f0 3, seq 9] is no [1, f1 1 * f0 3, seq 9]
     return build.emit(aten.reshape.default, flat, list(local_shape(after, build.sizes)))

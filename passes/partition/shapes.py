@@ -1,11 +1,11 @@
-"""Shapes with open sizes: what an operator makes of them is found by running it on meta tensors of several sizes.
+"""Local shapes with dynamic sizes, inferred by running each operator on meta tensors of several sizes.
 
     worlds           n_batch 11, n_seq 37        n_batch 12, n_seq 39        n_batch 13, n_seq 40
     x of [n_batch, n_seq + 1, 64], reshaped to [.., 32, 2]
     gives dim 1      38                          40                          41                           so it is n_seq + 1
 
-Sizes that come out are looked for among those that went in, their sums, products and quotients, and what windows make of them. That an
-operator takes its operands in all worlds is at the same time a check that the program fits other sizes than those it was made with.
+A result's size is searched among the operands' sizes, their sums, products and quotients, and sizes of windows of them. That an operator
+accepts its operands in all worlds also checks that the program fits other sizes than those it was compiled with.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshc.ir.sizes import Dynamic, Size, at, worlds
 
 
 class OpenShapes:
-    """`worlds[k]` puts the sizes of one world into a number, or into all numbers of a shape; without open sizes there is one world."""
+    """`worlds[k]` substitutes the sizes of world k in a number, or in all numbers of a shape; without open sizes there is one world."""
 
     def __init__(self, sizes: Sequence[Dynamic]) -> None:
         self.sizes = worlds(sizes)
         self.worlds: list[Callable[[Any], Any]] = [_world(world) for world in self.sizes] if sizes else [lambda value: value]
 
     def shape(self, results: Sequence[object], near: Sequence[tuple[int, ...]], arguments: object, node: Node) -> tuple[int, ...]:
-        """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of what went in."""
+        """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of known sizes."""
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         if not tensors:
             return ()
@@ -79,7 +79,7 @@ def _world(sizes: Mapping[str, int]) -> Callable[[object], object]:
 
 
 def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: int) -> Iterator[int]:
-    """Open sizes that a result's may be made of: the operands' own, those among the arguments, sums along one dim, products, quotients."""
+    """Candidate sizes of a result: those of the arguments and operands, sums along one dim, products, differences, quotients."""
     own: Iterable[int] = (extent for shape in near for extent in shape if isinstance(extent, Size))
     single = list(dict.fromkeys([*numbers, *own]))
     yield from single

@@ -1,10 +1,10 @@
-"""Which operators take their steps in turn along a split sequence, and in how many parts of their rows.
+"""Choice of sequential turns for recurrences along a split sequence, and the number of parts of their rows.
 
-    at once     each rank's stretch by itself, what all come to gathered, then from where it begins     twice the steps, one message
+    at once     each rank's stretch from zero, final states gathered, then from its true first state    twice the steps, one message
     in turn     c parts of the rows, n ranks: c + n - 1 turns, each a part's steps and a message        (c + n - 1) / c of the steps
 
-What the clock's figures make faster; a recurrence whose stretches do not compose (an LSTM) is taken in turn in any case. Each way is
-written out as it would run and its lines are priced, so that what is chosen is what the clock of the program says of it.
+The way with fewer predicted seconds is taken; a recurrence whose stretches do not compose (an LSTM) runs in turn in any case. Each way is
+lowered as it would run and its nodes are priced, so that the choice agrees with the program's predicted time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from meshc.report.tables import seconds_text
 
 Axes = Mapping[Token, tuple[str, ...]]
 PARTS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
-"""In how many parts rows may be, of those that divide them: with four for each rank a fifth of the turns is waiting."""
+"""Candidate numbers of parts, of those that divide the rows: with four parts for each rank a fifth of the turns is waiting."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What one operator takes, written out as a rank runs it."""
+    """Seconds of one operator, lowered as a rank runs it."""
 
     factors: Factors
     mesh: Mesh
@@ -55,7 +55,7 @@ class Pricing:
         return total
 
     def written(self, instance: Instance, axes: Axes, turns: Turns | None) -> list[Node]:
-        """The lines, tiles of the operands included."""
+        """The nodes of the lowered operator, placeholders of its operands included."""
         build = Builder(self.sizes)
         operands = []
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
@@ -72,12 +72,12 @@ class Pricing:
         return list(build.graph.nodes)
 
     def best(self, instance: Instance, axes: Axes, how: str | None = None) -> tuple[Turns | None, float]:
-        """How its steps are taken, and what that takes; None: at once."""
+        """The fastest turns of an operator's steps and their seconds; None: at once."""
         found = [(way, self.seconds(instance, axes, way)) for way in self.ways(instance, axes, how)]
         return min(found, key=lambda one: one[1])
 
     def ways(self, instance: Instance, axes: Axes, how: str | None = None) -> list[Turns | None]:
-        """How its steps may be taken, if `how` says no more: "turns", or "join"."""
+        """Candidate turns of an operator's steps, None for at once. `how`: "turns" or "join" if the user restricts them."""
         steps = instance.rule.steps
         if steps is None or not _split(axes, steps.letter):
             return [None]
@@ -100,7 +100,7 @@ class Pricing:
 
 
 def with_turns(placed: Placed) -> Placed:
-    """Says of each operator whose steps are split how its ranks take them."""
+    """Decides the turns of each operator whose steps are split over ranks."""
     decided = placed.decided()
     pricing = Pricing(placed.factors, placed.mesh, placed.sizes, for_mesh(placed.mesh))
     known: dict[object, tuple[Turns | None, float]] = {}
@@ -123,7 +123,7 @@ def _split(axes: Axes, letter: str) -> tuple[str, ...]:
 
 
 def _alike(instance: Instance, axes: Axes) -> object:
-    """Calls of one operator on values of the same sizes, split alike, are written out alike."""
+    """A key of a call: equal for calls of one operator on values of the same sizes and splits, which are lowered the same way."""
     node = instance.node
     values = [records(value)[index] for value, index in instance.values]
     args = tuple(None if isinstance(one, Node) else one for argument in node.args for one in leaves(argument))
@@ -133,7 +133,7 @@ def _alike(instance: Instance, axes: Axes) -> object:
 
 
 def _notes(placed: Placed, found: Mapping[Node, tuple[Turns | None, float]]) -> list[str]:
-    """Of layers whose steps can be taken in turn alone: how much of the time a rank has none to take, and what that comes to."""
+    """Notes on layers whose steps can run in turn only: the share of turns in which a rank has work, and the seconds forward."""
     layers: dict[tuple[str, tuple[str, ...], Turns], list[float]] = {}
     for node, (way, seconds) in found.items():
         instance, record = placed.factors.instances[node], records(node)[0]
@@ -153,7 +153,7 @@ def _notes(placed: Placed, found: Mapping[Node, tuple[Turns | None, float]]) -> 
 
 
 def _alike_notes(placed: Placed, pricing: Pricing) -> list[str]:
-    """Of layers whose steps have no two numbers that come together: what ranks take that nothing of them is split for."""
+    """Notes on recurrences that do not compose and that no rank splits: all ranks along some axes compute the same steps."""
     layers: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
     pipeline = placed.mesh.pipeline_axis
     axes = [axis.name for axis in placed.mesh.axes if axis.size > 1 and axis.name != (None if pipeline is None else pipeline.name)]

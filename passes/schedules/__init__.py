@@ -29,7 +29,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Kind:
-    """The schedule of a name. ScheduleError: there is none."""
+    """The schedule of a name. Raises ScheduleError if there is none."""
     if name not in _found():
         raise ScheduleError(f"there is no schedule {name!r}: use one of {', '.join(names())}, or write one (docs/add-a-schedule.md)")
     return _found()[name]
@@ -43,11 +43,12 @@ def build(
     links: Collection[Link] | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """A schedule with its messages, for `check` to look at. ScheduleError: there is no such schedule, or it does not suit the numbers.
+    """A schedule with its messages, not checked yet (`check`). Raises ScheduleError if there is no such schedule, or it does not suit the
+    numbers.
 
-    wanted  a name, a text (it has a colon), a `Kind`, a function like those of kinds, or a schedule
-    stages  of the model; if not given, what a kind wants, and one a rank for a function
-    links   what stages give each other; a plain chain if not given
+    wanted  a name, a text (with a colon), a `Kind`, a function like those of kinds, or a schedule
+    stages  of the model; by default the kind's number, or one a rank for a function
+    links   messages between stages; by default a plain chain
     """
     if isinstance(wanted, str) and ":" in wanted:
         wanted = parse(wanted, links)
@@ -68,8 +69,8 @@ def build(
 
 
 def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = True) -> Kind:
-    """A user's function as a schedule; what it makes is looked at each time it is asked. It is asked with costs and without, and must
-    make the same of the same numbers on every rank."""
+    """A user's function as a schedule; its result is checked at each call. The function is called with costs and without, and must return
+    the same lists for the same numbers on every rank."""
     name = getattr(function, "__name__", "") or type(function).__name__
 
     def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> list[list[Action]]:

@@ -1,8 +1,8 @@
-"""Gradients of weights, moved to where they take the least time.
+"""Weight gradients moved into the gaps of a schedule, where they take the least time.
 
-Nobody waits for a gradient of weights, so where it stands is free between the gradient of inputs before it and the forward that needs its
-memory. A schedule is drawn for stages that take equal times and for enough microbatches. Under other costs, or with fewer, its forwards
-and gradients of inputs stay in the order in which they are drawn, and each rank begins a gradient of weights when it would wait otherwise.
+No action waits for a gradient of weights, so its place is free between the gradient of inputs before it and the forward that needs its
+memory. A schedule is written for stages of equal times and for enough microbatches. Under other costs, or with fewer, its forwards and
+gradients of inputs stay in the written order, and each rank begins a gradient of weights when it would wait otherwise.
 ZB-V on two ranks with two microbatches, as drawn, and filled:
 
     0  F0 F1    f0 i0 w0 f1 i1 w1 I0 W0    I1 W1
@@ -22,11 +22,11 @@ from meshc.pipelining.schedule import Action, Message, chain, connect
 from meshc.pipelining.timing import Costs, simulate
 
 _PATIENCE = (0.0, 0.3)
-"""A rank that knows when it can go on waits rather than begin a W if that is sooner than this share of the W's time."""
+"""A rank waits for its next action rather than begin a W if the wait is shorter than this share of the W's time."""
 
 
 def fastest(drawn: Sequence[Sequence[Action]], costs: Costs) -> Sequence[Sequence[Action]]:
-    """The drawn schedule of a chain of stages, or one that is faster under the costs and holds no more; the drawn one where they tie."""
+    """The drawn schedule of a chain of stages, or one that is faster under the costs and needs no more memory; ties keep the drawn one."""
     stages = 1 + max(action.stage for actions in drawn for action in actions)
     made = [drawn, *(_Player(drawn, costs, patience).lists() for patience in _PATIENCE)]
     return min(made, key=lambda lists: round(simulate(connect(lists, chain(stages)), costs).makespan_s, 12))
@@ -63,7 +63,7 @@ class _Player:
         return self.made
 
     def _turn(self, rank: int) -> tuple[float, Action] | None:
-        """What a rank would do next, and when; None: it does not know of anything."""
+        """(start, action) of a rank's next action; None if it has no action whose start is known."""
         now = self.clock[rank]
         weights = self.weights[rank][0] if self.weights[rank] else None
         following = self.left[rank][0] if self.left[rank] else None
@@ -75,7 +75,7 @@ class _Player:
         return None if weights is None else (now, weights)
 
     def _ready_s(self, action: Action) -> float | None:
-        """When all that it needs is there; None: something that it needs has not been run."""
+        """When the operands of an action have arrived; None if an action that it needs has not been run."""
         before = Action(action.direction, action.stage + (-1 if action.op == "F" else 1), action.microbatch)
         times = [0.0]
         if before.stage in self.rank:

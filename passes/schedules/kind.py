@@ -1,4 +1,4 @@
-"""What a schedule's file says of it."""
+"""Declaration of a pipeline schedule: its function of ranks, stages and microbatches, and the numbers it accepts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
 Lists: TypeAlias = Callable[[int, int, int, Costs | None], Sequence[Sequence[Action]]]
-"""(ranks, stages, microbatches, costs) -> each rank's actions in order. Costs may be None: then all stages are alike, and F = I = W."""
+"""(ranks, stages, microbatches, costs) -> each rank's actions in order. If costs are None, all stages take the same time, and F = I = W."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A schedule that the compiler can be asked for.
+    """A schedule that users can request.
 
-    name             how a user asks for it
-    lists            makes each rank's actions
+    name             its name in options
+    lists            returns each rank's actions
     source           the paper or code that it follows
     stages_per_rank  how many stages each rank has; None: the same number for all, of the user's choice
     splits_backward  whether backwards may be cut into I and W
     trains           whether there are backwards at all
-    by_costs         whether the lists go by the costs; if not, they are made once and played under any
+    by_costs         whether the lists depend on costs; if not, they are built once and simulated under any costs
     """
 
     name: str
@@ -36,11 +36,11 @@ class Kind:
     by_costs: bool = True
 
     def stages(self, ranks: int) -> int:
-        """How many stages a model is cut into where the user does not say; two a rank where any number will do."""
+        """The default number of stages of a model; two a rank where any number is allowed."""
         return ranks * (self.stages_per_rank or 2)
 
     def refuse(self, ranks: int, stages: int, microbatches: int) -> None:
-        """ScheduleError where the numbers do not suit."""
+        """Raises ScheduleError if the schedule does not suit the numbers."""
         if ranks < 1 or microbatches < 1:
             raise ScheduleError(f"{self.name}: {ranks} ranks and {microbatches} microbatches; there must be one of each at least")
         if self.stages_per_rank is None and (stages < ranks or stages % ranks):

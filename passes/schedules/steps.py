@@ -1,4 +1,4 @@
-"""Schedules as they are drawn: what a rank does and for which stage; the microbatches follow by counting."""
+"""Schedules written as (op, stage) steps of a rank; the microbatch numbers follow by counting."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def numbered(steps: Iterable[Step]) -> list[Action]:
 
 
 def without(lists: Iterable[Sequence[Action]], microbatches: int) -> list[list[Action]]:
-    """Lists less the microbatches from this number on. What is left waits for nothing that it did not wait for before."""
+    """The lists without the actions of microbatches from this number on. The remaining actions wait for nothing new."""
     return [[action for action in actions if action.microbatch < microbatches] for actions in lists]

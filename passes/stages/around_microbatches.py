@@ -1,4 +1,4 @@
-"""Around microbatches: what runs once a call, before the first microbatch and after the last, on each rank."""
+"""Stages that run once a call on each rank: before the first microbatch, and after the last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshc.program.program import Stage
 
 
 def without_update(stage: Stage) -> dict[str, Stage]:
-    """A step of one microbatch as `each`, up to the gradients, and `after`; likewise an inference, whose `after` is its outputs."""
+    """A step of one microbatch as two stages, `each` up to the gradients and `after`; an inference has only its outputs in `after`."""
     graph = stage.graph
     keys = stage.keys()
     found = kinds(graph, keys)
@@ -27,7 +27,7 @@ def without_update(stage: Stage) -> dict[str, Stage]:
 
 
 def before_ranks(before: Stage | None, stages: Sequence[Stage], rank_of: Callable[[Stage], int], count: int) -> list[Stage]:
-    """What each rank's stages need of what depends on no microbatch."""
+    """For each rank a stage of the values of `before` that its stages read."""
     if before is None:
         return []
     nodes = before.results()

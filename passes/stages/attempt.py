@@ -1,4 +1,4 @@
-"""Attempt: what cannot be is an answer of a search, not an exception through it. Faults of meshc itself are none."""
+"""Refusals as values: a search gets the error of an impossible candidate as its answer; faults of meshc itself are raised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Refused:
-    """Why something cannot be."""
+    """The error of a candidate that is impossible."""
 
     error: MeshcError
 

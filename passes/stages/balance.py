@@ -1,13 +1,12 @@
-"""Balance: where to cut a sequence of operators into stages so that the slowest stage is as fast as can be.
+"""Balanced cuts of a sequence of operators into stages, by dynamic programming: the slowest stage is as fast as can be.
 
     seconds  3 1 1 1 1 5      2 stages:  3 1 1 1 1 | 5        3 stages:  3 1 | 1 1 1 | 5
 
-Dynamic programming over the points where a cut may be: best(k, j) = min over i < j of max(best(k - 1, i), stage(i, j)), which is the best
-of all ways to cut. A message takes its channel as long as it takes its rank nothing, so that of a cut the slower of the two counts. Among
-the ways that are no more than a `slack` slower than the best, the one that sends least is taken: cuts then stand between layers rather than
-inside one.
+Dynamic programming over the points where a cut is allowed: best(k, j) = min over i < j of max(best(k - 1, i), stage(i, j)), the optimum of
+all cuts. A message occupies its channel and not its rank, so the slower of stage and message counts. Among the cuts that are no more than
+`slack` slower than the optimum, those that send least are taken: they stand between layers rather than inside one.
 
-Points are numbered in order, the beginning and the end among them; a table has at [i, j] what the stage from point i to point j takes.
+Points are numbered in order, the beginning and the end among them; a table has at [i, j] the value of the stage from point i to point j.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from numpy.typing import NDArray
 Numbers: TypeAlias = NDArray[np.float64]
 
 SLACK: Final = 0.03
-"""How much slower the slowest stage may be than it could be, for the sake of less that is sent."""
+"""Relative slowdown of the slowest stage that is accepted for smaller messages."""
 
 
 def best_cuts(
     seconds: Numbers, send_s: Numbers, stages: int, may: Sequence[NDArray[np.bool_]] | None = None, slack: float = SLACK
 ) -> tuple[list[int], float] | None:
-    """The points of the cuts, and the seconds of the slowest stage. None: there are fewer points than cuts, or nothing that may be.
+    """The points of the cuts, and the seconds of the slowest stage. None: fewer points than cuts, or no allowed cuts.
 
-    send_s   at each point, of what a cut there sends, one way
-    may      for each stage, between which points it may lie
+    send_s   at each point, seconds of the messages of a cut there, one way
+    may      for each stage, whether it may reach from point i to point j
     """
     ways = ways_to_cut(seconds, send_s, stages, (slack,), may)
     return ways[0] if ways else None
@@ -39,7 +38,7 @@ def best_cuts(
 def ways_to_cut(
     seconds: Numbers, send_s: Numbers, stages: int, slacks: Sequence[float], may: Sequence[NDArray[np.bool_]] | None = None
 ) -> list[tuple[list[int], float]]:
-    """The best cuts with each slack; none, if there are none with any."""
+    """The best cuts with each slack; empty if no cuts are allowed."""
     slower = _by_end(np.maximum(seconds, send_s))
     allowed = None if may is None else [one.T for one in may]
 
@@ -59,18 +58,18 @@ def ways_to_cut(
 
 
 def least_cuts(stages: int, sizes: Sequence[Numbers]) -> tuple[list[int], float] | None:
-    """The points of the cuts under which the largest stage is as small as can be, and its size. `sizes`: of each stage."""
+    """The cuts (as points) that minimise the largest stage, and its size. `sizes`: a table for each stage."""
     return _search(np.maximum, [_by_end(sizes[stage]) for stage in range(stages)])
 
 
 def _by_end(table: Numbers) -> Numbers:
-    """A row for each end, as the search goes through it; infinite where a stage would end before it begins."""
+    """The table transposed, a row for each end of a stage; infinite where a stage would end before it begins."""
     count = len(table)
     return np.where(np.tri(count, k=-1, dtype=bool), table.T, np.inf)
 
 
 def _search(join: np.ufunc, tables: Sequence[Numbers]) -> tuple[list[int], float] | None:
-    """The points of the cuts with the least score, of the stages so far joined with the next; a table a stage, by end and beginning."""
+    """The cuts (as points) with the least score. `join` combines the score so far with the next stage's entry of its table [end, begin]."""
     count = len(tables[0])
     every, made = np.arange(count), np.empty((count, count))
     score = np.full(count, np.inf)

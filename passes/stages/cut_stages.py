@@ -1,12 +1,12 @@
-"""Cut stages: a step, or an inference, over a pipeline axis: a graph for each half of each stage, and what they hand to each other.
+"""Pipeline cut of a step or an inference: a graph for each half of each stage, and the messages between stages.
 
     each:  forward and backward of microbatch k             forward_0: x -> flow:h        backward_0: flow:g, flow:.. -> part:g0
                                                    becomes  forward_1: flow:h -> part:loss  backward_1: flow:.. -> flow:g, part:g1
     after: norm, clipping, the update                        after_0: sum:g0 -> w0         after_1: sum:g1 -> w1
 
-The cut is made in the per-rank graph, where it is settled what lies where: a rank sends to the rank of the next stage that has its other
-coordinates. A parameter lives with the first stage that reads it. Another stage that reads it (a head tied to the embedding) gets it once
-a call, before the first microbatch, and hands the sum of its gradients back after the last. Inputs and buffers are on every rank anyway.
+The cut is in the per-rank graph, where shardings are decided: a rank sends to the rank of the next stage that has its other coordinates. A
+parameter is stored with the first stage that reads it. Another stage that reads it (a head tied to the embedding) receives it once a call,
+before the first microbatch, and returns the sum of its gradients after the last. Inputs and buffers are on every rank anyway.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
 
 Names = tuple[tuple[str, str], ...]
-"""Halves of a stage, each with what its graphs are called."""
+"""Halves of a stage, each with the name of its graphs."""
 
 
 def cut_stages(lowered: Lowered) -> Lowered:
-    """Stages, messages and owners where the mesh has a pipeline axis, in the shape that is predicted to be fastest. Other programs are left
-    alone. Where memory or the number of microbatches leaves a choice, `passes/driver/search.py` makes it."""
+    """Stages, messages and owners where the mesh has a pipeline axis, in the shape that is predicted to be fastest; other programs are
+    unchanged. Choices by memory or by the number of microbatches are those of `passes/driver/search.py`."""
     if lowered.mesh.pipeline_axis is None:
         return lowered.noting(*_idle_options(lowered.request))
     uncut = Uncut(lowered)
@@ -57,16 +57,16 @@ def cut_stages(lowered: Lowered) -> Lowered:
 
 
 def _idle_options(request: Request) -> list[str]:
-    """What was asked of a pipeline where there is none."""
+    """A note on pipeline options that have no effect on a mesh without a pipeline axis."""
     given = [f"{name}=" for name in ("schedule", "pp_splits", "stages_per_rank") if getattr(request, name)]
     return [f"Options({', '.join(given)}) has no effect: the mesh {request.mesh} has no axis pp of two ranks or more"] if given else []
 
 
 class Uncut:
-    """What is to be cut into stages, as far as that is the same for all shapes.
+    """A program before it is cut into stages: all that is the same for every shape.
 
-    before, each and after, with parameters gathered once where that is expected to fit
-    halves  the microbatch with backwards that can be halved taken apart, and what its values depend on; `plain`: as it came
+    lowered  `before`, `each` and `after`, with parameters gathered once where that is expected to fit
+    halves   the microbatch with backwards of convolutions split, and the dependence of its values;  plain  the same unsplit
     """
 
     def __init__(self, lowered: Lowered) -> None:
@@ -92,7 +92,7 @@ class Uncut:
         return found if request.pp_splits else refined(found, self.work)
 
     def estimated(self, request: Request) -> Shapes:
-        """Shapes for another number of microbatches, by what has been lowered for this one."""
+        """Shapes for another number of microbatches, estimated from the program lowered for this one."""
         times = self.prices.grown.times(begin(request).sizes)
         return shapes_of(request, self.halves.found, self._cuttable.work(request.count, times), self.sums)
 
@@ -103,11 +103,11 @@ class Uncut:
         return Cutter(self.lowered, axis.name, own, shape).run()
 
     def within(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
-        """Shapes whose stages may hold no more than the budget, where this one's take `needed`; the faster first."""
+        """Shapes with other cuts whose stages may hold no more than `budget` bytes, where this shape holds `needed`; the faster first."""
         return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._held, needed, budget)]
 
     def places(self, shape: Shape) -> Places:
-        """Where values are made, and how many microbatches of them are there at once. (Whoever reads them goes by the whole backward.)"""
+        """The stage of each value, and how many microbatches of it are in memory at once. (Its reader looks at whole backwards.)"""
         placed = assigned(self.plain.found, shape.cuts, self.plain.at)
         waiting = [max(1, round(count)) for count in waiting_of(shape)]
         return Places({node.name: half.stage for node, half in placed.items()}, shape.ranks, waiting)
@@ -119,7 +119,7 @@ class Uncut:
 
 @dataclass(frozen=True)
 class Each:
-    """The stage `each` of a microbatch, what its values depend on, and at which position the stage that makes each is told."""
+    """The stage `each` of a microbatch, the dependence of its values, and the position of each that decides its pipeline stage."""
 
     stage: Stage
     found: Kinds
@@ -133,7 +133,7 @@ class Each:
 
 
 class Cutter:
-    """Cuts the stages `before` and `after`, and `each`, as the shape says; those that it is given stay as they are."""
+    """Cuts the stages `before`, `each` and `after` in a given shape; the given stages are not changed."""
 
     def __init__(self, lowered: Lowered, axis: str, each: Each, shape: Shape) -> None:
         self.lowered, self.axis, self.each, self.found, self.shape = lowered, axis, each.stage, each.found, shape
@@ -164,7 +164,8 @@ class Cutter:
         return replace(lowered, stages=cut, schedule=(), pipeline=pipeline)
 
     def _ways(self, parts: Parts) -> dict[Names, dict[Node, Half]]:
-        """Homes, with what the halves are called: backward whole, and in two where the schedule wants that. The first has forward."""
+        """Half of each node by the names of the halves' graphs: backward whole, and in two where the schedule wants that. The first entry
+        includes forward."""
         found: dict[Names, Mapping[Node, Half]] = {}
         graphs = self.shape.graphs
         if not self.shape.halved or any(name == "backward" for name, _ in graphs):
@@ -178,7 +179,7 @@ class Cutter:
     def _halves(
         self, each: Stage, parts: Parts, ways: Mapping[Names, Mapping[Node, Half]], crossings: Mapping[Names, Flows]
     ) -> list[Stage]:
-        """The graphs that run once a microbatch."""
+        """The stages that run once a microbatch."""
         split = Splitter(each.graph, each.keys())
         stages = []
         for names, placed in ways.items():
@@ -193,7 +194,7 @@ class Cutter:
         return stages
 
     def _late(self, after: Stage, made: Mapping[str, int], owners: Owners) -> list[Stage]:
-        """What each rank does after the last microbatch."""
+        """The stage of each rank after the last microbatch."""
         entering = {**made, **{key: rank for key, rank in owners.of.items() if key in after.inputs}}
         kept = {key: rank for key, rank in owners.of.items() if key in after.outputs}
         names = {name_of(key): rank for key, rank in owners.of.items() if is_a(key, "parameter")}
@@ -206,5 +207,5 @@ class Cutter:
 
 
 def _made(parts: Parts, placed: Mapping[Node, Half]) -> Sequence[tuple[Node, Half]]:
-    """What a microbatch gives, with the half that makes it."""
+    """The results of a microbatch, each with the half that computes it."""
     return [(node, placed.get(node, half)) for node, half in parts.made.values()]

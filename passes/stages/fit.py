@@ -1,9 +1,9 @@
-"""Fit: whether a pipeline holds on its ranks no more than it may, and the error if nothing does.
+"""Memory need of a pipeline against the budget of its ranks, and the error if no candidate fits.
 
     budget 8 MB:  zb_v 1.2 ms, 9.1 MB    zb_h1 1.3 ms, 7.9 MB    1f1b 1.5 ms, 5.2 MB       zb_h1 is taken: the fastest of those that fit
     budget 5 MB:                                                                           refused: 1f1b needs least
 
-What a rank holds is what `meshc/cost/memory.py` predicts: what is there for the whole call, and the peak of what a call makes.
+A rank's bytes are those that `meshc/cost/memory.py` predicts: values kept for the whole call, and the peak of values computed in it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from meshc.program.steps import items_of
 
 @dataclass(frozen=True)
 class Need:
-    """What the rank that needs most holds of a pipeline, and where its peak is: `F0.3, relu at model.py:12`.
+    """Memory of the rank of a pipeline that needs most, and where its peak is: `F0.3, relu at model.py:12`.
 
-    ranks  what each of them holds;  cut  what was cut into stages, while nothing is known that needs less
+    ranks  bytes of each rank;  cut  the cut program, kept only for the candidate that needs least so far
     """
 
     schedule: str
@@ -36,8 +36,7 @@ class Need:
 
 
 class DoesNotFit(PlanError):
-    """Nothing that was tried fits; `need` is that of the candidate that needs least. What would do is for others to say
-    (`passes/driver/refuse.py`)."""
+    """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/refuse.py`)."""
 
     def __init__(self, need: Need, request: Request) -> None:
         most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
@@ -51,8 +50,8 @@ class DoesNotFit(PlanError):
 
 
 def budget_of(request: Request) -> int | None:
-    """What candidates are held against. A schedule that the user names, for a number of microbatches that is said, is held against nothing
-    but the user's own budget."""
+    """Bytes against which candidates are checked; None: no limit. If the user gives both schedule and number of microbatches, only the
+    user's own budget counts."""
     said = within.may_hold(request)
     if said is not None:
         return said - request.spare
@@ -60,9 +59,9 @@ def budget_of(request: Request) -> int | None:
 
 
 def may_hold(request: Request) -> int | None:
-    """Bytes that a rank may hold: what the user says, or the memory of a GPU; None: whatever it takes.
+    """Bytes that a rank may hold: the user's budget, or the memory of a GPU; None: no limit.
 
-    What is widened to float64 to be compared with the model is not what will run.
+    There is no limit in float64 either: that program is only compared with the model.
     """
     if request.double:
         return None
@@ -72,10 +71,10 @@ def may_hold(request: Request) -> int | None:
 
 
 def need_of(lowered: Lowered) -> Need:
-    """Of what is cut into stages."""
+    """The memory need of a program that is cut into stages."""
     program, pipeline = lowered.as_program(), lowered.pipeline
     assert pipeline is not None
-    ranks = memory.by_rank(program, words_of)  # which the stages will carry
+    ranks = memory.by_rank(program, words_of)  # the marks that the stages will have
     most = max(ranks, key=lambda one: one.total)
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
@@ -84,7 +83,7 @@ def need_of(lowered: Lowered) -> Need:
 
 
 def noted(found: list[Need], need: Need) -> list[Need]:
-    """With one more; what was cut is kept of that alone which needs least."""
+    """`found` with one more need; `cut` is kept only in the one that needs least."""
     if found and least(found).most.total <= need.most.total:
         return [*found, replace(need, cut=None)]
     return [*(replace(one, cut=None) for one in found), need]

@@ -1,12 +1,12 @@
-"""Flows: what one microbatch's stages hand to each other, and what a stage's forward half keeps for its backward half.
+"""Values that the stages of a microbatch send each other, and those that a forward half saves for its backward half.
 
     stage 0, F:  h = mlp(x)                    flow:h goes to stage 1, and stays for stage 0's own backward
     stage 1, F:  y = mlp(h)                    flow:y stays
     stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
 
-A value goes from the stage that makes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips.
-Values that need only the call's inputs are recomputed where they are read, unless `forwarded.py` has found who makes them, since a
-message is cheaper; and unless they are worth their memory: then the stage that made them forward keeps them for backward.
+A value goes from the stage that computes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips.
+Values of the call's inputs alone are recomputed where they are read, unless a message is cheaper (`forwarded.py`), or the value is worth
+its memory: then a stage that has computed it forward keeps it for backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshc.pipelining.schedule import Action, Link
 
 @dataclass
 class Flows:
-    """Of each half of each stage: what it reads that others made, and what it hands on, by node.
+    """For each half of each stage: nodes of other halves that it reads, and nodes that it passes on.
 
     messages   (op, from stage, to stage) -> values
     """
@@ -40,12 +40,12 @@ class Flows:
 
 
 def flow_of(node: Node) -> str:
-    """What a flow is called; a value of one microbatch."""
+    """Key of a value of one microbatch that passes between halves."""
     return key_of("flow", node.name)
 
 
 def flows(found: Kinds, placed: Mapping[Node, Half], results: Iterable[tuple[Node, Half]]) -> Flows:
-    """`results`: values that a half must make whoever reads them, each with the half that does."""
+    """The flows between halves. `results`: values computed in any case, each with its half."""
     made = Flows()
     work: dict[Half, list[Node]] = defaultdict(list)
     for node, half in placed.items():
@@ -71,18 +71,18 @@ def flows(found: Kinds, placed: Mapping[Node, Half], results: Iterable[tuple[Nod
 
 
 def _closure(nodes: Iterable[Node], half: Half, placed: Mapping[Node, Half]) -> dict[Node, None]:
-    """What these nodes need: up to values that are made elsewhere, those included, each as one tensor."""
+    """These nodes and all that they depend on, up to and including values of other halves."""
     return made_of(nodes, through=lambda node: placed.get(node, half) == half)
 
 
 def _carry(made: Flows, node: Node, source: Half, reader: Half) -> None:
-    """The way of a value from where it is made to a half that reads it."""
+    """Records the path of a value from the half that computes it to one that reads it."""
     if source.stage == reader.stage:
         made.gives[source][node] = None
     elif source.op == FORWARD and source.stage < reader.stage:
         made.gives[source][node] = None
         made.messages[(FORWARD, source.stage, reader.stage)][node] = None
-    else:  # towards stage 0: a gradient, or what the later stage's forward half has kept
+    else:  # towards stage 0: a gradient, or a value that the later stage's forward half has saved
         giver = Half(source.stage, BACKWARD)
         made.gives[source][node] = None
         if source != giver:
@@ -91,7 +91,7 @@ def _carry(made: Flows, node: Node, source: Half, reader: Half) -> None:
 
 
 def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Action]]) -> dict[Link, tuple[str, ...]]:
-    """What goes from rank to rank, by keys. A value that two stages of a rank read goes to the one that runs first, and stays.
+    """Keys of the values sent on each link. A value that two stages of a rank read goes to the one that runs first, and stays there.
 
     ranks  of each stage
     lists  each rank's actions
@@ -118,7 +118,7 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
 
 
 def _refuse_used_rows(sent: Iterable[Node]) -> None:
-    """How many rows of a layer's experts are used is data of the rank that has them (`meshc/ir/used_rows.py`)."""
+    """Raises PlanError if used rows of experts would be sent: their number is data of one rank (`meshc/ir/used_rows.py`)."""
     for node in sent:
         if dim_of(node) is not None:
             raise PlanError(
@@ -133,7 +133,7 @@ def _precedes(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
 
 
 def worth_keeping(node: Node) -> bool:
-    """Values that are not made twice for nothing: draws, what ranks have exchanged, products."""
+    """Whether a value is kept rather than recomputed: random draws, results of collectives, products."""
     target = node.target
     if spmd.is_collective(target):
         return True

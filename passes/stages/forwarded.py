@@ -1,10 +1,10 @@
-"""Forwarded: values of a call's inputs alone (masks, tables of positions) that one stage makes for all others, where that is cheaper.
+"""Forwarded values: values of inputs alone (masks, tables of positions) that one stage computes and sends where that is cheaper.
 
-    forward_0: m = mask(x); y = f(x, m)     forward_1: m = mask(x); z = f(flow:y, m)         mask takes less than a message
+    forward_0: m = mask(x); y = f(x, m)     forward_1: m = mask(x); z = f(flow:y, m)         mask takes less time than a message
     forward_0: m = mask(x); y = f(x, m)     forward_1: z = f(flow:y, flow:m)                 mask takes more
 
-Every stage could make such a value, since inputs are on every rank; what it is made of may be cheaper to send than it is. Those that save
-most are taken one by one, until none saves anything. A message is counted with its posting at both ends: small values are recomputed.
+Every stage could compute such a value, since inputs are on every rank; its operands may be cheaper to send than the value. Values are
+chosen greedily, the largest saving first, until none saves time. A message includes its posting at both ends: small values are recomputed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.stage_assignment import FORWARD, Half, Kinds
 
 MOST_TRIED: Final = 64
-"""Of the values that could be sent, those are tried that would save most."""
+"""Candidate values at most: those that would save most."""
 
 
 def forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Half]:
-    """Homes of the values that are sent: the first stage that needs them. `ranks`: of each stage."""
+    """The values to send, each with the half that computes it: the first stage that needs it. `ranks`: of each stage."""
     costs = Given(found, placed, ranks, mesh)
     chosen: dict[Node, Half] = {}
     candidates = costs.candidates()
@@ -44,10 +44,10 @@ def forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], m
 
 
 class Given:
-    """What values of inputs alone cost in one microbatch.
+    """Cost of values of inputs alone in one microbatch.
 
     takes  seconds of each operator
-    reads  of each half of each stage, those that it reads at once
+    reads  for each half of each stage, the values that its own operators read
     """
 
     def __init__(self, found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> None:
@@ -65,7 +65,7 @@ class Given:
             self.reads[half] |= dict.fromkeys(operand for operand in node.all_input_nodes if operand in self.takes)
 
     def candidates(self) -> dict[Node, Half]:
-        """Values that take longer than a message and that several stages need, each with the first of these."""
+        """Values that take longer to compute than to send and that several stages need, each with the first of these."""
         needed: dict[Node, set[int]] = {}
         for half, nodes in self.reads.items():
             for node in self._behind(nodes):
@@ -78,7 +78,7 @@ class Given:
         return {node: Half(min(needed[node]), FORWARD) for node in most}
 
     def total_s(self, chosen: Mapping[Node, Half]) -> float:
-        """Seconds of making and sending, on all ranks together."""
+        """Seconds of computing and sending, on all ranks together, if `chosen` values are sent."""
         total = 0.0
         forward: dict[int, set[Node]] = {}
         received: set[tuple[Node, int]] = set()
@@ -104,5 +104,5 @@ class Given:
         return self.posting_s + send_seconds(local_bytes(record(node)), self.wire)
 
     def _behind(self, nodes: Iterable[Node]) -> list[Node]:
-        """What these are made of, themselves included."""
+        """These nodes and the values of inputs alone that they depend on."""
         return [node for node in made_of(nodes, through=self.takes.__contains__) if node in self.takes]

@@ -1,4 +1,4 @@
-"""Gather once: a stored parameter is whole for all microbatches of a call, where memory allows.
+"""Gathers of stored parameters hoisted out of the microbatches: once a call, where memory allows.
 
     each:  w = all_gather(stored); y = mm(x, w)        before:  gathered:w = all_gather(stored)
                                               becomes  each:    y = mm(x, gathered:w)
@@ -27,15 +27,15 @@ from meshc.passes.stages.stage_assignment import kinds
 from meshc.program.program import Port, Stage
 
 SHARE = 0.5
-"""Of the memory that there is, what parameters, state, whole parameters and whole gradients may take; activations need the rest."""
+"""Share of memory for parameters, state, whole parameters and whole gradients; activations need the rest."""
 
 
 def gathers_once(phase: Outset, inputs: Sequence[Port]) -> bool:
-    """Whether a pipeline's stages keep their parameters gathered, by what that is expected to take."""
+    """Whether a pipeline's stages keep their parameters gathered, by the memory that this is expected to take."""
     axis = phase.mesh.pipeline_axis
     if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
         return False
-    if any(port.host for port in inputs if port.kind == "parameter"):  # it is to be on the device where it is read, and no longer
+    if any(port.host for port in inputs if port.kind == "parameter"):  # offloaded: on the device only while it is read
         return False
     stored = whole = 0.0
     for port in inputs:
@@ -47,7 +47,7 @@ def gathers_once(phase: Outset, inputs: Sequence[Port]) -> bool:
 
 
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
-    """`before` with the gathers of what `each` reads of parameters alone; `each` without them."""
+    """The stages with the gathers of parameters moved from `each` to `before`."""
     each = replace(stages["each"], graph=copied(stages["each"].graph))
     keys = each.keys()
     learned = kinds(each.graph, keys).learned
@@ -66,7 +66,7 @@ def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
 
 
 def _joined(one: Stage, other: Stage) -> Stage:
-    """Both stages as one; what both read comes in once."""
+    """Both stages as one; an input of both enters once."""
     graph = Graph()
     entered: dict[str, Node] = {}
     results: dict[str, Node] = {}

@@ -1,19 +1,19 @@
-"""Halves: the backward of a stage as what other stages wait for, and the rest.
+"""Split of a stage's backward for zero-bubble schedules: gradients of inputs (I), and gradients of weights (W).
 
     g = mm(grad, w.t)        I: its result goes on to the stage before, or to further layers of this one
-    gw = mm(x.t, grad)       W: nothing but the gradient of one weight comes of it
+    gw = mm(x.t, grad)       W: only the gradient of one weight depends on it
 
 Zero-bubble schedules run W whenever a rank would idle (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241).
 
-A convolution's backward is one operator for both, which kernels do one after the other all the same; it is taken apart by its output mask:
+A convolution's backward is one operator for both, which kernels compute one after the other anyway; it is split by its output mask:
 
     g, gw, gb = convolution_backward(grad, x, w, ..., [True, True, True])
   becomes
     g, _, _ = convolution_backward(grad, x, w, ..., [True, False, False])       I
     _, gw, gb = convolution_backward(grad, x, w, ..., [False, True, True])      W
 
-A layer norm's has a mask too, but is left whole: it reads its operands once for all three, and would read them twice. Batch and group norms
-are made of smaller operators anyway.
+A layer norm's backward has a mask too, but is left whole: it reads its operands once for all three results, and would read them twice.
+Batch and group norms consist of smaller operators anyway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHTS: Final = "W"
 
 
 def weights_apart(each: Stage) -> Stage:
-    """The stage with convolutions' backwards in two where both are wanted, in a graph of its own; itself, if none is."""
+    """A copy of the stage with each convolution's backward in two where both are read; the stage itself if there is none."""
     if not any(_makes_both(node) for node in each.graph.nodes):
         return each
     graph = copied(each.graph)
@@ -53,7 +53,7 @@ def weights_apart(each: Stage) -> Stage:
 
 
 def _makes_both(node: Node) -> bool:
-    """Whether an operator makes gradients of its input and of weights, and both are read."""
+    """Whether an operator computes gradients of its input and of weights, and both are read."""
     if node.target is not aten.convolution_backward.default:
         return False
     read = {result.args[1] for result in node.users if result.users}
@@ -67,9 +67,9 @@ def _with_mask(graph: Graph, node: Node, given: Sequence[Argument], mask: Sequen
 
 
 def split_backward(found: Kinds, placed: Mapping[Node, Half], parts: Collection[Node], stages: Collection[int]) -> dict[Node, Half]:
-    """Homes with the operators of the backward of `stages` in two halves. `parts` are the gradients, microbatch by microbatch."""
+    """`placed` with the backward of `stages` split in two halves. `parts`: the gradients of one microbatch."""
     made, among = dict(placed), frozenset(parts)
-    weight: dict[Node, Node | None] = {}  # the one gradient that comes of a value; none if it is more than that
+    weight: dict[Node, Node | None] = {}  # the only gradient that depends on a value; None if there are several
     for node in reversed(found.backward):
         half = placed[node]
         own = [user for user in node.users if user in weight and placed[user] == half]
@@ -77,7 +77,7 @@ def split_backward(found: Kinds, placed: Mapping[Node, Half], parts: Collection[
         if None not in gradients and node.users and all(map(is_getitem, node.users)):
             gradients = {node}  # those of one layer's weight and bias count as one
         alone = len(gradients) == 1 and not any(user in placed and placed[user] != half for user in node.users)
-        alone = alone and records(node)[0].chunk is None  # what a chunk of the head has made is gone before the next one begins
+        alone = alone and records(node)[0].chunk is None  # values of a chunk of the head are freed before the next one begins
         weight[node] = next(iter(gradients)) if alone else None
         if weight[node] is not None and half.stage in stages and half.op == BACKWARD:
             made[node] = Half(half.stage, WEIGHTS)

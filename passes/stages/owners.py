@@ -1,7 +1,7 @@
-"""Owners: the rank on which a parameter lives, and what goes between ranks once a call for that.
+"""Owners of parameters: the rank on which each is stored, and the messages between ranks once a call for that.
 
-    parameter:table   lives with the first stage that reads it       another stage that reads it gets it before the first microbatch
-    sum:g of it       made on another rank                            goes to the owner after the last
+    parameter:table   stored with the first stage that reads it      another stage that reads it receives it before the first microbatch
+    sum:g of it       computed on another rank                        sent to the owner after the last
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshc.program.program import Stage
 
 
 class Owners:
-    """Rank by key in `of`: of a parameter, of its state and gradient. `ranks`: of each stage. `before`: what runs before microbatches."""
+    """`of`: owner's rank by key of a parameter, its state and gradient. `ranks`: of each stage. `before`: the stage before microbatches."""
 
     def __init__(self, lowered: Lowered, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
         self.lowered, self.stages, self.ranks = lowered, stages, ranks
@@ -30,7 +30,7 @@ class Owners:
         self.of = self._owners()
 
     def _owners(self) -> dict[str, int]:
-        """A parameter lives with the first stage that reads it forward."""
+        """Owners by key: a parameter is stored with the first stage that reads it forward."""
         owners: dict[str, int] = {}
         readers: dict[str, int] = {}
         for stage in sorted(self.stages, key=lambda stage: not stage.name.startswith("forward")):
@@ -46,7 +46,7 @@ class Owners:
         return owners
 
     def shared(self) -> list[Move]:
-        """What goes to other readers of a parameter before the first microbatch."""
+        """Moves of parameters to their other readers before the first microbatch."""
         wanted: dict[Move, None] = {}
         for stage in self.stages:
             rank = self.ranks[int(stage.name.rpartition("_")[2])]
@@ -56,8 +56,8 @@ class Owners:
         return list(wanted)
 
     def returned(self, after: Stage, made: Mapping[str, int]) -> tuple[dict[str, int], list[Move]]:
-        """Where sums are when the update begins, and those that have to go there first: to the rank of the parameter that they are for,
-        or to all if they are for parameters of several ranks."""
+        """Rank of each sum when the update begins, and the moves that this needs: to the owner of the sum's parameter, or to all ranks if
+        the sum is for parameters of several."""
         settled = dict(made)
         moves = []
         labels = {node.name: name for node, name in self.lowered.joint.updates.items()}
@@ -81,7 +81,8 @@ class Owners:
         return settled, moves
 
     def written(self, shape: Shape) -> list[Move]:
-        """Buffers that each microbatch writes, on the stage that does, are sent to all ranks in the end."""
+        """Moves of buffers that microbatches write, from the stage that writes them to all ranks. Raises PlanError if another stage reads
+        such a buffer, or its microbatches run out of order."""
         moves = []
         forwards = [item for items in shape.actions for item in items if item.op == "F"]
         for stage, key in [(one, key) for one in self.stages for key in one.outputs if is_a(key, "buffer")]:
@@ -99,12 +100,12 @@ class Owners:
         return moves
 
     def _reads(self, stage: Stage) -> list[str]:
-        """What a stage reads, parameters that are gathered for it before the first microbatch included."""
+        """Keys that a stage reads, those behind values that are gathered for it before the first microbatch included."""
         return [key for own in stage.inputs for key in (own, *self._behind.get(own, ()))]
 
 
 def _read_for(stage: Stage) -> dict[str, list[str]]:
-    """For each value that a stage gives, the keys of what it is made of."""
+    """For each result of a stage, the keys of the inputs that it depends on."""
     keys = stage.keys()
     behind: dict[Node, dict[str, None]] = {}
     for node in stage.graph.nodes:
@@ -113,9 +114,10 @@ def _read_for(stage: Stage) -> dict[str, list[str]]:
 
 
 def _parameters_of(node: Node, labels: Mapping[str, str], leaving: Mapping[Node, set[str]], names: Mapping[Node, str]) -> set[str]:
-    """The parameters that a sum is the gradient of: those of the updates that read it, or of what is said to belong to one.
+    """The parameters of which a sum is the gradient: those of the updates that read it, by operand or by label.
 
-    leaving  what leaves as gradients -> their parameters
+    labels   global-view value -> the parameter whose update it belongs to
+    leaving  node that leaves as a gradient -> its parameters
     names    placeholder -> parameter
     """
     found: set[str] = set()

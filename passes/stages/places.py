@@ -1,4 +1,4 @@
-"""Places: where a cut may stand between the operators of a microbatch, what it sends, and what the stages between cuts take."""
+"""Candidate cuts between the operators of a microbatch: the bytes each cut sends, and the seconds of the stages between cuts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshc.pipelining.schedule import chain
 from meshc.pipelining.timing import Costs
 
 MOST_PLACES: Final = 400
-"""Cuts are looked for at so many places at most: where least would be sent."""
+"""Candidate places of cuts at most: those where least would be sent."""
 
 WHOLE: Final = "B"
 """A backward in one piece."""
@@ -29,10 +29,10 @@ WHOLE: Final = "B"
 
 @dataclass(frozen=True)
 class Spent:
-    """What the stages between any two positions take in one half.
+    """Seconds of the stages between any two positions in one half.
 
     before  seconds of the operators before each position
-    twice   of what is made in each stage that reads it, by two neighbouring readers: what a stage that has both takes once
+    twice   of nodes that each reading stage computes: (first reader, next reader, seconds), which a stage with both saves once
     """
 
     before: Numbers
@@ -43,10 +43,10 @@ class Spent:
         return float(self.before[last] - self.before[first] - seconds[(one >= first) & (other < last)].sum())
 
     def table(self, points: Numbers) -> Numbers:
-        """The same for any two of these positions, which ascend."""
+        """Seconds of the stage between any two of `points`, which ascend, as a table."""
         one, other, seconds = self.twice
         inside = np.zeros((len(points) + 1, len(points) + 1))
-        # a pair lies in a stage from point i on if i is at most its first reader's place, and up to point j if j is behind its second's
+        # a stage from point i to point j has both readers if i is no later than the first and j is behind the second
         np.add.at(inside, (np.searchsorted(points, one, "right") - 1, np.searchsorted(points, other, "right")), seconds)
         paid = inside[::-1].cumsum(0)[::-1].cumsum(1)[:-1, :-1]
         at = self.before[points.astype(int)]
@@ -55,11 +55,11 @@ class Spent:
 
 @dataclass(frozen=True)
 class Work:
-    """What stages take with so many microbatches.
+    """Seconds of stages and messages, for one number of microbatches.
 
-    points  positions: the beginning, where cuts may stand, the end
-    halves  F, I and W; B where backward is in one piece
-    send_s  what a cut before each position sends takes, one way
+    points  positions: the beginning, those of candidate cuts, the end
+    halves  seconds of F, I and W; of B, a backward in one piece
+    send_s  seconds of the messages of a cut before each position, one way
     """
 
     points: tuple[int, ...]
@@ -67,7 +67,7 @@ class Work:
     send_s: Sequence[float]
 
     def costs(self, cuts: Sequence[int]) -> Costs:
-        """What each stage's halves take, and what goes from stage to stage, as if stages were a chain."""
+        """Seconds of each stage's halves, and of the messages between stages, as if stages were a chain."""
         ends = [0, *cuts, self.points[-1]]
         stages = list(zip(ends, ends[1:], strict=False))
         table = {(op, stage): half.between(*stages[stage]) for op, half in self.halves.items() for stage in range(len(stages))}
@@ -75,15 +75,15 @@ class Work:
 
     @cached_property
     def sends(self) -> Numbers:
-        """At each point."""
+        """`send_s` at each point; 0 at both ends."""
         return np.array([0.0, *(self.send_s[point] for point in self.points[1:-1]), 0.0])
 
     def messages_s(self, cuts: Sequence[int]) -> float:
-        """What the messages of a microbatch take, one way."""
+        """Seconds of the messages of a microbatch, one way."""
         return sum(self.send_s[cut] for cut in cuts)
 
     def seconds(self, halved: bool) -> Numbers:
-        """Of stages between any two points, with backward in two or in one."""
+        """Seconds of the stage between any two points, as a table. `halved`: with backward in two halves."""
         if halved not in self._tables:
             ops = HALVES if halved else ("F", WHOLE)
             points = np.array(self.points)
@@ -97,7 +97,7 @@ class Work:
 
 
 class Cuttable:
-    """Where cuts may stand in a microbatch, and what comes of it with any number of microbatches."""
+    """Candidate cuts of a microbatch, and the seconds of stages for any number of microbatches."""
 
     def __init__(self, prices: Prices, found: Kinds) -> None:
         self.prices, self.order = prices, found.forward
@@ -110,7 +110,7 @@ class Cuttable:
         self.points = (0, *places, len(self.order))
 
     def work(self, microbatches: int, times: float = 1.0) -> Work:
-        """`times`: how many rows a microbatch has for one that it has here."""
+        """The seconds of stages. `times`: rows of a microbatch, relative to the microbatch of this graph."""
         plain, halved = self.prices.played(times, False), self.prices.played(times, True)
         into = self.prices.into_wholes(microbatches, times)
         halves = {op: self._spent((op,), halved, into) for op in HALVES} if self.trains else {}
@@ -144,7 +144,7 @@ class Cuttable:
 
 
 def _inside_experts(order: Sequence[Node]) -> list[int]:
-    """How many values of which the used rows alone are there each place is between: what goes to another rank has all that it says."""
+    """How many values with used rows each place would cut: these are not sent to another rank."""
     position = {node: i for i, node in enumerate(order)}
     change = [0] * (len(order) + 1)
     for i, node in enumerate(order):
@@ -155,7 +155,7 @@ def _inside_experts(order: Sequence[Node]) -> list[int]:
 
 
 def _crossing(order: Sequence[Node]) -> list[tuple[int, int]]:
-    """What a cut before each position sends forward: bytes and number of the values made before it that something behind it reads."""
+    """(bytes, number) of the values that a cut before each position sends forward: computed before the cut and read behind it."""
     position = {node: i for i, node in enumerate(order)}
     size, count = [0] * (len(order) + 2), [0] * (len(order) + 2)
     for i, node in enumerate(order):

@@ -1,12 +1,12 @@
-"""Prices: what the operators of a microbatch take, as the clock plays them, by the position that their stage is told by.
+"""Seconds of a microbatch's operators by the position that decides their stage, with collectives played on one clock.
 
     operator        half   position     counts
-    mm(x, w)        F      12           once, with the stage that has position 12
-    all_reduce(y)   F      13           what the rank stands still for it, with the whole microbatch on one clock
-    sum of a part   W      12           adding it to the sum over microbatches
-    gather(w)       F, B   12, 40       in each stage that reads it and in each half: what is made of parameters or inputs alone
+    mm(x, w)        F      12           once, in the stage that has position 12
+    all_reduce(y)   F      13           the rank's wait for it, with the whole microbatch on one clock
+    sum of a part   W      12           its addition to the sum over microbatches
+    gather(w)       F, B   12, 40       in each stage and half that reads it: a value of parameters or inputs alone
 
-The graph is that of one number of microbatches. Of another number it differs in the rows of a microbatch: what has them grows with them.
+The graph is that of one number of microbatches. For another number the rows of a microbatch differ, and values that have them scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
 
 INPUTS: Final = "I"
-"""The half of a backward that others wait for."""
+"""The half of a backward that other stages wait for: gradients of inputs."""
 
 HALVES: Final = (FORWARD, INPUTS, WEIGHTS)
 ORDER: Final = {op: turn for turn, op in enumerate(HALVES)}
@@ -45,18 +45,19 @@ ORDER: Final = {op: turn for turn, op in enumerate(HALVES)}
 
 @dataclass(frozen=True)
 class Shared:
-    """What is made wherever it is read: the positions of its readers, by half, each list ascending."""
+    """A node that every reading stage computes. `readers`: positions of its readers by half, ascending."""
 
     node: Node
     readers: Mapping[str, tuple[int, ...]]
 
 
 class Prices:
-    """
-    at       the position of each node that has a half
+    """Seconds of the operators of a microbatch.
+
+    at       position of each node that has a half
     half     F, I or W, of the same nodes
-    parts    what is taken into sums over microbatches, with the instruction that does it
-    shared   nodes that have no half, but take something
+    parts    terms of sums over microbatches, each with the instruction that adds it
+    shared   nodes without a half that take time
     """
 
     def __init__(self, each: Stage, lowered: Lowered, found: Kinds, at: Mapping[Node, int]) -> None:
@@ -78,7 +79,7 @@ class Prices:
         ]  # fmt: skip
 
     def _terms(self, node: Node) -> Iterator[Node]:
-        """What is added up of a part: where several stages may make its terms, each of these."""
+        """The terms of a part that are accumulated: if several stages may compute terms of an addition, each of these."""
         if adds_alike(node) and len({self.at[operand] for operand in node.all_input_nodes if operand in self.at}) > 1:
             self._apart.add(node)
             for operand in node.all_input_nodes:
@@ -110,7 +111,7 @@ class Prices:
         )
 
     def _is_kept(self, node: Node, readers: Mapping[str, set[int]]) -> bool:
-        """Whether what is made of inputs is made once: it is worth its memory, or a message is cheaper than recomputing it."""
+        """Whether a value of inputs alone is computed once: it is worth its memory, or a message is cheaper than recomputing it."""
         if worth_keeping(node):
             return True
         if not is_tensor(node) or len({place for places in readers.values() for place in places}) < 2:
@@ -131,7 +132,7 @@ class Prices:
         return axis.name
 
     def alone(self, times: float) -> dict[Node, float]:
-        """Seconds of each call with nothing else on the link, with `times` the rows."""
+        """Seconds of each call with nothing else on the link, for `times` as many rows."""
         return {
             node: self._prices[node].seconds(times) if node in self._prices
             else collective_seconds(node, self.mesh, self.device, times if self.grown.moves(node) else 1.0)
@@ -139,8 +140,8 @@ class Prices:
         }  # fmt: skip
 
     def played(self, times: float, halved: bool) -> dict[Node, float]:
-        """The same of operators; of collectives what the rank waits for them, with backward in one piece or in two. An addition over
-        stages is left to what its terms take to be added up."""
+        """Seconds of each operator, and of each collective the rank's wait for it, with backward in one piece or in two halves. An addition
+        over stages takes none: its terms are accumulated."""
         takes = self.alone(times) | dict.fromkeys(self._apart, 0.0)
         exchanges = [node for node in self._nodes if is_collective(node.target) and takes[node]]
         if exchanges:
@@ -160,7 +161,7 @@ class Prices:
         return takes
 
     def _turn(self, node: Node) -> int:
-        """The half that a node runs in, as a number; of what any may make, the first."""
+        """The half in which a node runs, as a number; for a node without a half, the first half of its readers."""
         if node in self.half:
             return ORDER[self.half[node]]
         return self._first_turns.get(node, 0)
@@ -174,7 +175,7 @@ class Prices:
         return found
 
     def into_wholes(self, microbatches: int, times: float) -> list[tuple[Node, float]]:
-        """Seconds of adding each part to its sum, with the node that makes it."""
+        """Seconds of adding each term to its sum, with the node that computes the term."""
         found = []
         for way, term in self.parts:
             if term in self.at:
@@ -184,7 +185,7 @@ class Prices:
 
 
 class Grown:
-    """Which values have the rows of a microbatch."""
+    """The values that have the rows of a microbatch, and so scale with them."""
 
     def __init__(self, each: Stage, sizes: Mapping[str, int]) -> None:
         self._has: dict[Node, list[bool]] = {}
@@ -199,11 +200,11 @@ class Grown:
         return found is not None and index < len(found) and found[index]
 
     def moves(self, node: Node) -> bool:
-        """Whether what a collective moves grows."""
+        """Whether the operand of a collective has the rows of a microbatch."""
         return self.has(*value_of(node.args[0]))  # type: ignore[arg-type]
 
     def times(self, sizes: Mapping[str, int]) -> float:
-        """How many rows a microbatch has under these sizes of the axes, for one that it has here; padding included."""
+        """Rows of a microbatch under these sizes of the axes, padding included, relative to those of this graph."""
         if not self._parts:
             return 1.0
         most = max(self._parts, key=lambda part: self._parts[part])

@@ -1,4 +1,4 @@
-"""Shape: how many stages a program is cut into, where, on which ranks, and under which schedule."""
+"""Shape of a pipeline: number of stages, cuts, ranks of the stages, and schedule, by predicted time."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, pa
 from meshc.pipelining.timing import Costs
 
 SLACKS: Final = (0.03, 0.01, 0.0)
-"""Stages of equal time are cut with each of these; the schedule is played over all, and the fastest is taken."""
+"""Slacks of balanced cuts that are tried; the fastest under the schedule is taken."""
 
 
 NEAR: Final = 0.1
 REFINED: Final = 3
-"""Of a number of microbatches the cuts of so many schedules at most are moved, of those that are not so much slower than the fastest."""
+"""Schedules per number of microbatches whose cuts are refined, at most; only those within NEAR of the fastest."""
 
 SCANNED: Final = 32
 STEPS: Final = (8, 4, 2, 1)
-"""Points that a cut is tried at, and by how many it is moved then."""
+"""Points at which a cut is tried, at most, and the distances by which it is moved afterwards."""
 
 GAIN: Final = 0.001
-"""By how much a move must be played faster: fewer moves, and cuts that stand where least is sent stay there for less."""
+"""Relative gain that a move must have: fewer moves, and cuts that send least are not given up for little."""
 
 TOLL: Final = 0.01
-"""By how much cuts that send twice as much must be played faster: what is played is not exact to a part in a thousand, and what is sent
-takes memory, and a part of everybody's time, on both sides."""
+"""Relative gain that cuts must have to send twice as much: predicted times are not exact to a part in a thousand, and messages take memory
+and some time on both sides."""
 
 UNEVEN: Final = 0.02
-"""By how much the busiest rank may have more to do than before its cuts are moved."""
+"""Relative growth of the busiest rank's work that moving cuts may cause."""
 
 ACTIONS: Final = 20_000
-"""Are played at most while the cuts of one schedule are moved."""
+"""Actions simulated at most while the cuts of one schedule are moved."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """
+    """Cuts, ranks and schedule of a pipeline.
+
     cuts   positions among the forward half's operators
     ranks  of each stage
-    kind   the schedule's, or the schedule itself as the user wrote it
+    kind   the schedule's kind, or the schedule itself as the user's text
     """
 
     cuts: tuple[int, ...]
@@ -72,33 +73,33 @@ class Shape:
 
     @property
     def by_costs(self) -> bool:
-        """Whether the lists go by what stages take."""
+        """Whether the lists depend on the stages' seconds."""
         return isinstance(self.kind, Kind) and self.kind.by_costs
 
     @cached_property
     def halved(self) -> frozenset[int]:
-        """Stages of which some backward is in two halves."""
+        """Stages with a backward in two halves."""
         return frozenset(stage for name, stage in self.graphs if name == "weight")
 
     @cached_property
     def graphs(self) -> frozenset[tuple[str, int]]:
-        """What the schedule runs: (forward, backward, input or weight, stage)."""
+        """Graphs that the schedule runs: (forward, backward, input or weight; stage)."""
         return frozenset((STAGE_NAMES[item.op], item.stage) for items in self.actions for item in items)
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Each rank's, as they are where nothing is known of costs."""
+        """Each rank's actions without known costs."""
         return self.schedule(()).actions
 
     def schedule(self, links: Collection[Link], costs: Costs | None = None) -> Schedule:
-        """Each rank's list, with the messages that the links ask for."""
+        """Each rank's list, with the messages of the links."""
         if isinstance(self.kind, str):
             return parse(self.kind, links)
         ranks = max(self.ranks) + 1
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
     def seconds(self, work: Work) -> float:
-        """What the microbatches are estimated to take."""
+        """Estimated seconds of the microbatches."""
         costs, links = work.costs(self.cuts), chain(len(self.ranks))
         played = Rehearsed(self.schedule(links, costs)) if self.by_costs else _rehearsed(replace(self, cuts=()), links)
         return played.makespan_s(costs)
@@ -106,15 +107,16 @@ class Shape:
 
 @lru_cache(maxsize=64)
 def _rehearsed(shape: Shape, links: frozenset[Link]) -> Rehearsed:
-    """The schedule of a shape that goes by no costs, wherever its cuts are."""
+    """The simulated schedule of a shape whose lists do not depend on costs; memoised for all cuts."""
     return Rehearsed(shape.schedule(links))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """
-    can     there is one at least, the one estimated to be fastest first, each with its seconds
-    cannot  schedules, each with the reason
+    """Candidate shapes.
+
+    can     possible shapes with their estimated seconds, at least one, the fastest first
+    cannot  refused schedules by name, each with its error
     """
 
     can: tuple[tuple[Shape, float], ...]
@@ -122,8 +124,8 @@ class Shapes:
 
 
 def shapes_of(request: Request, found: Kinds, work: Work, sums: bool = False) -> Shapes:
-    """What the user asked for; else all schedules, over stages of equal time: of the ways to cut these, the one that a schedule plays
-    fastest. `sums`: whether backward reads sums over all microbatches."""
+    """The schedule that the user asked for, else all of them, each with the cuts into stages of equal time that are fastest under it.
+    `sums`: whether backward reads sums over all microbatches."""
     trains = bool(found.backward)
     named = _named_cuts(request, found) if request.pp_splits else None
     stages = _asked_stages(request, named)
@@ -145,7 +147,7 @@ def shapes_of(request: Request, found: Kinds, work: Work, sums: bool = False) ->
         kind = schedules.get(name)
         if kind.trains == trains:
             made = attempt(partial(shaped, kind))
-            if isinstance(made, Refused):  # too few places, stages or microbatches for this one
+            if isinstance(made, Refused):  # too few places, stages or microbatches for this schedule
                 cannot[name] = made
             else:
                 can.append(made)
@@ -155,7 +157,7 @@ def shapes_of(request: Request, found: Kinds, work: Work, sums: bool = False) ->
 
 
 def refined(shapes: Shapes, work: Work) -> Shapes:
-    """With the cuts of the fastest moved as long as that is played faster."""
+    """The shapes with the cuts of the fastest refined by local search."""
     best = shapes.can[0][1]
     near = [one for one in shapes.can if one[1] <= best * (1 + NEAR)][:REFINED]
     moved = [_moved(shape, work) for shape, _ in near]
@@ -163,9 +165,8 @@ def refined(shapes: Shapes, work: Work) -> Shapes:
 
 
 def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
-    """Each cut is tried at points all over the place between its neighbours, and then moved by fewer and fewer points. The lists of the
-    ranks stay as they are until the end, when they are made anew. Ranks keep almost equal work: what runs once a call, and memory, go by
-    it."""
+    """Local search over cuts: each is tried at points spread between its neighbours, then moved by smaller and smaller distances. The lists
+    of the ranks are rebuilt only at the end. Ranks keep almost equal work, since work once a call, and memory, follow it."""
     first = work.costs(shape.cuts)
     most = (1 + UNEVEN) * _busiest(shape, first)
     schedule = shape.schedule(chain(len(shape.ranks)), first)
@@ -195,18 +196,18 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
 
 
 def fastest(shapes: Sequence[Shape], work: Work) -> tuple[Shape, float]:
-    """Of ways to cut for one schedule the one that is played fastest, with its seconds; what sends more must be clearly faster."""
+    """The fastest of several cuts under one schedule, with its seconds; cuts that send more must be clearly faster."""
     least = min(work.messages_s(shape.cuts) for shape in shapes)
     return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1] * _toll(work.messages_s(one[0].cuts), least))
 
 
 def _toll(messages_s: float, least_s: float) -> float:
-    """What seconds are multiplied by for what is sent."""
+    """Factor on the seconds of cuts for the messages that they send."""
     return 1.0 + TOLL * messages_s / least_s if least_s else 1.0
 
 
 def _busiest(shape: Shape, costs: Costs) -> float:
-    """What the rank that computes longest takes for a microbatch."""
+    """Seconds of computation per microbatch of the busiest rank."""
     ops = [op for op in ("F", *(("I", "W") if shape.halved else ("B",))) if (op, 0) in costs.seconds]
     own: dict[int, float] = defaultdict(float)
     for stage, rank in enumerate(shape.ranks):
@@ -215,7 +216,7 @@ def _busiest(shape: Shape, costs: Costs) -> float:
 
 
 def _ranks(request: Request, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
-    """The rank of each stage; `stages`: how many there are, if the user has said."""
+    """The rank of each stage. `stages`: their number, if the user gave it."""
     count, axis = request.count, request.mesh.pipeline_axis
     assert axis is not None
     if isinstance(kind, str):
@@ -236,7 +237,7 @@ def _ranks(request: Request, kind: Kind | str, stages: int | None) -> tuple[int,
 
 
 def _asked_stages(request: Request, named: tuple[int, ...] | None) -> int | None:
-    """How many stages the user wants: by the modules where they begin, or by their number on a rank; None: the schedule says."""
+    """Number of stages that the user requested, by modules or by stages per rank; None: the schedule decides."""
     axis, each = request.mesh.pipeline_axis, request.stages_per_rank
     assert axis is not None
     if named is not None and each is not None and len(named) + 1 != each * axis.size:
@@ -248,7 +249,7 @@ def _asked_stages(request: Request, named: tuple[int, ...] | None) -> int | None
 
 
 def _asked(schedule: str | Lists, trains: bool, stages: int | None, request: Request) -> Kind | str:
-    """A schedule by name or as a function, or the text that the user wrote."""
+    """The requested schedule: its kind, by name or function, or the user's text."""
     if not isinstance(schedule, str):
         axis = request.mesh.pipeline_axis
         assert axis is not None
@@ -265,7 +266,7 @@ def _asked(schedule: str | Lists, trains: bool, stages: int | None, request: Req
 
 
 def _named_cuts(request: Request, found: Kinds) -> tuple[int, ...]:
-    """Stages begin where the first operator of each named module stands."""
+    """Cuts before the first operator of each named module."""
     modules = [records(node)[0].source.module for node in found.forward]
     cuts = []
     for name in request.pp_splits:
@@ -284,9 +285,9 @@ def _inside(module: str, name: str) -> bool:
 
 
 def _balanced_cuts(work: Work, stages: int, halved: bool) -> tuple[tuple[int, ...], ...]:
-    """Ways to cut into stages of equal time, those that send less first."""
+    """Candidate cuts into stages of equal time, those that send less first."""
     table = work.seconds(halved)
-    waiting = table + 2 * (work.sends[:, None] + work.sends[None, :])  # few microbatches wait for messages as ranks for operators
+    waiting = table + 2 * (work.sends[:, None] + work.sends[None, :])  # with few microbatches messages count like operators
     found = [*ways_to_cut(waiting, work.sends, stages, (SLACK,)), *ways_to_cut(table, work.sends, stages, SLACKS)]
     ways = [tuple(work.points[point] for point in cuts) for cuts, _ in found]
     if not ways:

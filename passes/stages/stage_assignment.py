@@ -1,13 +1,13 @@
-"""Stage assignment: which pipeline stage makes each value of one microbatch, and in which half of it.
+"""Stage assignment: the pipeline stage, and the half of it, that computes each value of one microbatch.
 
     forward order   embed  block.0  block.1 | block.2  block.3  head        cuts: [3]
     half            (0, F) (0, F)   (0, F)  | (1, F)   (1, F)   (1, F)
     backward of block.2: (1, B)      of block.1: (0, B), and so on
 
-An operator of the forward half is made by the stage between whose cuts its place in the trace falls; one of the backward half by the stage
-of the forward operator that it belongs to (`seq_nr`, which AOTAutograd gives both), but never in a later one than the gradient that it
-reads: gradients flow towards stage 0. What is made of parameters alone (layouts, casts, gathers), and integers, has none: each stage that
-reads it makes it. What is made of inputs alone has none either, unless a message is cheaper (`forwarded.py`).
+An operator of the forward half belongs to the stage between whose cuts its place in the trace falls; one of the backward half to the stage
+of its forward operator (both have one `seq_nr` from AOTAutograd), but never to a later stage than the gradient that it reads: gradients
+flow towards stage 0. Values of parameters alone (layouts, casts, gathers), and integers, have no half: each stage that reads them computes
+them. So do values of inputs alone, unless a message is cheaper (`forwarded.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKWARD: Final = "B"
 
 @dataclass(frozen=True)
 class Half:
-    """Where a value is made: the pipeline stage, and F or B; W where backward is split."""
+    """The pipeline stage that computes a value, and its half: F or B; W where backward is split."""
 
     stage: int
     op: str
@@ -37,10 +37,10 @@ class Half:
 
 @dataclass(frozen=True)
 class Kinds:
-    """What each node of a graph depends on.
+    """The nodes of a graph by the inputs that they depend on.
 
     learned  parameters and integers alone
-    given    inputs, buffers, constants and integers alone: every stage could make it from the call's inputs
+    given    inputs, buffers, constants and integers alone: every stage could compute these
     forward  the other nodes of the forward half, in order: what cuts divide
     backward the other nodes of the backward half, in order
     """
@@ -60,7 +60,7 @@ def kinds(graph: Graph, keys: Mapping[Node, str]) -> Kinds:
     late: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and is_a(keys[node], *ADDED):
-            late.add(node)  # a sum over microbatches is whole once all forwards have run
+            late.add(node)  # a sum over microbatches is complete once all forwards have run
         elif node.op == "placeholder":
             (learned if is_a(keys[node], "parameter", "state", "gathered") else given).add(node)
         elif node.op == "call_function":
@@ -85,10 +85,10 @@ def _integer(node: Node) -> bool:
 
 
 def positions(found: Kinds, numbers: Mapping[Node, int], parts: Mapping[Node, Node] | None = None) -> dict[Node, int]:
-    """For each node that has a half, a position in `found.forward`: it is made by the stage in which that lies, wherever the cuts are.
+    """For each node that has a half, the position in `found.forward` that decides its stage, wherever the cuts are.
 
     numbers  `seq_nr` of a node's global-view value, where it has one
-    parts    of a sum over microbatches that comes in, what a microbatch gives to it: what reads the sum is made where that is
+    parts    sum over microbatches -> the node that computes its terms: readers of the sum belong to the same stage
     """
     parts = parts or {}
     known: dict[Node, int] = {}
@@ -96,7 +96,7 @@ def positions(found: Kinds, numbers: Mapping[Node, int], parts: Mapping[Node, No
     for position, node in enumerate(found.forward):
         known[node] = known.get(node.args[0], position) if is_getitem(node) else position  # type: ignore[arg-type]
         if node in numbers:
-            by_number[numbers[node]] = known[node]  # the last of its operators: what backward begins with
+            by_number[numbers[node]] = known[node]  # the last of its operators, with which backward begins
     order = sorted(by_number)
     last = max(len(found.forward) - 1, 0)
     late = set(found.backward)
@@ -127,13 +127,13 @@ def assigned(found: Kinds, cuts: Sequence[int], at: Mapping[Node, int]) -> dict[
 
 
 def sums_read(keys: Mapping[Node, str], results: Mapping[str, Node]) -> dict[Node, Node]:
-    """Of each sum over microbatches that a graph reads, the node that makes a microbatch's part of it."""
+    """For each sum over microbatches that a graph reads, the node that computes a microbatch's term."""
     made = {whole[1]: node for key, node in results.items() if (whole := whole_of(key))}
     return {node: made[key] for node, key in keys.items() if key in made}
 
 
 def numbers(graph: Graph, whole: Graph) -> dict[Node, int]:
-    """`seq_nr` of each node of a per-rank graph, from the global-view value that it is a form of."""
+    """`seq_nr` of each node of a per-rank graph, from its global-view value."""
     known = {node.name: node.meta["seq_nr"] for node in whole.nodes if node.meta.get("seq_nr") is not None}
     return {
         node: known[name]

@@ -1,4 +1,4 @@
-"""Tied: the gradient of a parameter that several stages read adds up apart on each of them, and together once a call.
+"""Gradients of parameters shared by several stages: accumulated apart on each stage, added up once a call.
 
     each:  part:g = add(g0, g3)            stage 0: part:g0     stage 3: part:g3
                                   becomes  after:   sum:g = add(sum:g0, sum:g3)
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Parts:
-    """What a microbatch gives, by key, each with the half that makes it; the stage after the last one; additions that are left out."""
+    """Results of a microbatch by key, each with the half that computes it; the stage after the last microbatch; additions left out."""
 
     made: dict[str, tuple[Node, Half]]
     after: Stage
@@ -31,7 +31,7 @@ class Parts:
 
 
 def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Half], end: Half) -> Parts:
-    """`end`: where what no half was given is made."""
+    """The results of a microbatch, sums over several stages split into terms. `end`: the half of results without one."""
     found = Parts({}, after)
     for key, node in each.results().items():
         terms = _terms(node, placed) if is_a(key, "part") else [node]
@@ -44,7 +44,7 @@ def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Half], end: Half) 
 
 
 def _terms(node: Node, placed: Mapping[Node, Half]) -> list[Node]:
-    """A partial sum as what different stages add to it: gradients of a tied parameter travel once, not with every microbatch."""
+    """The terms of a sum by stages: gradients of a tied parameter travel once a call, not with every microbatch."""
     if not adds_alike(node) or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
         return [node]
     return [term for operand in node.args for term in _terms(operand, placed)]  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def adds_alike(node: Node) -> bool:
 
 
 def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
-    """Notes the additions of terms that are now added up after the last microbatch: no stage makes them, unless it reads them."""
+    """Collects the additions that are now done after the last microbatch: no stage computes them, unless it reads them."""
     if node not in terms and all(user.op == "output" or user in apart for user in node.users):
         apart.add(node)
         for operand in node.all_input_nodes:
@@ -66,7 +66,7 @@ def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
 
 
 def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:
-    """`after` with a sum in several parts, which it adds up; a graph of its own."""
+    """A copy of `after` in which a sum enters as several terms, which it adds up."""
     graph = copied(after.graph)
     entered = placeholders(graph)
     place = after.inputs.index(key)

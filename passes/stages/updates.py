@@ -1,11 +1,11 @@
-"""Updates: what follows the last microbatch, cut by ranks: each updates the parameters of its own stages.
+"""Optimizer update after the last microbatch, cut by ranks: each updates the parameters of its own stages.
 
     total = sq(g0) + sq(g1) + sq(g2)          rank 0:  part = sq(g0) + sq(g1)      total = all_reduce(part, ["pp"], "sum")
     w2 = adam(w2, g2 * f(total))      becomes  rank 1:  part = sq(g2)               total = all_reduce(part, ["pp"], "sum")
                                                         w2 = adam(w2, g2 * f(total))
 
-The gradient norm is the one value that parameters of different stages share: a sum, which is taken of each rank's own first. What follows
-from it alone is computed on every rank. Outputs, metrics and buffers are sent to all by the rank that has them.
+The gradient norm is the only value that parameters of different stages share: a sum, computed over each rank's own terms first. Values of
+it alone are computed on every rank. Outputs, metrics and buffers are broadcast by the rank that has them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from meshc.program.program import Stage
 aten = torch.ops.aten
 
 ALL: Final = -1
-"""At home on every rank."""
+"""The home of a node that every rank computes."""
 
 
 @dataclass
 class Updates:
-    """Where each node of the stage after the last microbatch is at home: a rank, ALL, or nowhere (made where it is read)."""
+    """Home of each node of the stage after the last microbatch: a rank, or ALL; nodes without one are computed where they are read."""
 
     placed: dict[Node, int] = field(default_factory=dict)
     totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, and what each adds up
 
 
 def place(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], labels: Mapping[str, str]) -> Updates:
-    """
-    entering  rank of a key that enters: parameters, states, sums
+    """The homes of a stage's nodes. Raises CompileError if values of several ranks are mixed by another operator than an addition.
+
+    entering  rank of each key that enters: parameters, states, sums
     owners    rank of a parameter by its name
     labels    global-view value -> the parameter whose update it belongs to
     """
@@ -63,7 +64,7 @@ def place(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], 
 
 
 def _terms(node: Node, found: Updates) -> list[Node]:
-    """What an addition over several ranks adds up; an operand that is such an addition gives its own terms."""
+    """The terms of an addition over several ranks; nested additions are flattened."""
     if not _adds_two(node):
         raise CompileError(
             f"{node.name} at {record(node).source} mixes parameters of several pipeline stages in the update, which only a sum may\n"
@@ -81,7 +82,7 @@ def _adds_two(node: Node) -> bool:
 
 
 def _only_roots(found: Updates) -> None:
-    """Additions inside a sum are no sums of their own."""
+    """Removes additions that only other sums read."""
     for node in list(found.totals):
         if node.users and all(user in found.totals for user in node.users):
             del found.totals[node]
@@ -100,7 +101,7 @@ def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[s
     for total, terms in found.totals.items():
         homes = {term: found.placed.get(term, ALL) for term in terms}
         mine, shared = ([env[term] for term in terms if homes[term] == home] for home in (rank, ALL))
-        env[total] = _sum_over_ranks(copy, env[total], mine, shared, axis)  # it may be an output itself: a loss with a term of weights
+        env[total] = _sum_over_ranks(copy, env[total], mine, shared, axis)  # a total may be an output: a loss with a term of weights
     results: dict[str, Node] = {}
     for key, old in stage.results().items():
         new = env[old]
@@ -115,7 +116,7 @@ def _of_rank(stage: Stage, found: Updates, rank: int, axis: str, kept: Mapping[s
 
 
 def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[Node], axis: str) -> Node:
-    """`mine`: what this rank adds; `shared`: what all have, which comes in once."""
+    """The total over ranks. `mine`: terms of this rank; `shared`: terms that all ranks have, added once."""
     made = record(total)
     part: Node | None = None
     with graph.inserting_before(total):
@@ -133,7 +134,7 @@ def _sum_over_ranks(graph: Graph, total: Node, mine: list[Node], shared: list[No
 
 
 def _to_all(graph: Graph, node: Node, home: int, rank: int, axis: str) -> Node:
-    """An output on every rank: what its own has, sent to the others."""
+    """An output on every rank: a broadcast from its home."""
     last = next(reversed(list(graph.nodes)))
     with graph.inserting_after(last):
         sent = node if home == rank else _zeros(graph, node)

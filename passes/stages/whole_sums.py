@@ -1,4 +1,4 @@
-"""Sums over all microbatches that backward halves read: the schedule has to have run all forward halves of their stage by then.
+"""Check of schedules under sums over all microbatches that backward reads: all forwards of a stage have to run before.
 
     gpipe   rank 1:  F0 F1 F2 F3 B3 B2 B1 B0       part:chosen of all is in sum:chosen before B3 reads it
     1f1b    rank 1:  F0 B0 F1 B1 ..                B0 would read what F1 is still to add to: refused
@@ -25,7 +25,7 @@ def reads_sums(each: Stage) -> bool:
 
 
 def refuse_early(name: str, actions: Sequence[Sequence[Action]]) -> None:
-    """ScheduleError unless of each stage all forwards come before the first backward."""
+    """Raises ScheduleError unless each stage's forwards all run before its first backward."""
     for items in actions:
         for stage in {item.stage for item in items}:
             forwards = [item.op == FORWARD for item in items if item.stage == stage]
@@ -37,7 +37,7 @@ def refuse_early(name: str, actions: Sequence[Sequence[Action]]) -> None:
 
 
 def refuse_elsewhere(stages: Sequence[Stage], made: Mapping[str, tuple[Node, Half]]) -> None:
-    """CompileError if a sum is read by another stage than makes it. `made`: by key of a part."""
+    """Raises CompileError if a stage reads a sum that another stage computes. `made`: node and half by key of a part."""
     halves = {whole[1]: half for key, (_, half) in made.items() if (whole := whole_of(key))}
     for stage in stages:
         for key in stage.inputs:

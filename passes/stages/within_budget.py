@@ -1,9 +1,9 @@
-"""Cuts within a budget: stages that hold less, where those of equal time hold more than a rank may.
+"""Cuts within a memory budget: stages that hold fewer bytes, where stages of equal time hold more than a rank may.
 
     seconds  2 2 2 2    bytes  6 6 1 1    2 stages, at most 8 bytes:  2 | 2 2 2   rather than   2 2 | 2 2
 
-What a stage holds is estimated: its parameters with gradient and state, and what it saves of a microbatch as often as its schedule has them
-waiting. The estimate is set right by what the memory walk says of the cuts of equal time, and what comes of it is walked again.
+A stage's bytes are estimated: parameters with gradients and state, and saved values of a microbatch, times the microbatches that wait for
+backward in its schedule. The estimate is scaled by the exact memory walk of the cuts of equal time, and the new cuts are walked again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from meshc.pipelining.activations import held
 from meshc.program.packing import is_view
 
 MARGIN: Final = 0.98
-"""How much of what a rank may hold the estimate may take."""
+"""Share of a rank's budget that the estimate may take."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """
-    kept   bytes of parameters, their gradients and state, of the forward operators before each position: where they are read first
-    saved  bytes that backward reads of these operators' results, for one microbatch
+    """Estimated bytes of stages, cumulative over the forward operators.
+
+    kept   bytes of parameters, their gradients and state, by first reader, before each position
+    saved  bytes of results before each position that backward reads, for one microbatch
     """
 
     kept: tuple[float, ...]
@@ -70,17 +71,17 @@ class Held:
         return cls((0.0, *accumulate(kept)), (0.0, *accumulate(saved)))
 
     def bytes(self, first: int, last: int, waiting: float) -> float:
-        """What the stage between two positions holds, with so many microbatches waiting."""
+        """Bytes of the stage between two positions, with `waiting` microbatches between forward and backward."""
         return self.kept[last] - self.kept[first] + waiting * (self.saved[last] - self.saved[first])
 
     def table(self, points: Sequence[int], waiting: float) -> Numbers:
-        """The same for any two of these positions."""
+        """Bytes of the stage between any two of `points`, as a table."""
         before = np.array([self.kept[point] + waiting * self.saved[point] for point in points])
         return before[None, :] - before[:, None]
 
 
 def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
-    """Cuts that may hold no more than the budget, the faster first. `needed`: what a rank holds under the shape's own."""
+    """Cuts that may need no more than `budget` bytes, the faster first. `needed`: bytes of a rank under the shape's own cuts."""
     stages = range(len(shape.ranks))
     waiting = waiting_of(shape)
     share = [shape.ranks.count(rank) for rank in shape.ranks]
@@ -96,7 +97,7 @@ def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -
 
 
 def waiting_of(shape: Shape) -> list[float]:
-    """Of each stage, how many microbatches are between its forward and its backward at most."""
+    """For each stage, the most microbatches between its forward and its backward."""
     stages = range(len(shape.ranks))
     lists = shape.actions
     return [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]

@@ -1,1 +1,1 @@
-"""Saved states and programs, read and written."""
+"""Saved states and saved programs: reading, writing and running them."""

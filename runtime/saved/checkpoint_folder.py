@@ -1,12 +1,12 @@
-"""What a saved program has trained, between two runs: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
+"""Sharded checkpoints: parameters, buffers and optimizer state, each rank's tiles in a file of its own.
 
-    state.json                what the folder is, the mesh, seed and step, for each tensor its type, as in a program's text, for each file
-                              its size and its header's hash; and a hash of all this
+    state.json                format, mesh, seed and step; the type of each tensor, as in a program's text; size and header hash of each
+                              file; and a hash of all this
     rank_00003.safetensors    the tiles of rank 3, without those that an earlier rank holds as well, and their hashes
 
-No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank takes from
-the files what its own tiles need, and checks that. Nothing is unpickled (docs/decisions/saved-state.md). All ranks see one file system.
-Another form of files would stand beside this one, and `launched.py`, which calls it, would choose.
+No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank reads the
+ranges of its own tiles, and checks their hashes. Nothing is unpickled (docs/decisions/saved-state.md). All ranks see one file system.
+Another file format would be a module beside this one, chosen by its caller, `launched.py`.
 (State dicts of a program in memory, for torch's own checkpoints: `runtime/state/state_dicts.py`.)
 """
 
@@ -41,14 +41,14 @@ from meshc.text.show import port_type
 FORMAT: Final = "meshc state"
 VERSION: Final = 2
 READ: Final = (1, 2)
-"""Versions that are read. The first has no hashes."""
+"""Versions that can be read. The first has no hashes."""
 TABLE: Final = "state.json"
 Meet = Callable[[str], Sequence[str]]
 ADVICE: Final = "take another copy of the state, or go on from an older one"
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Raises StateError if something else than a saved state stands at `path`: to be asked before there is anything to lose."""
+    """Raises StateError if `path` is something else than a saved state: call it before there is anything to lose."""
     if not may_replace(Path(os.path.realpath(path)), TABLE):
         raise StateError(f"{path} exists and is no saved state: it is not replaced; remove it or choose another path")
 
@@ -66,10 +66,10 @@ def save_state(
     """Write every rank's tiles to the folder `path`; a state that is there is replaced. All ranks call it.
 
     tiles   the ports that keep something and this rank's padded tiles of them, None if it has no part of one
-    meet    returns what each rank has given it, in the order of ranks (0, 1, ...), once all have
-    owners  places on the mesh's pipeline axis, by key, of what lives on one stage's ranks
+    meet    all-gathers a text: returns the texts of all ranks in the order of ranks (0, 1, ...)
+    owners  place on the mesh's pipeline axis, by key, of tensors stored on one stage's ranks
 
-    Raises FileError on all ranks, naming those that could not write; then what was at `path` is as it was, and nothing else is left.
+    Raises FileError on all ranks, naming those that could not write; then `path` is as it was, and nothing else is left.
     """
     check_target(path)
     target, kept, at, root = Path(os.path.realpath(path)), list(tiles), owners or {}, mesh.ranks[0]
@@ -91,7 +91,7 @@ def save_state(
 
 
 def _together(target: Path, meet: Meet, work: Callable[[], str]) -> list[str]:
-    """What `work` gives on each rank. If it fails on any, all raise one error, so that no rank waits for another."""
+    """The result of `work` on each rank. If it fails on any, all ranks raise one error, so that none waits for another."""
     mine: dict[str, str] = {}
     try:
         with writing(target):
@@ -165,7 +165,7 @@ class SavedState:
         return tile
 
     def _refuse_what_is_not_there(self, key: str, record: Record) -> None:
-        """The table's word is checked before memory is taken for it: each rank that holds a tile has one of that shape in its file."""
+        """Raises ArtifactError, before memory is allocated, if a rank's file has no tile of the shape that the table says."""
         sharding, owner = record.sharding or layouts.whole_sharding(record.shape), self._owners.get(key)
         wanted = local_shape(sharding, layouts.axis_sizes(self._mesh))
         for rank in self._mesh.ranks:
@@ -174,7 +174,7 @@ class SavedState:
                 raise ArtifactError(f"{self.path / TABLE} does not describe what is there: {what}; {ADVICE}")
 
     def _sources(self, record: Record, owner: int | None) -> Iterator[tuple[int, list[list[tuple[int, int, int]]]]]:
-        """The ranks that hold a part of a tensor, and which."""
+        """The ranks that hold a part of a tensor, each with the ranges of its tile."""
         sharding = record.sharding or layouts.whole_sharding(record.shape)
         for rank in self._mesh.ranks:
             if _holder(sharding, self._mesh, rank, owner) == rank:

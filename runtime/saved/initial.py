@@ -1,6 +1,6 @@
-"""First values of a compiled model, made where they lie: each rank computes its own tiles, and nothing is sent.
+"""First values of a compiled model, computed where they are stored: each rank its own tiles, without communication.
 
-    fn(model)  recorded on every rank, on tensors without memory ──> compared between ranks ──> each tile computed, a tensor at a time
+    fn(model)  recorded on every rank, on tensors without memory ──> compared between ranks ──> tiles computed, a tensor at a time
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
             raise StateError(f"init_weights left without values: {listed(left, 6)}\n{_ADVICE}")
         changed = [(held, value) for held, value in zip(held_ones, values, strict=True) if value is not None]
         for held, value in changed:
-            recording.ask(value)  # sent by all ranks, whichever of them compute with it
+            recording.ask(value)  # a collective: all ranks take part, whichever of them need the value
             put(store, held, _Computed(recording, value), held.name)
             recording.forget()
         begin_again(store, {held.key for held, _ in changed})
@@ -52,7 +52,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
 
 
 class _Computed:
-    """One value, of which parts are asked for as if it lay in a file."""
+    """A recorded value with the interface of a file: slices are computed on request."""
 
     def __init__(self, recording: Recording, value: Value) -> None:
         self._recording, self._value = recording, value
@@ -67,7 +67,7 @@ class _Computed:
 def _recorded(
     store: Store, held_ones: Sequence[Held], recording: Recording, fn: Callable[[nn.Module], object]
 ) -> tuple[str | None, list[Value | None]]:
-    """What went wrong, and what each tensor has become; None where it was left alone."""
+    """(error text or None, recorded value of each tensor; None where `fn` left it unchanged)."""
     try:
         store.filling = True
         for at, held in enumerate(held_ones):

@@ -1,4 +1,4 @@
-"""`meshc run`: one process, as the launcher started it, runs a saved program and stores what comes out.
+"""`meshc run`: one process, as the launcher started it, runs a saved program and stores its outputs.
 
     DIR/outputs.safetensors     every output by its path (`logits`, `past_key_values.0.0`), whole (of several calls: outputs_0, ...),
                                 and those metrics of a loss function that are more than a number
@@ -39,14 +39,14 @@ from meshc.text import show
 from meshc.text.libraries import libraries_of
 
 WRITTEN: Final = "write it with safetensors.torch.save_file({name: tensor, ...}, path), by the names of the program's inputs"
-"""What to do about a file of inputs that is none."""
+"""Advice for a file of inputs that is invalid."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the command line asked for. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
+    """The request of the command line. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
     is a file of the optimizer's numbers by step. After each `rebalance_every` calls experts move by their load. With `rules`
-    (`meshc.passes.rules`) what the program's types say is checked against them.
+    (`meshc.passes.rules`) the program's types are checked against them.
     """
 
     path: str
@@ -147,7 +147,7 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
                 print(report)
     if ask.save_state is not None:
         if placement is not None:
-            placement.home()  # states are read where no expert has moved
+            placement.home()  # saved states have every expert in its own place
         owners = program.pipeline.owners if program.pipeline is not None else None
         save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, partial(to_all, board), owners)
     if writer is not None:
@@ -158,11 +158,11 @@ def _digest(path: str) -> str:
     try:
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     except OSError:
-        return "it cannot be read"  # which `NumbersByStep` says with the reason
+        return "it cannot be read"  # `NumbersByStep` raises the error with the reason
 
 
 class _Writer:
-    """Stores what calls give, on one rank."""
+    """Stores and prints the results of calls, on one rank."""
 
     def __init__(self, program: PlainProgram, folder: Path, calls: int) -> None:
         self.program, self.folder, self.several = program, folder, calls > 1

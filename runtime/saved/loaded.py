@@ -1,10 +1,10 @@
-"""A saved program at work on one rank, without the model that it came from.
+"""A saved program with its weights on one rank, ready to run without the model that it came from.
 
     weights.safetensors, or a saved state ── the ranges that this rank's tiles cover ──> buffers ─┐
     inputs.safetensors ── whole, or this rank's part ────────────────────────────────────────────> executor ──> outputs, whole everywhere
 
-From weights, optimizer state begins as torch would create it, at step 0 with the seed that the program was saved with; a saved state holds
-all of that. The optimizer's numbers (learning rates) are those of the time when the program was saved, until `set_numbers`.
+From weights, optimizer state begins as torch would create it, at step 0 with the seed that the program was saved with; a saved state has
+its own. The optimizer's numbers (learning rates) are those at the time when the program was saved, until `set_numbers`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Loaded:
         self.numbers = {port.key: self._number(port) for port in program.inputs if port.kind == "number"}
 
     def _from_state(self, state: SavedState) -> dict[str, Tensor]:
-        """All that the program keeps, by key. Raises StateError naming all that the state lacks or has otherwise; more does not matter."""
+        """All that the program keeps, by key. Raises StateError naming all tensors that the state lacks or that do not fit; extra tensors
+        do not matter."""
         kept = self._mine(*KEPT)
         faults = []
         for port in kept:
@@ -83,7 +84,7 @@ class Loaded:
         return {port.key: self._at_home(port, tiles[port.key]) for port in kept}
 
     def _from_weights(self, weights: TensorFile) -> dict[str, Tensor]:
-        """Parameters, buffers and state by key. Raises StateError naming all that the file lacks or has otherwise."""
+        """Parameters, buffers and state by key. Raises StateError naming all tensors that the file lacks or that do not fit."""
         kept = self._mine("parameter", "buffer")
         faults = []
         for port in kept:
@@ -98,7 +99,7 @@ class Loaded:
         return found
 
     def _mine(self, *kinds: str) -> list[Port]:
-        """The ports of these kinds whose values live on this rank: of pipeline stages, its own."""
+        """The ports of these kinds whose values are stored on this rank: of pipeline stages, its own."""
         return [port for port in self.program.inputs if port.kind in kinds and self.program.owns(port.key, self.coordinates)]
 
     def _tile(self, weights: TensorFile, name: str, port: Port) -> Tensor:
@@ -117,20 +118,20 @@ class Loaded:
     def _at_home(self, port: Port, tile: Tensor) -> Tensor:
         if port.disk:
             return disk.moved(tile, port.name)
-        on_host = port.kind == "state" and not port.shape  # counts of steps stay there, as torch keeps them
+        on_host = port.kind == "state" and not port.shape  # step counts stay on the CPU, as in torch
         return tile if on_host else host.moved(tile, self.device) if port.host else tile.to(self.device)
 
     def kept(self) -> list[tuple[Port, Tensor | None]]:
-        """The ports of what lives between calls, with this rank's tiles as they are now; None for what it has no part of."""
+        """The ports of values kept between calls, each with this rank's tile as it is now; None if the rank has no part of it."""
         return [(port, self.buffers.get(port.key)) for port in self.program.inputs if port.kind in KEPT]
 
     def learning_rates(self) -> list[float]:
-        """One for each of the optimizer's groups."""
+        """The learning rate of each of the optimizer's groups."""
         names = {name_of(key).partition("."): number for key, number in self.numbers.items()}
         return [float(number) for (group, _, name), number in names.items() if group.isdigit() and name == "lr"]
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
-        """What the optimizer's numbers are from the next call on, by name."""
+        """Sets the optimizer's numbers, by name, from the next call on."""
         for key, tensor in self.numbers.items():
             tensor.fill_(numbers[name_of(key)])
 
@@ -166,7 +167,7 @@ class Loaded:
         return values
 
     def _fit(self, file: TensorFile | None) -> None:
-        """The program at the sizes that the inputs of the next call have."""
+        """Selects the program at the sizes of the next call's inputs; programs are memoised by sizes."""
         shapes = {} if file is None else {name: file.shape(name) for name in file.names}
         sizes = instance.sizes_of(self.general, shapes)
         key = tuple(sizes.values())
@@ -200,7 +201,7 @@ class Loaded:
 
 
 def _without_backward(program: PlainProgram) -> PlainProgram:
-    """A module's program without its backward: nobody asks for gradients here."""
+    """A module's program without its backward: gradients are not needed here."""
 
     def takes_tangents(stage: str) -> bool:
         return stage in program.stages and any(is_a(key, "tangent") for key in program.stages[stage].inputs)

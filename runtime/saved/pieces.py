@@ -1,4 +1,4 @@
-"""A rank's tile of a tensor on disk: which pieces it is, and reading no more than those.
+"""A rank's tile of a tensor on disk as contiguous ranges, and reads of no more than these.
 
     weight on disk     0 1 2 3 4 5 6 7 8 9 10 11        3 * heads 4/tp: rank 1 of 2 has heads 2 and 3 of each third
     this rank's tile       2 3     6 7     10 11        pieces (2, 0, 2), (6, 2, 2), (10, 4, 2)
@@ -30,7 +30,7 @@ class Slices(Protocol):
 
 
 def tile_runs(sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[list[Run]]:
-    """For each dim, the contiguous pieces of a rank's tile."""
+    """For each dim, the contiguous ranges of a rank's tile."""
     return [
         list(_dim_runs(tuple((part.size, tuple((sizes[axis], coordinates[axis]) for axis in part.axes)) for part in parts)))
         for parts in sharding.dims
@@ -39,7 +39,7 @@ def tile_runs(sharding: Sharding, sizes: Mapping[str, int], coordinates: Mapping
 
 @lru_cache(maxsize=4096)
 def _dim_runs(parts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]) -> tuple[Run, ...]:
-    """The pieces of a dim of these parts, each with the (size, coordinate) of the axes that split it. Layers have them in common."""
+    """The ranges of a dim with these parts: (size, (size, coordinate) of each axis that splits it). Memoised: layers share them."""
     sizes = {f"{at}.{axis}": size for at, (_, axes) in enumerate(parts) for axis, (size, _) in enumerate(axes)}
     coordinates = {f"{at}.{axis}": here for at, (_, axes) in enumerate(parts) for axis, (_, here) in enumerate(axes)}
     one = Sharding((tuple(Part("", size, tuple(f"{at}.{axis}" for axis in range(len(axes)))) for at, (size, axes) in enumerate(parts)),))
@@ -74,7 +74,7 @@ def read_tile(file: Slices, name: str, sharding: Sharding, sizes: Mapping[str, i
 
 
 def shared_runs(source: Sequence[Run], target: Sequence[Run]) -> list[Run]:
-    """What two tiles of a dim have in common: (first index in the source's tile, first index in the target's tile, length)."""
+    """The ranges that two tiles of a dim share: (first index in the source's tile, first index in the target's tile, length)."""
     found = []
     for start, at, length in source:
         for other, to, count in target:

@@ -1,4 +1,4 @@
-"""Weights of others' files into a compiled model: each rank reads what its tiles cover, a tensor at a time."""
+"""Pretrained weights loaded into a compiled model: each rank reads the ranges of its tiles, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _EXTRA: Final = "_extra_state"
 
 
 def load(store: Store, weights: Weights, where: str, expected: Callable[[str], bool] = lambda name: True) -> None:
-    """Read all that the model and the files both have; of the rest of the model the names that are `expected` are missing. Raises
-    StateError, before anything is changed, naming what does not fit, and what has no values and is missing; warns of what else is missing,
-    which keeps its values, and of what the model does not have."""
+    """Reads all tensors that both the model and the files have; others of the model count as missing if their names are `expected`. Raises
+    StateError, before anything is changed, naming tensors that do not fit, and missing ones without values; warns of missing ones that keep
+    their values, and of tensors that the model does not have."""
     store.adopt_changes()
     wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA and expected(name)]
     pairs: dict[str, tuple[Held, str]] = {}
@@ -45,7 +45,7 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
 
 
 def put(store: Store, held: Held, weights: Slices, name: str) -> None:
-    """Give a stored tensor what lies under a name: this rank reads its own tile of it."""
+    """Writes the file's tensor `name` to a stored tensor: this rank reads its own tile."""
     home = held.home
     if not isinstance(home, StageTransfers) or home.member or held.lags:
         with torch.no_grad():
@@ -53,7 +53,7 @@ def put(store: Store, held: Held, weights: Slices, name: str) -> None:
 
 
 def begin_again(store: Store, keys: Collection[str]) -> None:
-    """Optimizer state that begins as a copy of one of these parameters is one again."""
+    """Resets optimizer state that begins as a copy of one of these parameters."""
     with torch.no_grad():
         for held in store.held.values():
             if held.of in keys and held.fresh is not None and held.fresh.fill is None:
@@ -61,8 +61,8 @@ def begin_again(store: Store, keys: Collection[str]) -> None:
 
 
 def fill_buffers(store: Store, fill: Callable[[nn.Module], object]) -> None:
-    """Values for what no file holds: buffers of a model from `meta` that state dicts leave out. `fill(module)` is called for each module
-    that has some, with empty buffers on the CPU and parameters on `meta`; it has to write the same on all ranks."""
+    """Fills buffers that no file holds: those of a model from `meta` that state dicts leave out. `fill(module)` is called for each module
+    that has some, with empty buffers on the CPU and parameters on `meta`; it has to write the same values on all ranks."""
     empty = {name for name in store.unfilled if store.find(key_of("buffer", name)) is not None}
     modules = [(path, module) for path, module in store.model.named_modules() if empty & {_name(path, name) for name in module._buffers}]
     for path, module in modules:
@@ -77,7 +77,7 @@ def _name(path: str, name: str) -> str:
 
 
 def _filled(module: nn.Module, fill: Callable[[nn.Module], object]) -> Mapping[str, Tensor]:
-    """What `fill` writes into the buffers of a module, which holds afterwards what it held before."""
+    """The values that `fill` writes into the buffers of a module; the module is restored."""
     held = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
     before = {name: _nothing(value) for name, value in module._buffers.items() if value is not None}
     try:

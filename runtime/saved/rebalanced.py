@@ -1,8 +1,8 @@
-"""Experts of a saved program that move between calls: what `program.rebalance` does, where there is no model.
+"""Expert rebalancing of a saved program between calls: `program.rebalance` where there is no model.
 
-    begin      every expert lies where its number says, in the weights and in saved states
-    between    by the tokens of each expert in the last call, rows of parameters and of their state change ranks, and copies are of others
-    end        before a state is written experts go back
+    begin      every expert is in its own place, by number, in the weights and in saved states
+    between    by the tokens of each expert in the last call, rows of parameters and state move between ranks, and other experts are copied
+    end        before a state is written experts return to their places
 
 `meshc run --rebalance-every N` asks for it; a program can do it that was compiled with `expert_placement="movable"`.
 """
@@ -30,7 +30,7 @@ from meshc.runtime.state.held import inverse
 
 
 class Placement:
-    """Where the experts of each layer lie, as all ranks know. Raises StateError for a program whose experts stay."""
+    """The places of each layer's experts, equal on all ranks. Raises StateError for a program whose experts cannot move."""
 
     def __init__(self, loaded: Loaded, path: str) -> None:
         self.loaded, program = loaded, loaded.general
@@ -51,13 +51,13 @@ class Placement:
         self.rows = {layer: _rows(program, layer, count) for layer, count in layers.items()}
         copies = {port.key: port.shape[1] for port in program.inputs if port.name.endswith(COPIES)}
         self.spare = {layer: copies.get(_key(layer, COPIES), 0) for layer in layers}
-        """By layer how many places a rank has for copies."""
+        """Places for copies on a rank, by layer."""
         self.spread = {
             layer: Spread(tuple(range(count)), (-1,) * (self.groups[layer] * self.spare[layer])) for layer, count in layers.items()
         }
 
     def by_load(self, found: Mapping[str, Tensor]) -> Report:
-        """By the tokens that a call has counted, which every rank has whole. All ranks call it."""
+        """Moves experts by the tokens that a call has counted, which every rank has whole. All ranks call it."""
         loads = {layer: [float(load) for load in found[key_of("metric", ROUTED + layer)].tolist()] for layer in self.spread}
         layers = [
             planned(
@@ -72,7 +72,7 @@ class Placement:
         return Report(tuple(layers))
 
     def home(self) -> None:
-        """Every expert where its number says."""
+        """Moves every expert back to its own place."""
         for layer, spread in self.spread.items():
             if list(spread.slots) != sorted(spread.slots):
                 self._move(layer, Spread(tuple(sorted(spread.slots)), (-1,) * len(spread.copies)))
@@ -82,7 +82,7 @@ class Placement:
         return sum(reorder.received_bytes(_lies(port), mesh, source, port.dtype.itemsize) for port in self.rows[layer])
 
     def _source(self, layer: str, wanted: Sequence[int]) -> list[int]:
-        """By slot in which the expert lies now that comes to lie there."""
+        """For each slot, the present slot of the expert that moves there."""
         return [self.spread[layer].slots[expert] for expert in inverse(wanted)]
 
     def _move(self, layer: str, wanted: Spread) -> None:
@@ -104,7 +104,7 @@ def _key(layer: str, name: str) -> str:
 
 
 def _rows(program: PlainProgram, layer: str, experts: int) -> list[Port]:
-    """What has a row for each expert of a layer: parameters, and state of these. Raises StateError for state that mixes them."""
+    """The ports with a row for each expert of a layer: parameters and their state. Raises StateError for state that mixes experts."""
     names = {f"{layer}.{name}".lstrip(".") for name in WEIGHTS}
     of = {"parameter": lambda port: port.name, "state": lambda port: port.of}
     found = [port for port in program.inputs if port.kind in of and of[port.kind](port) in names]

@@ -1,11 +1,11 @@
-"""The optimizer's numbers of each step of `meshc run`, from a file: a schedule that was worked out beforehand.
+"""Schedule of the optimizer's numbers (learning rates) for `meshc run`, read from a file.
 
     {"step": 0, "lr": 1e-5}                                a row holds from its step on, until the next row's
     {"step": 100, "lr": [3e-4, 1e-4], "weight_decay": 0.1} a number is every group's, a list has one for each
     {"step": 200, "1.lr": 0.0}                             or the name that `meshc show` prints: group 1's
 
 The file has a row a line, or is a JSON list of rows. Steps are the program's own, which a saved state goes on counting, so one file serves
-a job that is resumed. A number that no row has named yet is the one that the program was saved with.
+a resumed job too. A number that no row has named yet has the value that the program was saved with.
 Numbers of Python that the program takes are named as it names them: {"step": 0, "model.temperature": 1.0}.
 """
 
@@ -23,8 +23,8 @@ from meshc.program.program import PlainProgram
 
 
 class NumbersByStep:
-    """What the optimizer's numbers are at each step. Raises InputError naming every fault of the file, StateError for numbers that the
-    program was not compiled for."""
+    """The optimizer's numbers at each step. Raises InputError naming every fault of the file, StateError for numbers that the program was
+    not compiled for."""
 
     def __init__(self, path: str | Path, program: PlainProgram) -> None:
         self.path = path
@@ -74,8 +74,8 @@ class NumbersByStep:
         return found
 
     def _check_guards(self, program: PlainProgram) -> None:
-        """What Python branched on, the optimizer's or the model's (its numbers are of no group: -1), is compiled in: a number on the other
-        side of the branch needs another program."""
+        """Raises StateError for a number on the other side of a compiled-in branch of Python code, the optimizer's or the model's (whose
+        numbers have group -1)."""
         faults = []
         for group, number, relation, constant in program.info.get("guards", []):
             name = number if group < 0 else f"{group}.{number}"

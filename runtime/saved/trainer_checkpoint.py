@@ -1,14 +1,14 @@
-"""Checkpoints of transformers' Trainer that a compiled model's training goes on from.
+"""Checkpoints of transformers' Trainer from which a compiled model's training is resumed.
 
     checkpoint-20/   model.safetensors, trainer_state.json      the Trainer's own
-                     optimizer.pt, scheduler.pt                 whole tensors, in the form in which the Trainer reads them
-                     rng_state_0.pth, rng_state_1.pth, ..       each rank's, likewise
+                     optimizer.pt, scheduler.pt                 whole tensors, in the form that the Trainer reads
+                     rng_state_0.pth, rng_state_1.pth, ..       of each rank, likewise
 
-The Trainer saves an optimizer on one rank, where it has a part of its state, and therefore refuses to. What writes it here is called on
-every rank: state is brought together, and rank 0 writes it. It stands for the Trainer's own function, in a Trainer whose model is compiled
-when it is made (`meshc/frontend/stock_trainer.py`); or it is called behind what the Trainer writes with `save_only_model=True`. Resuming is
-the Trainer's own; what it reads are whole tensors, which become the ranks' parts (`runtime/state/whole_state.py`). The file imports
-transformers, and is imported where somebody asks for the callback, or a Trainer is made.
+The Trainer would save an optimizer on one rank, which has a part of its state, so it refuses to. Here every rank calls the function: state
+is gathered, and rank 0 writes it. It replaces the Trainer's own function in a Trainer that is created with a compiled model
+(`meshc/frontend/stock_trainer.py`); or it is called after the Trainer has saved with `save_only_model=True`. Resuming is the Trainer's own:
+it reads whole tensors, which are split over ranks (`runtime/state/whole_state.py`). The file imports transformers, and is imported only
+where the callback is requested, or a Trainer is created.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ SCHEDULER: Final = "scheduler.pt"
 
 
 class TrainerCheckpoint(TrainerCallback, ExportableState):
-    """What `meshc.trainer_checkpoints` returns. It holds the store of the model that is trained."""
+    """The callback that `meshc.trainer_checkpoints` returns. `store`: of the model in training."""
 
     def __init__(self) -> None:
         self.store: Store | None = None
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer keeps of it in `trainer_state.json`: which random numbers come next."""
+        """The callback's entry in `trainer_state.json`: seed and step of the next random numbers."""
         draws = {} if self.store is None else {"seed": self.store.seed, "step": self.store.step}
         return {"args": {}, "attributes": {"draws": draws}}
 
     def on_train_begin(self, args: Any, state: Any, control: object, model: nn.Module, lr_scheduler: Any, **kwargs: object) -> None:
-        """Raises StateError for a model that is not compiled, and if what is gone on from was not written to its end."""
+        """Restores seed and step. Raises StateError for a model that is not compiled, or a checkpoint that is incomplete."""
         self.store = next((store for store in map(store_of, model.modules()) if store is not None), None)
         if self.store is None:
             raise StateError(
                 f"meshc.trainer_checkpoints() saves the optimizer of a compiled model, and this {type(model).__name__} is not compiled\n"
                 "  what to do: leave the callback out, or meshc.compile(model, mesh, ...) in front of the Trainer"
             )
-        state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # what is gone on from may be of a model without it
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # the checkpoint may be of a model without the callback
         if not state.global_step:
             return
         folder = _folder(args, state)
@@ -73,7 +73,7 @@ class TrainerCheckpoint(TrainerCallback, ExportableState):
         self.store.seed, self.store.step = draws.get("seed", self.store.seed), draws.get("step", self.store.step)
 
     def on_save(self, args: Any, state: Any, control: object, optimizer: Any, lr_scheduler: Any, **kwargs: object) -> None:
-        """Behind the Trainer's own writing, on every rank; where that has left the rest out."""
+        """Called after the Trainer has saved, on every rank; with `save_only_model` writes optimizer, schedule and random states."""
         if args.save_only_model:
             folder = _folder(args, state)
             folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ class TrainerCheckpoint(TrainerCallback, ExportableState):
 
 
 def save_by_all(trainer: Any) -> None:
-    """In place of the Trainer's own function, which it calls on every rank."""
+    """Replaces the Trainer's own function to save optimizer and schedule, which it calls on every rank."""
     if not any(isinstance(one, TrainerCheckpoint) for one in trainer.callback_handler.callbacks):
         trainer.add_callback(TrainerCheckpoint())
 
@@ -93,9 +93,9 @@ def save_by_all(trainer: Any) -> None:
 
 
 def save_optimizer_and_scheduler(folder: Path, optimizer: Any, lr_scheduler: Any, should_save: bool) -> None:
-    """On every rank, of which one writes."""
-    whole = optimizer.state_dict()  # on the host of each rank: who asks is known by the name of this function
-    dist.barrier()  # what the optimizer's file stands for is there when it is
+    """Gathers the optimizer's state on every rank; the rank with `should_save` writes it. All ranks call it."""
+    whole = optimizer.state_dict()  # on the host of each rank: the caller is recognised by this function's name
+    dist.barrier()  # the optimizer's file appears last: its presence means that the checkpoint is complete
     if should_save:
         torch.save(lr_scheduler.state_dict(), folder / SCHEDULER)
         torch.save(whole, folder / f"{OPTIMIZER}.tmp")
@@ -108,6 +108,6 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 def _generators() -> dict[str, Any]:
-    """Of this process, as the Trainer has them."""
+    """Random states of this process, in the Trainer's form."""
     found = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
     return {**found, "cuda": torch.cuda.random.get_rng_state_all()} if torch.cuda.is_available() else found

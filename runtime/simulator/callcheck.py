@@ -1,12 +1,12 @@
-"""Do the passes before there are operators keep the meaning? The graph of torch's calls, on seeded values, against the one before it.
+"""Translation validation of passes over torch calls: the graph after each pass against the one before, on seeded values.
 
-    capture      h = tag_activation_checkpoint(body, x, w)          what it gives and writes, in double precision, is the truth
-    autocast     its casts, in a precision in which none loses anything; on the mesh's own device also in the precision that it says
+    capture      h = tag_activation_checkpoint(body, x, w)          its results and writes, in double precision, are the truth
+    autocast     its casts, in double, where none loses anything; on the mesh's own device also in the graph's precision
     inline       h = gelu(linear(x, w))
-    raise        y = dropout(h, 0.1, seed_step=s, call=0)           draws what the reference draws for torch's own call
+    raise        y = dropout(h, 0.1, seed_step=s, call=0)           draws as the reference does for torch's own call
 
-Two precisions, since each misses what the other finds: in double the graphs agree to its last digits, whatever is cast; in the graph's own
-the casts themselves are compared, which one can do where the machine that compiles has the kernels of the region's device.
+Each precision misses faults that the other finds: in double the graphs agree to the last digits, whatever is cast; in the graph's own
+precision the casts themselves are compared, if the compiling machine has the kernels of the region's device.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ DOUBLE: Final = {
 }  # fmt: skip
 METHODS: Final = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble"}
 TOLERANCE: Final = {True: 1e-9, False: 1e-2}
-"""In double precision, and in the graph's own, whose lower precision is that of bfloat16."""
+"""Allowed error in double precision (True), and in the graph's own, which may be bfloat16 (False)."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """given  tensors that the graph returns;  left  what became of those that it reads, which it may write into, by id"""
+    """given  tensors that the graph returns;  left  its inputs and attributes after the run, which it may write into, by id"""
 
     given: list[Tensor]
     left: dict[int, Tensor]
@@ -52,11 +52,11 @@ class Outcome:
 
 @dataclass
 class CallCheck:
-    """Made once for a compilation; called after each pass that has changed the graph.
+    """One per compilation; `check` is called after each pass that has changed the graph.
 
-    values  what stands for each fake tensor of the graph, in its own dtype, by id: a pass may call it by another name
-    held    keeps these alive, and with them their ids
-    truth   by precision (double or not), what the first graph gave and wrote
+    values  value of each fake tensor of the graph, in its own dtype, by id, since passes may rename it
+    held    keeps the fake tensors alive, and with them their ids
+    truth   outcome of the first graph, by precision (double or not)
     """
 
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class CallCheck:
     truth: dict[bool, Outcome] = field(default_factory=dict)
 
     def check(self, name: str, model: TorchGraph, device: str) -> None:
-        """VerifyError: `name` is the pass that has left the graph. `device`: the type of the mesh's."""
+        """Raises VerifyError if the graph after the pass `name` has another outcome. `device`: device type of the mesh."""
         precisions = tuple(self.truth) or ((True, False) if _casts_here(model.module, device) else (True,))
         for double in precisions:
             found = _run(model, double, self._value)
@@ -80,7 +80,7 @@ class CallCheck:
                     _compare(name, "a tensor that the model writes into", value, truth.left[key], double)
 
     def _value(self, fake: object, positive: bool = False) -> object:
-        """What stands for an input or an attribute. `positive`: it may be a variance."""
+        """The value of an input or an attribute. `positive`: without negative entries, as for a variance."""
         if isinstance(fake, torch.SymInt):
             return _size(fake)
         if not isinstance(fake, FakeTensor):
@@ -100,7 +100,7 @@ def _compare(name: str, what: str, value: Tensor, wanted: Tensor, double: bool) 
 
 
 def _size(extent: object) -> Any:
-    """Of the example that was captured."""
+    """The size in the captured example."""
     return extent.node.hint if isinstance(extent, torch.SymInt) else extent
 
 
@@ -114,14 +114,14 @@ def _drawn(fake: Tensor, number: int, positive: bool) -> Tensor:
 
 
 def _casts_here(module: GraphModule, device: str) -> bool:
-    """Whether it has regions of autocast, all for kernels that this machine and the mesh have."""
+    """Whether a graph has regions of autocast, all for the CPU, as the mesh is."""
     bodies = [body for body in module.modules() if isinstance(body, GraphModule)]
     regions = [node for body in bodies for node in body.graph.find_nodes(op="call_function", target=ENTER)]
     return bool(regions) and device == "cpu" and all(node.args[0] == "cpu" for node in regions)
 
 
 def _run(model: TorchGraph, double: bool, value: Value) -> Outcome:
-    """What the graph gives, and what is left of the tensors that it may write into."""
+    """Runs the graph on copies of its values; returns its results, and the copies after the run."""
     copies: dict[int, Tensor] = {}
 
     def fresh(fake: object, positive: bool = False) -> object:
@@ -139,7 +139,7 @@ def _run(model: TorchGraph, double: bool, value: Value) -> Outcome:
 
 
 def _filled(module: GraphModule, double: bool, fresh: Value) -> GraphModule:
-    """A copy that holds values, its bodies likewise; `double`: with the dtypes that it asks for in double precision, and no autocast."""
+    """A copy with values for its attributes, nested bodies included. `double`: its dtypes in double precision, and without autocast."""
     held: dict[str, Any] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
@@ -164,11 +164,11 @@ def _wider(argument: Any) -> Any:
 
 
 def _nothing() -> None:
-    """In the place of a region's beginning or end."""
+    """Replaces a region's beginning or end."""
 
 
 class _Calls(Interpreter):
-    """Runs a graph of torch's calls. What draws is given the reference's draws."""
+    """Runs a graph of torch's calls, with the reference's random draws."""
 
     def __init__(self, module: GraphModule, random: ReferenceRandom) -> None:
         super().__init__(module)

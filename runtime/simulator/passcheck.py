@@ -1,7 +1,7 @@
-"""Does a pass keep the meaning? The program after it, on seeded values, against the program before it.
+"""Translation validation of each pass: the program after it, on seeded values, against the program before it.
 
-Before there are operators it is the graph of torch's calls (`callcheck.py`). Before `partition` the graph runs on one device; after it, on
-simulated ranks; the truth is what the first graph with gradients gives.
+Before lowering to operators the graph of torch's calls is checked (`callcheck.py`). Before `partition` the graph runs on one device; after
+it, on simulated ranks; the truth is the result of the first graph with gradients.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from meshc.runtime.simulator.simulation import first_microbatch, simulate
 from meshc.runtime.simulator.verify import FLOOR, error
 
 TOLERANCE, LOW_TOLERANCE = 1e-4, 3e-2
-"""Single-precision programs of any depth stay below the first, those that compute in lower precision below the second, since ranks add up
-parts that were rounded; a pass that breaks one does not."""
+"""Correct single-precision programs of any depth stay below the first, those in lower precision below the second, since ranks add up
+rounded parts; programs broken by a pass do not."""
 LOW = (torch.float16, torch.bfloat16)
 
 NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "betas_0": 0.9, "betas_1": 0.999, "eps": 1e-8, "momentum": 0.9}
 
 
 class PassCheck:
-    """Made once for a compilation; called after each pass that changed what would be run."""
+    """One per compilation; called after each pass that has changed the program."""
 
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
@@ -42,24 +42,24 @@ class PassCheck:
         self.tolerance = TOLERANCE
 
     def begin_again(self) -> None:
-        """What is checked from here on is another program."""
+        """Forgets all values and truths, for another program."""
         self.values, self.truth, self.calls = {}, {}, CallCheck()
 
     def check_calls(self, name: str, model: TorchGraph, device: str) -> None:
-        """The graph of torch's calls, before there are operators."""
+        """Checks the graph of torch's calls, before lowering to operators."""
         self.calls.check(name, model, device)
 
     def check_graph(
         self, name: str, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], constants: Mapping[str, torch.Tensor]
     ) -> None:
-        """The global view, on one device."""
+        """Checks the global-view graph, on one device."""
         self._draw(inputs, constants)
         if any(one.dtype in LOW for node in graph.nodes if has_record(node) for one in records(node)):
             self.tolerance = LOW_TOLERANCE
         self._compare(name, interpret(graph, inputs, outputs, self.values))
 
     def check_program(self, name: str, program: PlainProgram, parts: Parts | None) -> None:
-        """What each rank runs, on simulated ranks. One that is to run in microbatches has no order before these are stages."""
+        """Checks the per-rank program, on simulated ranks. A program in microbatches is skipped until these are stages with a schedule."""
         self._draw(program.inputs, program.constants)
         ordered = bool(program.schedule) or program.pipeline is not None
         if ordered or program.microbatches == 1:
@@ -72,7 +72,7 @@ class PassCheck:
                 self.values[port.key] = _value(port, constants)
 
     def _first(self, program: PlainProgram, parts: Parts | None) -> tuple[PlainProgram, dict[str, torch.Tensor]]:
-        """The program and its values; of a step that is the mean of its microbatches, the first, which is what earlier passes have."""
+        """The program and its values; for a step that is the mean of its microbatches, its first microbatch, as in earlier passes."""
         if parts is None:
             return program, self.values
         inputs = [port.key for port in program.inputs if port.kind == "input"]
@@ -82,7 +82,7 @@ class PassCheck:
         return first_microbatch(program), {**self.values, **whole}
 
     def _compare(self, name: str, found: Mapping[str, torch.Tensor]) -> None:
-        """With the truth; of what is not known yet, this is it. VerifyError: it names the pass and the worst output."""
+        """Compares `found` with the truth; outputs without one become it. Raises VerifyError with the pass and the worst output."""
         worst, worst_key = 0.0, ""
         for key, value in found.items():
             if key not in self.truth:
@@ -100,7 +100,7 @@ class PassCheck:
 
 
 def interpret(graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Run a global-view graph on one device."""
+    """Runs a global-view graph on one device; returns outputs by key."""
     env: dict[Node, Argument] = {}
     ports = iter(inputs)
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""A copy of the model on one device, and of its inputs, for what a program is compared with."""
+"""Reference copy of the model and its inputs on one device, for comparisons with a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Tree = TypeVar("Tree")
 
 
 def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, double: bool) -> nn.Module:
-    """A copy on the CPU, with `values` for its parameters where given (a compiled module holds DTensors)."""
+    """A copy on the CPU, with `values` for its parameters if given (a compiled module holds DTensors). Raises StateError if the module
+    cannot be copied, or has no values."""
     memo: dict[int, torch.Tensor] = {}
     empty = [name for name, held in (*module.named_parameters(), *module.named_buffers()) if held.is_meta]
     if empty and values is None:
@@ -33,7 +34,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     for name, buffer in module.named_buffers():
         full = buffer.detach() if values is None else values.get(name, untouched(buffer) if is_where(name) else buffer)
         memo[id(buffer)] = full.detach().cpu().clone()
-    for child in module.modules():  # what earlier calls leave behind: the weight of torch.nn.utils.weight_norm, a list that forward fills
+    for child in module.modules():  # left by earlier calls: the weight of torch.nn.utils.weight_norm, a list that forward fills
         computed = [value for value in trees.leaves(vars(child)) if isinstance(value, torch.Tensor) and not value.is_leaf]
         memo.update({id(value): value.detach().cpu().clone() for value in computed})
     known = dict(memo)
@@ -47,14 +48,14 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
 
 
 def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Exception) -> str:
-    """What to say of a model that cannot be copied: which of its attributes cannot, if it is one of them."""
+    """Message for a model that cannot be copied; names the attribute at fault, if there is one."""
     what = "the model"
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             try:
                 if name not in ("_parameters", "_buffers", "_modules"):
                     copy.deepcopy(value, dict(memo))
-            except Exception:  # any class of error: what is asked is only whether it can be copied
+            except Exception:  # any class of error: only whether it can be copied matters
                 what = f"{path}.{name}".lstrip(".")
     return (
         f"{what} cannot be copied, and verify compares with a copy of the model: {type(error).__name__}: {error}\n"
@@ -63,7 +64,7 @@ def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Except
 
 
 def widen(module: nn.Module) -> nn.Module:
-    """In double precision: parameters, buffers, and tensors that modules hold beside them."""
+    """Converts a module to double precision: parameters, buffers, and tensors among other attributes."""
     module._apply(lambda t: t.to(WIDER.get(t.dtype, t.dtype)))
     for child in module.modules():
         vars(child).update({name: value.to(WIDER[value.dtype]) for name, value in _plain_tensors(child) if value.dtype in WIDER})
@@ -75,8 +76,8 @@ def _plain_tensors(child: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 class Held:
-    """What a model holds, to be put back after calls of it: values of its parameters and buffers, which buffers and attributes there are
-    (one that makes a buffer when it first needs it, or another of the size of its input, has that by then)."""
+    """A snapshot of a model, restored by `put_back` after calls of it: values of parameters and buffers, and the set of buffers and
+    attributes (calls may create a buffer, or replace it by one of the input's size)."""
 
     def __init__(self, module: nn.Module) -> None:
         self.values = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
@@ -100,7 +101,7 @@ class Held:
 
 
 def widen_inputs(tree: Tree, double: bool) -> Tree:
-    """A copy: the reference may change its inputs, and leaves gradients with them."""
+    """A copy of inputs, widened if `double`: the reference may change its inputs, and sets gradients on them."""
 
     def wide(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):

@@ -1,9 +1,9 @@
-"""How far a model's own results move on one device if every operator rounds otherwise; no comparison in that precision tells more.
+"""Rounding sensitivity of the model on one device by Monte Carlo arithmetic: the least bound that a comparison can have.
 
-A norm over few values (batch norm over four images of one pixel) takes x - mean of values that are nearly equal: what was a rounding in the
-last place is a large part of the difference, and the next layers have that as their input. So two right programs that add in another order
-differ by hundreds of units in the last place. The reference is run some times more, each rounded result changed by up to one unit in the
-last place at random (Monte Carlo arithmetic, Parker 1997); programs were found to differ by at most 1.5 times what that shows.
+A norm over few values (batch norm over four images of one pixel) computes x - mean of values that are nearly equal: a rounding in the last
+place becomes a large part of the difference, the input of the next layers. So two correct programs that add in another order differ by
+hundreds of units in the last place. The reference is run some times more, each rounded result changed by up to one unit in the last place
+at random (Monte Carlo arithmetic, Parker 1997); correct programs were found to differ by at most 1.5 times the movement that this shows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from meshc.private import OpOverload, TorchDispatchMode
 
 RUNS: Final = 3
 TIMES: Final = 4
-"""A program may differ by so many times what the model's own results move."""
+"""Factor on the movement of the model's own results by which a program may differ."""
 MOST: Final = 50
-"""But outputs and gradients, and what the first step makes of them, by no more than so many times the usual bound: beyond that a fault
-could hide. Parameters that an update leaves, and what follows from them, have no such limit: what they follow from is judged by itself."""
+"""Factor on the usual bound that outputs, gradients and the first step's results may not exceed in any case: beyond it a fault could hide.
+Updated parameters, and results of later steps, have no such limit: the gradients behind them are compared by themselves."""
 
 EXACT: Final = frozenset(
     "_to_copy _unsafe_view abs amax amin cat ceil clone constant_pad_nd copy_ detach embedding fill_ flip floor gather index index_select "
     "lift_fresh masked_fill masked_fill_ max max_pool2d_with_indices max_pool2d_with_indices_backward min neg relu relu_ repeat roll round "
     "scatter select_backward sign slice_backward sort stack threshold_backward topk tril triu where zero_".split()
 )
-"""Operators that round nothing."""
+"""Operators that do not round."""
 
 
 class Perturbed(TorchDispatchMode):
-    """Each rounded result changes by up to one unit in the last place, at random from `seed`."""
+    """Changes each rounded result by up to one unit in the last place, at random from `seed`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""Memory that values share, as a program says it (`meshc/ir/sharing.py`), played on one simulated rank.
+"""Shared memory of values (`meshc/ir/sharing.py`), played on one simulated rank.
 
-    flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])              a and b are put into the memory of flat when they are made
-    r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")        flat is r from here on
+    flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])              a and b are computed into the memory of flat
+    r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")        flat has the values of r from here on
 
-What a stage keeps belongs to what lies there next (`meshc/program/kept.py`), and to its next call: nothing is left there by then. So a
-program that reads what another line has written over, or whose result lies in what is kept, gives other numbers here as it would on ranks.
+Kept memory is reused by the next value placed there (`meshc/program/kept.py`), and by the stage's next call; here it is overwritten before.
+So a program that reads overwritten values, or whose result shares kept memory, computes other numbers here, as it would on ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from meshc.program.packing import pieces
 
 
 class SharedMemory:
-    """Of one run of a stage on one rank."""
+    """Shared memory of one run of a stage on one rank."""
 
     def __init__(self, graph: Graph) -> None:
         self.pieces = pieces(graph)
         self.wholes: dict[Node, torch.Tensor] = {}
-        """Memory that parts are made in, by the `cat` that has it."""
+        """Memory in which parts are computed, by its `cat`."""
         self.before = {node: earlier for values in places(graph) for earlier, node in pairwise(values)}
-        """By what lies in kept memory, what lay there before it."""
+        """Value in kept memory -> the value that had this memory before."""
         self.kept: dict[Node, torch.Tensor] = {}
 
     def place(self, node: Node, made: object, env: Mapping[Node, object]) -> object:
-        """A value that has just been made, in the memory that is said to have it. `env`: the values of its operands."""
+        """A value that has just been computed, moved into the memory that the program gives it. `env`: the values of its operands."""
         if not isinstance(made, torch.Tensor):
             return made
         if node in self.pieces:
@@ -52,7 +52,7 @@ class SharedMemory:
         return made
 
     def _begin(self, node: Node) -> None:
-        """What a value is about to be made in no longer has what it had."""
+        """Overwrites the previous value of the memory in which `node` is about to be computed."""
         if node in self.before:
             _forget(self.kept.pop(self.before[node], None))
 
@@ -64,7 +64,7 @@ class SharedMemory:
         return there.copy_(made)
 
     def leave(self) -> None:
-        """The stage is over: its next call has what is kept."""
+        """Ends the stage: kept memory is overwritten, as by its next call."""
         for memory in self.kept.values():
             _forget(memory)
 

@@ -1,8 +1,8 @@
-"""All ranks in one process, in lock step: what a program does, without a process group.
+"""Simulation of all ranks in one process, in lock step, without a process group.
 
 Each rank is a coroutine that stops at every collective. The scheduler lets ranks run until they stop, performs a collective when all
-members of its group have arrived at the same one, and says who waits for whom when nobody can go on. Padding that a program does not claim
-to be zero is filled with NaN, so a mask that is missing shows.
+members of its group have arrived at it, and reports which rank waits for which when none can go on. Padding that a program does not claim
+to be zero is filled with NaN, so that a missing mask shows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Letter:
-    """What a rank posts to another, which it does not wait for. `name` says what it is."""
+    """A message from one rank to another; the sender does not wait. `name`: the keys of its values."""
 
     sender: int
     receiver: int
@@ -61,7 +61,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank's stop until a letter has come. Letters of one sender are read in the order in which they were posted."""
+    """A rank's stop until a letter has arrived. Letters of one sender are read in the order in which they were posted."""
 
     receiver: int
     sender: int
@@ -72,10 +72,10 @@ class Wait:
 
 
 Observer = Callable[[Node, list[object]], None]
-"""Is told of a node's values, by rank, when all ranks have theirs."""
+"""Called with a node and its values by rank, once all ranks have computed it."""
 Stop = Meeting | Letter | Wait
 Answer = torch.Tensor | tuple[torch.Tensor, ...] | None
-"""What a rank goes on with: what a collective gives it, what a letter brings, nothing."""
+"""The value with which a rank resumes: the result of a collective, the values of a letter, or None."""
 Given = TypeVar("Given")
 RankProgram = Generator[Stop, Answer, Given]
 
@@ -115,7 +115,7 @@ def run_stage(
 
 
 def lock_step(ranks: Sequence[RankProgram[Given]], mesh: Mesh) -> list[Given]:
-    """Run rank coroutines to their end, performing collectives as all members arrive and handing letters over as they are waited for."""
+    """Runs rank coroutines to their end: performs collectives once all members have arrived, delivers letters. Raises DeadlockError."""
     waiting: dict[int, Meeting | Wait] = {}
     results: dict[int, Given] = {}
     letters: dict[tuple[int, int], list[Letter]] = {}
@@ -161,7 +161,7 @@ def lock_step(ranks: Sequence[RankProgram[Given]], mesh: Mesh) -> list[Given]:
 def _ready(
     mesh: Mesh, rank: int, stop: Meeting | Wait, waiting: Mapping[int, Meeting | Wait], letters: Mapping[tuple[int, int], list[Letter]]
 ) -> list[int]:
-    """The ranks that can go on together with this one; none if it has to wait."""
+    """The ranks that can go on together with this one; empty if it has to wait."""
     if isinstance(stop, Wait):
         return [rank] if letters.get((stop.sender, rank)) else []
     members = _group(mesh, rank, stop.axes)
@@ -187,7 +187,7 @@ def _group(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
 
 
 def perform(meeting: Meeting, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-    """What a collective gives each member, in member order. `counts`: the sizes of its axes."""
+    """The result of a collective for each member, in member order. `counts`: the sizes of its axes."""
     if meeting.kind not in _GIVES:
         raise DeadlockError(f"unknown collective {meeting.kind}")
     return _GIVES[meeting.kind](tensors, counts, *meeting.rest)
@@ -229,7 +229,7 @@ def _from_zigzag(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: in
 
 
 def _in_zigzag(tile: int, ranks: int) -> torch.Tensor:
-    """Of tiles one behind the other the positions, as they lie in zigzag order."""
+    """The positions of concatenated tiles in zigzag order."""
     halves = [half for place in range(ranks) for half in zigzag_halves(tile * ranks, ranks, place)]
     return torch.cat([torch.arange(start, start + length) for start, length in halves])
 
@@ -237,7 +237,7 @@ def _in_zigzag(tile: int, ranks: int) -> torch.Tensor:
 def _halo(
     tiles: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int], fill: float
 ) -> list[torch.Tensor]:
-    """The whole dim put together, with as much around it as windows reach, and each rank's window of it."""
+    """Concatenates the whole dim, extended by as much as windows reach, and returns each rank's window of it."""
     real = [tile.narrow(dim, 0, count) for tile, (_, count) in zip(tiles, tile_bounds(size, counts), strict=True)]
     starts = window_starts(window, counts)
     before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
@@ -248,7 +248,7 @@ def _halo(
 
 
 def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, size: int, window: Sequence[int]) -> list[torch.Tensor]:
-    """All windows added up in the whole dim, with as much around it as they reach; then each rank's tile, its padding zero."""
+    """Adds up all windows in the whole dim, extended by as much as they reach, and returns each rank's tile, its padding zero."""
     starts = window_starts(window, counts)
     before, after = max(0, -min(starts)), max(0, max(starts) + window[3] - size)
     shape = list(tensors[0].shape)
@@ -265,7 +265,7 @@ def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, 
 
 
 def _chosen(choice: torch.Tensor, each: int, ranks: int) -> list[torch.Tensor]:
-    """Of each rank, which rows have a choice there."""
+    """For each rank a mask of the rows with a choice among its `each` experts."""
     return [((choice >= rank * each) & (choice < (rank + 1) * each)).any(-1, keepdim=True) for rank in range(ranks)]
 
 
@@ -289,7 +289,7 @@ _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_to_all": _all_to_all, "ring_shift": _ring_shift, "halo": _halo, "halo_sum": _halo_sum,
     "to_zigzag": _to_zigzag, "from_zigzag": _from_zigzag, "gather_rows": _gather_rows, "scatter_rows": _scatter_rows,
 }  # fmt: skip
-"""By kind: what the members' tensors give, the sizes of the axes, and what else the collective was called with."""
+"""By kind: function of the members' tensors, the sizes of the axes, and the collective's other arguments."""
 
 
 def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
@@ -310,7 +310,7 @@ def rank_program(
     """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
     env: dict[Node, object] = {}
     dead = dying(last_reads(stage.graph.nodes))
-    memory = SharedMemory(stage.graph) if note is None else None  # what is looked at, perhaps later, is as it was made
+    memory = SharedMemory(stage.graph) if note is None else None  # observed values must not be overwritten
 
     def value(argument: object) -> object:
         if isinstance(argument, Node):
@@ -324,7 +324,7 @@ def rank_program(
         if node.op == "output":
             if memory is not None:
                 memory.leave()
-            return cast(list[torch.Tensor], [value(item) for item in node.args[0]])  # several results are taken apart before they leave
+            return cast(list[torch.Tensor], [value(item) for item in node.args[0]])  # results are single tensors here
         result: object
         if node.op == "placeholder":
             result = next(placeholders)
@@ -351,7 +351,7 @@ def rank_program(
 
 
 def _called(stage: Stage, node: Node, args: Sequence[object], kwargs: Keywords) -> object:
-    """What an operator gives; of a stage that was read from a text, after its guard, and an error names the line."""
+    """The result of an operator; in a stage that was read from a text, its guard runs first, and errors name the line."""
     target: Function = node.target  # type: ignore[assignment]  # a stage has calls of functions alone
     if stage.origin is None:
         return target(*args, **kwargs)
@@ -364,7 +364,8 @@ def _called(stage: Stage, node: Node, args: Sequence[object], kwargs: Keywords) 
 
 
 def _refuse_false_fake(node: Node, result: object) -> None:
-    """An operator of a user's library gives what its fake has said that it gives: everything behind it was compiled for that."""
+    """Raises CompileError if an operator of a user's library returns another shape or dtype than its fake, for which the program was
+    compiled."""
     several = result if isinstance(result, list | tuple) else (result,)
     made = [one for one in several if isinstance(one, torch.Tensor)]
     told = [one for one in records(node) if one.dtype is not None]
@@ -383,11 +384,11 @@ def _told(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
 
 
 def _poison(node: Node, value: object, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> object:
-    """NaN in all padding that is not claimed to be zero."""
+    """`value` with NaN in all padding that is not claimed to be zero."""
     found = node.meta.get("meshc")
     if not isinstance(found, Record) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    sharding = None if found.used is not None else found.sharding  # rows that are not there have no padding
+    sharding = None if found.used is not None else found.sharding  # used rows have no padding
     return value if sharding is None else fill_padding(value, sharding, coordinates, sizes)
 
 

@@ -1,4 +1,4 @@
-"""A whole program on simulated ranks: its schedule over global values, and what every rank must agree on."""
+"""Simulation of a whole program: its schedule over global values, and the agreement of ranks on their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait
 
 Values = Mapping[str, torch.Tensor]
 Rows = dict[str, dict[int, torch.Tensor]]
-"""By the key of a whole, what the microbatches have given to it so far."""
+"""Key of an output -> its rows from each microbatch so far."""
 
 
 def simulate(program: PlainProgram, values: Values, *, observe: Observer | None = None, poison: bool = True) -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
 
 
 def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison: bool) -> RankProgram[None]:
-    """One rank's whole list. What it does not own it does not have."""
+    """Runs one rank's whole list of instructions. `env` loses the parameters of other owners."""
     assert program.pipeline is not None
     coordinates = program.mesh.coordinates(rank)
     axis = program.pipeline.axis
@@ -79,7 +79,7 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison
         if step.op in ("join", *ACCUMULATES):
             _collect(program, step, env, rows)
         while late := [key for key in read if key in coming]:
-            message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the first that it posts
+            message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the sender's first
             received = yield from _received(message)
             coming = {key: wait for key, wait in coming.items() if key not in received}
             env.update(received)
@@ -94,14 +94,14 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison
 
 
 def _received(message: Wait) -> RankProgram[dict[str, torch.Tensor]]:
-    """What a letter brings, by key."""
+    """Waits for a letter; returns its values by key."""
     values = yield message
     assert isinstance(values, tuple)
     return dict(zip(message.name.split(", "), values, strict=True))
 
 
 def _collect(program: PlainProgram, step: Instruction, env: dict[str, torch.Tensor], rows: Rows) -> None:
-    """What a microbatch gives to the whole: a term, or its rows of an output."""
+    """Adds a microbatch's result to its total: a term of a sum, or rows of an output."""
     part = env.pop(step.value)
     if step.op in ACCUMULATES:
         env[step.into] = ACCUMULATES[step.op](env[step.into], part) if step.into in env else part
@@ -113,7 +113,7 @@ def _collect(program: PlainProgram, step: Instruction, env: dict[str, torch.Tens
 
 
 def first_microbatch(program: PlainProgram) -> PlainProgram:
-    """The program as if there were no microbatch after the first: where each is a step of its own, what it alone gives to the sums."""
+    """The program with its first microbatch only, for steps that are the mean of their microbatches."""
     schedule = tuple(replace(one, microbatch=0) for one in program.schedule if one.microbatch == 0 or one.op == "start")
     if program.pipeline is None:
         return replace(program, schedule=schedule)
@@ -128,7 +128,7 @@ def _microbatch(item: Action | Send | Recv) -> int:
 
 
 def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """The global value of an output from the tiles of the ranks that have it; every rank's copy must be the same."""
+    """The global value of an output from the tiles of its ranks. Raises VerifyError if two ranks' copies of a tile differ."""
     tiles = {rank: env[port.key] for rank, env in enumerate(ranks) if program.owns(port.key, program.mesh.coordinates(rank))}
     if port.sharding is None:
         return next(iter(tiles.values()))
@@ -143,7 +143,7 @@ def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, torch
 
 
 def _agree(port: Port, rank: int, tile: torch.Tensor, first: torch.Tensor, tiles: Iterable[torch.Tensor]) -> None:
-    """Two ranks' copies of one tile, by the size of all."""
+    """Raises VerifyError if two ranks' copies of one tile differ by more than 1e-6 of the largest entry of all tiles."""
     if torch.equal(tile, first) or torch.equal(torch.nan_to_num(tile), torch.nan_to_num(first)):
         return
     wide = torch.complex128 if first.is_complex() else torch.float64

@@ -1,6 +1,6 @@
-"""What a step leaves behind, in the program and on one device: optimizer state by slot, and what was added to parameters.
+"""Optimizer state and parameter updates of a step, paired for comparison: the program's, and those on one device.
 
-A gradient that is off shows here and not in a few losses. Adam's update is the same for half a gradient; its first moment is not.
+A wrong gradient shows here rather than in a few losses. Adam's update is the same for half a gradient; its first moment is not.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from meshc.ir.keys import is_a, name_of
 
 ROUNDINGS = 4
-"""An update may be off by so many roundings of the parameter that it is added to, however small it is."""
+"""Roundings of the parameter by which an update may be off, however small the update is."""
 
 Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def states(found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Pair]]:
-    """For each slot, by parameter, what the program gives and what the optimizer holds. A slot that torch does not know, and state of a
-    parameter that has had no gradient, is the program's alone."""
+    """For each slot, values by parameter: (the program's, the optimizer's). Slots that torch does not have, and state of parameters without
+    a gradient, are left out."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     held = {id(p): state for member in members for p, state in member.state.items()}
     rows: dict[str, Pair] = {}
@@ -36,7 +36,7 @@ def states(found: Mapping[str, Tensor], module: nn.Module, members: Sequence[tor
 
 
 def updates(before: Mapping[str, Tensor], found: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Pair:
-    """What a step has added to each parameter of `found`: in the program, up to roundings of the parameter, and on one device."""
+    """(the program's update, the update on one device) of each parameter in `found`; differences within ROUNDINGS count as none."""
     given, wanted = {}, {}
     for name, value in found.items():
         mine, old, new = (one.double() if not one.is_complex() else one for one in (value, before[name], after[name]))

@@ -1,4 +1,4 @@
-"""Verify: a program on simulated ranks against the model itself on one device.
+"""Verification of a program on simulated ranks against the model itself on one device.
 
 Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind). The floor matters: some gradients are
 zero in exact arithmetic, and two correct orders of summation differ there by percents.
@@ -45,19 +45,19 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, to
 FLOOR = 1e-3
 NORM = key_of("metric", "grad_norm")
 AMPLIFIED = 100
-"""Parameters that are not updated by SGD may be this much further off: Adam divides a gradient by its own size plus eps, so the rounding of
-one that is zero in exact arithmetic (a key's bias) comes out times lr / eps."""
+"""Factor on the bound for parameters not updated by SGD: Adam divides a gradient by its own size plus eps, so the rounding of a gradient
+that is zero in exact arithmetic (a key's bias) is multiplied by lr / eps."""
 
 SQUARED = 10
-"""Optimizer state may be this much further off: a second moment is a gradient's square."""
+"""Factor on the bound for optimizer state: a second moment is a gradient's square."""
 
 
 @dataclass
 class Report:
     """Largest error per tensor, in the order compared. Bounds are `tolerance`, for updated parameters `amplified` times that.
 
-    moved   by kind and name, how far the model's own result on one device moves with its roundings; known where a usual bound was exceeded
-    single  why it was compared in float32 where float64 was asked for
+    moved   by kind and name, movement of the model's own result on one device under roundings; measured if a usual bound was exceeded
+    single  why float32 was used for a comparison requested in float64
     """
 
     tolerance: float
@@ -69,7 +69,7 @@ class Report:
     played: list[dict[str, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
 
     def simulated(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the program gives for these values; kept while a comparison runs."""
+        """The program's results for these values; kept while a comparison runs."""
         self.played.append(simulate(program, values))
         return self.played[-1]
 
@@ -82,13 +82,13 @@ class Report:
         return all(error <= self.allowed(kind, name) for kind, name, error in self.rows)
 
     def allowed(self, kind: str, name: str = "") -> float:
-        """The bound for a tensor: the usual one of its kind, or what the model's own roundings explain, up to where a fault could hide."""
+        """The bound for a tensor: the usual one of its kind, or TIMES the movement of the model's own result, limited by MOST."""
         usual = self.tolerance * (self.amplified if kind.startswith("parameter") else SQUARED if kind.startswith("state") else 1)
         explained = TIMES * self.moved.get((kind, name), 0.0)
         return max(usual, explained if _follows(kind) else min(explained, MOST * self.tolerance))
 
     def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-        """Compare tensors of one kind, all under one floor."""
+        """Compares tensors of one kind, under one floor. Raises VerifyError if their names differ."""
         if set(found) != set(wanted):
             extra, missing = sorted(set(found) - set(wanted)), sorted(set(wanted) - set(found))
             raise VerifyError(f"{kind}: the program gives {extra} beyond the model, and lacks {missing}")
@@ -109,12 +109,12 @@ class Report:
         return first + self._first() + self._explained() + tabulate(cells, headers=heads)
 
     def _first(self) -> str:
-        """What is wrong before anything else is: what comes after follows from it, and may be further off."""
+        """Text of the first error over its bound: later ones may follow from it, and be larger."""
         wrong = [(kind, name, value) for kind, name, value in self.rows if not value <= self.allowed(kind, name)]
         return f"the first that is too far off, by {wrong[0][2]:.2e}: {wrong[0][0]}, {wrong[0][1]}\n" if wrong else ""
 
     def _explained(self) -> str:
-        """What stands behind errors over the usual bound."""
+        """Text on errors over the usual bound that the model's sensitivity explains."""
         over = [(kind, name) for kind, name, value in self.rows if value > self.allowed(kind) and not value > self.allowed(kind, name)]
         lost = [key for key, moved in self.moved.items() if TIMES * moved > MOST * self.tolerance]
         text = ""
@@ -130,13 +130,13 @@ class Report:
 
 
 def _follows(kind: str) -> bool:
-    """Whether tensors of a kind follow from an update: updated parameters, losses, all of a step behind the first."""
+    """Whether tensors of a kind depend on an update: updated parameters, losses, all of a step behind the first."""
     step = re.search(r"step (\d+)$", kind)
     return kind.startswith(("loss of step", "parameter after step")) or step is not None and int(step[1]) > 0
 
 
 class Movement(Report):
-    """A comparison of the model with itself: what it wants now is held against what it wanted first, and the program is left aside."""
+    """A comparison of a perturbed run of the model with its first run; records the movement in the first report."""
 
     def __init__(self, first: Report) -> None:
         super().__init__(first.tolerance, first.amplified)
@@ -144,7 +144,7 @@ class Movement(Report):
         self._again = iter(first.played)
 
     def simulated(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What it gave the first time: nobody looks at it."""
+        """The program's results of the first run, which are not compared again."""
         return next(self._again)
 
     def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
@@ -156,8 +156,8 @@ class Movement(Report):
 
 
 def compared(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
-    """A comparison; where it exceeds the usual bounds, also how far the model's own results move with its roundings, in as many runs as
-    explain that, or RUNS."""
+    """Runs a comparison; if it exceeds the usual bounds, also measures the movement of the model's own results under roundings, in as many
+    runs as explain the errors, at most RUNS."""
     start = Held(reference.module)
     with double_by_default(reference.double):
         run(reference, report)
@@ -217,10 +217,10 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
 class Reference:
     """The model on one device, as a plain copy, and how to call it.
 
-    parts      how a step that is the mean of its microbatches cuts its inputs
-    perturbed  roundings are changed at random, from this seed (`sensitivity.py`)
-    hooks      what gradients are given to between backward and the optimizer, by parameter
-    numbers    those of Python that are inputs of a program, by name
+    parts      cut of the inputs into microbatches, for a step that is their mean
+    perturbed  seed of random roundings (`sensitivity.py`), if any
+    hooks      hooks on gradients between backward and the optimizer, by parameter
+    numbers    Python numbers that are inputs of the program, by name
     """
 
     module: nn.Module
@@ -236,23 +236,23 @@ class Reference:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """What the model and its backward run under: the draws of a step."""
+        """Context of the model and its backward, with the random draws of a step."""
         with self._under(ReferenceRandom(self.seed, step)):
             yield
 
     def run(self) -> object:
-        """The model's output for the whole batch; inside `at`, and so is a backward from it."""
+        """The model's output for the whole batch; call it, and backward, inside `at`."""
         return self.function(self.module, *self.args, **self.kwargs)
 
     def inputs(self, program: PlainProgram) -> dict[str, torch.Tensor]:
-        """The tensors among the inputs, by what a program calls them."""
+        """The tensors among the inputs, by the program's names for them."""
         leaves = [leaf for leaf in trees.leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
 
     def train(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a step, and its metrics; gradients are added to those of the module.
 
-        Plain accumulation of loss / M where the step is a mean.
+        If the step is a mean of microbatches, plain accumulation of loss / M.
         """
         if self.parts is None:
             with self.at(step):
@@ -275,13 +275,13 @@ class Reference:
         return total, sums
 
     def dense_gradients(self) -> None:
-        """A program's gradients are dense, those of `nn.Embedding(sparse=True)` too."""
+        """Makes gradients dense, as a program's are, also for `nn.Embedding(sparse=True)`."""
         for parameter in self.module.parameters():
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 parameter.grad = parameter.grad.to_dense()
 
     def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
-        """What the whole batch would draw. Leaves the buffers as they were."""
+        """The random draws of the whole batch. Restores the buffers."""
         before, random = Held(self.module), ReferenceRandom(self.seed, step)
         with torch.no_grad(), self._under(random):
             self.run()
@@ -326,7 +326,7 @@ def input_values(program: PlainProgram, reference: Reference, step: int) -> dict
 
 
 def compare_gradients(program: PlainProgram, reference: Reference, report: Report) -> None:
-    """A step program without an optimizer: its loss and gradients against the model's."""
+    """Compares the loss and gradients of a step program without an optimizer with the model's."""
     found = report.simulated(program, input_values(program, reference, 0))
     before = Held(reference.module)
     reference.module.zero_grad(set_to_none=True)
@@ -349,7 +349,7 @@ def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, re
 
 
 def _compare_metrics(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], report: Report, when: str = "") -> None:
-    """Those of the user's loss function, each by its own measure: they have no common size."""
+    """Compares metrics of the user's loss function, each under its own floor: they have no common size."""
     for name, value in wanted.items():
         report.add(f"metric{when}", {name: found[key_of("metric", name)]}, {name: value})
 
@@ -376,10 +376,10 @@ def compare_steps(
     steps: int = 3,
     parameters: bool = False,
 ) -> None:
-    """Some steps: losses, and what the first one leaves behind, in buffers, the optimizer's state, its gradient norm, and where that says
-    something in single precision (SGD) in what it adds to parameters. With `parameters` (float64) all of it after each step.
-    keep: what the program does to the state after a step with this number, done to the optimizers'. widened: state that the program keeps
-    in 8 bits, as optimizers have it, by key."""
+    """Compares some steps: losses; after the first step also buffers, optimizer state, the gradient norm, and for SGD the updates of
+    parameters, which mean little for other optimizers in single precision. With `parameters` (float64) all of these after each step.
+    `keep(step)` does to the optimizers' state what the program does to its own after a step. `widened`: state that the program stores in 8
+    bits, as optimizers have it, by key."""
     members = members_of(optimizer)
     plain = all(isinstance(member, torch.optim.SGD) for member in members)
     if plain:
@@ -420,7 +420,7 @@ def _parameters(reference: Reference) -> dict[str, torch.Tensor]:
 
 
 def compare_module(program: PlainProgram, reference: Reference, report: Report, seed: int = 0) -> None:
-    """A program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
+    """Compares a program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
     generator = torch.Generator().manual_seed(seed)
     values = input_values(program, reference, 0)
     for port in program.inputs:
@@ -450,9 +450,9 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report, 
 def first_wrong(
     program: PlainProgram, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None
 ) -> str:
-    """The first per-rank value, in program order, that is not the global-view graph's value on one device.
+    """Text of the first per-rank value, in program order, that differs from the global-view graph's value on one device; empty if none.
 
-    With `parts` the graph is one microbatch's, and the first one is looked at.
+    With `parts` the graph is one microbatch's, and the first microbatch is compared.
     """
     truth: dict[str, torch.Tensor] = {}
     mine = values
@@ -477,7 +477,7 @@ def first_wrong(
         found = node.meta.get("meshc")
         if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.partial or not found.of:
             return
-        if found.used is not None:  # it is compared where it is put back
+        if found.used is not None:  # used rows are compared once they are back in their places
             return
         if "mb" in found.sharding.split_axes() or found.of not in truth:
             return

@@ -1,5 +1,4 @@
-"""float64 for a comparison: what a model runs under (float32 that it asks for by name, and what torch has in lower precision only), and a
-program whose numbers have it."""
+"""Programs and models in float64 for a comparison, also where code asks for float32 by name."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from meshc.program.program import PlainProgram
 
 
 def widened(program: PlainProgram) -> PlainProgram:
-    """The program in double precision: types, constants and the dtypes that its operators are asked for; the same operators otherwise."""
+    """The program in double precision: types, constants and dtype arguments of operators; the operators are the same."""
     ports = [tuple(replace(port, dtype=WIDER.get(port.dtype, port.dtype)) for port in side) for side in (program.inputs, program.outputs)]
     constants = {name: value.to(WIDER.get(value.dtype, value.dtype)) for name, value in program.constants.items()}
     stages = {name: replace(stage, graph=_wide(stage.graph)) for name, stage in program.stages.items()}
@@ -51,7 +50,7 @@ def _wider(value: object) -> object:
 
 
 class Widened(TorchDispatchMode):
-    """float32 asked for inside a float64 model becomes float64 (Llama's norms, causal losses): what the float64 capture does."""
+    """Replaces float32 arguments inside a float64 model by float64 (Llama's norms, causal losses), as the float64 capture does."""
 
     def __torch_dispatch__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
         kwargs = dict(kwargs or {})
@@ -66,7 +65,7 @@ class Widened(TorchDispatchMode):
 
 
 class WidenedConstants(TorchFunctionMode):
-    """`torch.tensor(x, dtype=torch.float32)` likewise (DeBERTa's scale): such a constant is made before operators are dispatched."""
+    """The same for `torch.tensor(x, dtype=torch.float32)` (DeBERTa's scale): such a constant is created before operators are dispatched."""
 
     def __torch_function__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
         kwargs = dict(kwargs or {})
@@ -78,8 +77,8 @@ class WidenedConstants(TorchFunctionMode):
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What torch's grouped product means, for the dtype that it refuses: a matrix for each run of rows [r, k] x [g, k, n], or the products
-    of runs of columns with runs of rows [k, r] x [r, n] that are its gradient.
+    """torch's grouped product in float64, which torch refuses: a matrix for each run of rows [r, k] x [g, k, n], or its gradient, products
+    of runs of columns with runs of rows [k, r] x [r, n].
     """
     if offs is None or bias is not None or a.dim() != 2:
         raise NotImplementedError("grouped products in float64, other than of rows in runs against matrices, and their gradients")
