@@ -2,16 +2,8 @@
 
     all_gather(w0)  all_gather(w1)  |  all_gather(w2)  all_gather(w3)  |  ...        a window is about a layer
 
-<<<<<<< HEAD
-While one window is read the next one travels, so no more than two of them are whole at once. A window is of one phase: what is gathered
-for backward is not there while forward runs (docs/decisions/collectives-and-overlap.md).
-||||||| 53497102
-While one window is read the next one travels, so no more than two of them are whole at once. A window is of one phase: what is gathered
-for backward is not there while forward runs (docs/decisions/0006).
-=======
 While one window is read the next one travels, so no more than two windows are whole at once. A window is of one phase: what is gathered
-for backward is not in memory while forward runs (docs/decisions/0006).
->>>>>>> words-g
+for backward is not in memory while forward runs (docs/decisions/collectives-and-overlap.md).
 """
 
 from __future__ import annotations
