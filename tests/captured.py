@@ -17,7 +17,7 @@ import torch
 import meshc
 from meshc import ir
 from meshc.frontend import calling
-from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
 from meshc.passes.depth.unequal import Unequal
@@ -52,9 +52,9 @@ class Captured:
             step = TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss)
             traced, given = traced_step(step), case.call_kwargs
         else:
-            traced, given = Traced(case.model, calling.call_module, case.model.forward), case.kwargs
+            traced, given = TracedFunction(case.model, calling.call_module, case.model.forward), case.kwargs
         twin = plain_copy(case.model, None, double)
-        args, kwargs = widen_inputs(calling.canonical(traced.signature, (), given), double)
+        args, kwargs = widen_inputs(calling.canonical_call(traced.signature, (), given), double)
         self.initial = deepcopy(twin.state_dict())  # with versions, which some modules' own loading reads
         self.request = Request(
             module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), grad=train,
@@ -75,7 +75,7 @@ class Captured:
             return self._program(mesh, plan, **changes)
 
     def _program(self, mesh: str, plan: str | Plan | None, **changes: Any) -> PlainProgram:
-        own = self.traced.beside(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
+        own = self.traced.copy_for_request(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
         own = replace(own, seconds={})
         with torch.set_grad_enabled(self.train):
             left = compile.lowered(compile.factored(own))
@@ -101,7 +101,7 @@ class Captured:
         report = verification.Report(verification.TOLERANCE[torch.float64 if self.double else torch.float32])
         cut = dict(clip_grad_norm=clip, microbatches=microbatches, **changes)
         self.restore()
-        verification.compared(report, self.reference, partial(verification.compare_gradients, self.program(mesh, plan, **cut)))
+        verification.run_comparison(report, self.reference, partial(verification.compare_gradients, self.program(mesh, plan, **cut)))
         spec = describe(make(self.reference.module.parameters()))
         program = self.program(mesh, plan, optimizer=spec, **cut)
 
@@ -109,7 +109,7 @@ class Captured:
             optimizer = make(reference.module.parameters())
             self.compare_steps(program, optimizer, spec, report, clip=clip, steps=steps, reference=reference)
 
-        verification.compared(report, self.reference, update)
+        verification.run_comparison(report, self.reference, update)
         return _checked(report)
 
     def compare_steps(

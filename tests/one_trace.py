@@ -26,18 +26,18 @@ from torch.fx.node import map_aggregate
 from meshc.frontend.double import WIDER
 from meshc.ir import trees
 from meshc.passes.driver import compile
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace import parts
 from meshc.plan.expert_groups import splits
 
 KEPT = 6
 """Traces of a file, the last ones asked for."""
 
-Trace = Callable[[Outset, Hook | None], Traced]
-Kept = OrderedDict[bytes, tuple[Traced, Request]]
+Trace = Callable[[CompilationPhase, Hook | None], TracedModel]
+Kept = OrderedDict[bytes, tuple[TracedModel, Request]]
 """With the request that holds what a key refers to."""
 
 
@@ -70,7 +70,7 @@ class _Alike(pickle.Pickler):
         return NotImplemented
 
 
-def _key(outset: Outset, double: bool) -> bytes | None:
+def _key(outset: CompilationPhase, double: bool) -> bytes | None:
     """None where nothing says what it is alike to."""
     ask = outset.request
     if ask.dynamic or outset.opened is not None:
@@ -98,7 +98,7 @@ def _wide(ask: Request) -> bool:
     return not any(isinstance(t, torch.Tensor) and t.dtype in WIDER for t in (*ask.module.parameters(), *ask.module.buffers(), *given))
 
 
-def _casts(traced: Traced) -> bool:
+def _casts(traced: TracedModel) -> bool:
     """Whether the model itself casts to what a copy in double precision casts to otherwise."""
     nodes = [node for body in traced.model.module.modules() if isinstance(body, GraphModule) for node in body.graph.nodes]
     leaves: list[object] = []
@@ -108,7 +108,7 @@ def _casts(traced: Traced) -> bool:
     )
 
 
-def _found(kept: Kept, trace: Trace, outset: Outset, hook: Hook | None) -> Traced:
+def _found(kept: Kept, trace: Trace, outset: CompilationPhase, hook: Hook | None) -> TracedModel:
     ask = outset.request
     key = _key(outset, ask.double)
     if key is None:
@@ -122,7 +122,7 @@ def _found(kept: Kept, trace: Trace, outset: Outset, hook: Hook | None) -> Trace
         while len(kept) > KEPT:
             kept.popitem(last=False)
     kept.move_to_end(key)
-    return kept[key][0].beside(ask)
+    return kept[key][0].copy_for_request(ask)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
         finally:
             heard = before
 
-    def once(outset: Outset, hook: Hook | None) -> Traced:
+    def once(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
         return trace(outset, hook) if heard else _found(traces, trace, outset, hook)
 
     with mock.patch.multiple(compile, _traced=once, at_depth=listening):

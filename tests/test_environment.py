@@ -15,7 +15,7 @@ from meshc.errors import PlanError, VerifyError
 from meshc.passes.driver import hooks, pipeline
 from meshc.passes.driver.compile import compile_program
 from meshc.passes.driver.pipeline import NAMES
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.text import show
 from tests.models import mlp
 
@@ -140,7 +140,7 @@ def test_each_pass_that_changes_what_is_run_is_checked_and_an_error_names_it(mon
 def test_a_fault_of_a_pass_over_the_joint_graph_is_that_pass_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: masks are folded, and one relu is lost."""
 
-    def broken(traced: Traced) -> Traced:
+    def broken(traced: TracedModel) -> TracedModel:
         graph = traced.operators().graph
         lost = next(node for node in graph.nodes if node.target is torch.ops.aten.relu.default)
         lost.replace_all_uses_with(lost.args[0])

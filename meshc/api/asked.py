@@ -18,13 +18,13 @@ from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError, StateError
 from meshc.frontend import admission, calling, dynamic, exported, flex
 from meshc.frontend.expert_bias import refuse_without_bias
-from meshc.frontend.expert_slots import give_slots, slots_of, spare_of
+from meshc.frontend.expert_slots import copies_per_rank, give_slots, slots_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
-from meshc.frontend.listed_experts import looped
-from meshc.frontend.module_watch import State, Watch
+from meshc.frontend.listed_experts import looped_expert_counts
+from meshc.frontend.module_watch import ModuleState, ModuleWatch
 from meshc.frontend.read_values import Values
 from meshc.frontend.stock_caches import LENGTH
-from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir import trees
 from meshc.ir.forms import Form, Forms
 from meshc.ir.functions import Function
@@ -32,7 +32,7 @@ from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.request import Joined, Request
+from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.program.program import BACKENDS, PlainProgram
@@ -102,15 +102,15 @@ class Asked:
             if value not in KNOWN[name]:
                 raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, KNOWN[name]))}")
         refuse_others(options)
-        what = exported.opened(what)
+        what = exported.prepare_export(what)
         self.what, self.mesh, self.inputs, self.outputs, self.backend = what, Mesh.of(mesh), inputs, outputs, backend
         self.names, self.options = names, options
-        self.dynamic = dynamic.read(options.dynamic)
+        self.dynamic = dynamic.parse_dynamic(options.dynamic)
         self.plan = resolve(plan, self.mesh)
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
         self.traced = self._traced()
-        self._watch, self._forms = Watch(self.module), Forms()
+        self._watch, self._forms = ModuleWatch(self.module), Forms()
         self.found_batch: dict[str, int | None] = {}
         """Of inputs of which each rank has a part, along which dim these are joined, by the programs so far."""
         self.adds = False
@@ -158,13 +158,13 @@ class Asked:
             f"handle of its programs\n  what to do: keep both, program = meshc.compile(model, mesh, ...), and write model.{name}"
         )
 
-    def _traced(self) -> Traced:
+    def _traced(self) -> TracedFunction:
         if self.step is not None:
             return traced_step(self.step)
         if isinstance(self.what, nn.Module):
-            return Traced(self.what, calling.call_module, self.what.forward)
+            return TracedFunction(self.what, calling.call_module, self.what.forward)
         function = cast(Function, self.what)
-        return Traced(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
+        return TracedFunction(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
 
     def _refuse_bias(self) -> None:
         """An update of routers' biases that nothing makes, or that finds none. Raises PlanError."""
@@ -178,11 +178,13 @@ class Asked:
     def _make_movable(self) -> None:
         """The model's experts say where they lie, unless they do already. Raises PlanError, StateError."""
         if Store.of(self.module) is None:
-            give_slots(self.module, looped(self.module), prod(axis.size for axis in self.mesh.axes), self.options.expert_copies)
+            give_slots(
+                self.module, looped_expert_counts(self.module), prod(axis.size for axis in self.mesh.axes), self.options.expert_copies
+            )
             return
         movable = [module for module in self.module.modules() if slots_of(module) is not None]
-        if not movable or spare_of(movable[0]) != self.options.expert_copies:
-            has = f"with places for {spare_of(movable[0])} copies on each rank" if movable else "whose experts stay where they are"
+        if not movable or copies_per_rank(movable[0]) != self.options.expert_copies:
+            has = f"with places for {copies_per_rank(movable[0])} copies on each rank" if movable else "whose experts stay where they are"
             raise StateError(
                 f'Options(expert_placement="movable", expert_copies={self.options.expert_copies}): the model has a program already {has}\n'
                 "  what to do: give all programs of the model the same; the first to be compiled decides"
@@ -205,7 +207,7 @@ class Asked:
         calls it; what the model's inputs are said to be is not of its own then."""
         found, inner = copy.copy(self), self.module.get_submodule(path)
         found.path, found.by_hand = path, by_hand
-        found.called, found.traced = inner, Traced(self.module, partial(calling.call_inside, path), inner.forward)
+        found.called, found.traced = inner, TracedFunction(self.module, partial(calling.call_inside, path), inner.forward)
         found._forms, found.found_batch = Forms(), {}
         return found._of_others() if by_hand else found
 
@@ -221,7 +223,7 @@ class Asked:
         """Changes it to calls with inputs of their own: what is said of dims and sizes of others, by name, is left out."""
         takes = self.traced.parameters
         self.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
-        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic.read(None)
+        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic.parse_dynamic(None)
         return self
 
     def of_model(self) -> Asked:
@@ -230,7 +232,7 @@ class Asked:
         found, model = copy.copy(self), self.module
         found.what = found.called = model
         found.step, found._forms = None, Forms()
-        found.traced = Traced(model, calling.call_module, model.forward)
+        found.traced = TracedFunction(model, calling.call_module, model.forward)
         found.options = replace(
             self.options, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None, optimizer_state=None,
             master_weights=False,
@@ -270,7 +272,7 @@ class Asked:
         if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
             flex.masks_as_inputs()
             calling.refuse_inputs(signature, args, kwargs)
-        inputs = calling.canonical(signature, args, kwargs, self.traced.parameters)
+        inputs = calling.canonical_call(signature, args, kwargs, self.traced.parameters)
         if calling.has_hooks(self.called):
             inputs = (args, kwargs)  # hooks see what is passed by position, and what by name
         if self._exported:
@@ -281,13 +283,13 @@ class Asked:
         return Passed(*inputs, leaves, form)
 
     @property
-    def state(self) -> State:
+    def state(self) -> ModuleState:
         """What of the module decides its program now; the same object as before, as long as the same modules and parameters are in it."""
         return self._watch.state()
 
     def key(
         self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, form: Form | None = None,
-        state: State | None = None,
+        state: ModuleState | None = None,
     ) -> Key:  # fmt: skip
         """What a compilation for this call is kept under. form: of its arguments, which decides what those are kept under; state: the
         module's, if it was just looked at."""
@@ -307,7 +309,7 @@ class Asked:
             return key
         names = input_names(self.traced.signature, args, kwargs)
         spec, leaves = key.inputs
-        return replace(key, inputs=(spec, tuple(self.dynamic.named(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
+        return replace(key, inputs=(spec, tuple(self.dynamic.key_with_names(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
 
     def shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, tuple[int, ...]]]:
         """Path and shape of each tensor that a call passes."""
@@ -346,14 +348,14 @@ class Asked:
         found = self.found_batch.get(name, 0)
         return found if found is None or found < leaf.dim() else 0
 
-    def joined(self, inputs: Arguments) -> Joined | None:
+    def joined(self, inputs: Arguments) -> JoinedInputs | None:
         """How the whole batch was put together, for who traces it."""
         if self.inputs == "global" or self.data_ranks == 1:
             return None
         names = input_names(self.traced.signature, *inputs)
         tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in trees.leaves(inputs)]
         rows = zip(names, self.batch_dims(inputs), tensors, strict=True)
-        return Joined({name: dim for name, dim, there in rows if there}, 0 if self.options.uneven_rows else self.data_ranks)
+        return JoinedInputs({name: dim for name, dim, there in rows if there}, 0 if self.options.uneven_rows else self.data_ranks)
 
     def note_batch(self, program: PlainProgram) -> None:
         """Where a program takes the batch, for calls to come."""

@@ -25,7 +25,7 @@ from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
 from meshc.frontend import stock
-from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, Sizes, Table
+from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes, Table
 from meshc.frontend.output_tree import AS_PASSED
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
 from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
@@ -82,7 +82,7 @@ class FilledCall:
     args: tuple[object, ...]
     kwargs: dict[str, object]
     table: Table
-    sizes: Sizes
+    sizes: CallSizes
     kept: int = 0
     cache: Any = None
     name: str = NAMES[0]
@@ -103,7 +103,7 @@ class FilledCall:
             held: Any = self.kwargs[self.name] if left is AS_PASSED else held_caches.held_by(left)
             held_caches.put(self.cache, held, have["r"], self.past + have["t"], have.get("s", 0), self.first)
         for name in [name for name in output if name != self.name]:
-            output[name] = trees.mapped(self.sizes.cut(self.table, name, self.kept), output[name])
+            output[name] = trees.mapped(self.sizes.output_cutter(self.table, name, self.kept), output[name])
         if self.cache is not None:
             output[self.name] = self.cache
         return output
@@ -143,10 +143,10 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
             )
         buffers, first = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
         filled["k"] = held_caches.capacity_in(buffers) or capacity_of(past + filled["t"], 0, -1)
-    sizes = Sizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
+    sizes = CallSizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
     if table is BOTH and named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
-    call = {key: sizes.longer(table, key, value) for key, value in named.items()}
+    call = {key: sizes.pad_input(table, key, value) for key, value in named.items()}
     kept = named.get(KEPT, 0)
     if isinstance(kept, int) and kept and have["t"] > 1:
         call[KEPT] = torch.arange(max(have["t"] - kept, 0), have["t"])
@@ -174,10 +174,10 @@ def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, obj
     if not reads or asked.inputs != "global" or _takes_gradient(asked):
         return None
     have = _sizes(named, ENCODER)
-    sizes = Sizes(have, _filled(asked, named, ENCODER, have, 0, follows_length(asked.called)))
+    sizes = CallSizes(have, _filled(asked, named, ENCODER, have, 0, follows_length(asked.called)))
     if named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
-    return FilledCall(args[len(takes) :], {key: sizes.longer(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
+    return FilledCall(args[len(takes) :], {key: sizes.pad_input(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
 
 
 def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:

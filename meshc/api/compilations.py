@@ -21,7 +21,7 @@ from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend import calling, side_effects
 from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.listed_experts import ZEROS
-from meshc.frontend.module_watch import State
+from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.read_values import Reads
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.forms import Form
@@ -96,7 +96,7 @@ class Admitted:
     key: Key
     tensors: list[torch.Tensor]
     form: Form | None
-    state: State
+    state: ModuleState
     dealt: Dealt | None
 
 

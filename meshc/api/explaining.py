@@ -22,7 +22,7 @@ from meshc.passes.depth.stands_for import captured_name
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.run import run
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.planner.alternatives import Alternatives, collectives, named
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, given, wanted
@@ -32,7 +32,7 @@ from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained
 from meshc.report.tables import dtensor_placements, placement
 
 
-def explained(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -> Explained:
+def explained(lowered: LoweredProgram, program: PlainProgram, asked: Plan, name: str) -> Explained:
     """What was chosen for a parameter, for the operators of a module, or for what made a line of the program; of a plan that was searched
     for, as `asked` says, the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
     values = remembered(lowered, name)
@@ -42,12 +42,14 @@ def explained(lowered: Lowered, program: PlainProgram, asked: Plan, name: str) -
 
 
 class _Explaining:
-    def __init__(self, lowered: Lowered, program: PlainProgram, asked: Plan) -> None:
+    def __init__(self, lowered: LoweredProgram, program: PlainProgram, asked: Plan) -> None:
         self.lowered, self.program, self.placed = lowered, program, lowered.placed
-        assignment = self.placed.decided()
+        assignment = self.placed.require_assignment()
         axes = open_axes(asked)
         self.searched = bool(axes)
-        as_asked = run(pipeline.PLACE[0], self.placed.again(replace(lowered.request, plan=asked)))  # without the lines of what was found
+        as_asked = run(
+            pipeline.PLACE[0], self.placed.restart_for_request(replace(lowered.request, plan=asked))
+        )  # without the lines of what was found
         self.search = Search(as_asked, for_mesh(lowered.mesh), axes, (assignment,))
         self.model = self.search.model
         self.pick = self.search.pick_of(assignment)
@@ -83,7 +85,7 @@ class _Explaining:
     # ---------------------------------------------------------------------------------------------------------------------- parameters
 
     def _stored_as(self, name: str) -> Stored:
-        storage = self.placed.decided().storage
+        storage = self.placed.require_assignment().storage
         stored = {kind: one for kind in ("parameter", "gradient", "state") if (one := storage.get((name, kind))) is not None}
         mesh = self.program.mesh
         axes = [axis.name for axis in mesh.axes if axis != mesh.pipeline_axis]
@@ -202,7 +204,7 @@ class _Explaining:
     def _stored(self, decision: Decision, option: Option) -> Sharding:
         assert isinstance(decision.key, tuple)
         kind, name = decision.key
-        lies = self.placed.decided().storage[name, "parameter"]
+        lies = self.placed.require_assignment().storage[name, "parameter"]
         for (dim, position), axes in zip(decision.labels, option.axes, strict=True):
             lies = lies.with_axes(dim, position, axes)  # type: ignore[arg-type]
         return lies

@@ -21,14 +21,14 @@ from meshc.frontend import own_init, stock, transforms
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.stock_accelerate import schedule_note, tell_accelerate
-from meshc.frontend.stock_trainer import as_trainer_counts, is_told, tell_trainer
-from meshc.frontend.train_step import Traced, TrainStep
+from meshc.frontend.stock_trainer import is_marked, tell_trainer, with_trainer_counts
+from meshc.frontend.train_step import TracedFunction, TrainStep
 from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
@@ -111,7 +111,7 @@ class Program:
         shared = parts.shared(self.asked)
         tell_trainer(called, shared, trainer.save_by_all)
         stock.tell_generate(called)
-        self._run = as_trainer_counts(self.__call__, self._batch_parts) if is_told(called) else self.__call__
+        self._run = with_trainer_counts(self.__call__, self._batch_parts) if is_marked(called) else self.__call__
         run_calls(called, self._run)
         if called is self.asked.module:
             tell_accelerate(called, shared)
@@ -331,7 +331,7 @@ class Program:
         return self.asked.step
 
     @property
-    def traced(self) -> Traced:
+    def traced(self) -> TracedFunction:
         return self.asked.traced
 
     @property
@@ -351,7 +351,7 @@ class Program:
         return self.compilations.last.made.program
 
     @property
-    def lowered(self) -> Lowered:
+    def lowered(self) -> LoweredProgram:
         """What the passes have left of the compiled program, and under which request. On a rank that has its program from rank 0 they run
         for it now, at each use."""
         return self.compilations.last.made.compiled_here()

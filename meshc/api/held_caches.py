@@ -215,9 +215,9 @@ def _since(layer: Any, length: int) -> int | None:
 
 def held_by(cache: Any) -> list[Any]:
     """What a traced cache holds, layer by layer as `padded_caches.call` takes it; with an encoder's two of these."""
-    from meshc.frontend.padded_caches import held_by
+    from meshc.frontend.padded_caches import layer_buffers
 
-    found = [[held_by(layer) for layer in part.layers] for part in parts_of(cache)]
+    found = [[layer_buffers(layer) for layer in part.layers] for part in parts_of(cache)]
     return found if len(found) > 1 else found[0]
 
 

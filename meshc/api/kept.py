@@ -23,7 +23,7 @@ from meshc.api.options import Options
 from meshc.errors import ArtifactError
 from meshc.frontend import output_tree_data
 from meshc.frontend.dependencies import Dependencies
-from meshc.frontend.output_tree_data import NoData
+from meshc.frontend.output_tree_data import NotPlainData
 from meshc.passes.phases.request import Request
 
 
@@ -50,7 +50,7 @@ class Entry:
         began, request, here = time.process_time(), self._request, made.here(self._request)
 
         def is_mine(told: Mapping[str, Any]) -> bool:
-            read = Dependencies.read(told["dependencies"])
+            read = Dependencies.from_json(told["dependencies"])
             return told["key"] == self._key and not any(read.differences(here)) and here.lines(read.values) == told["lines"]
 
         for name in kept_programs.under(self._folder, self._key):
@@ -61,11 +61,11 @@ class Entry:
             mesh = request.mesh if found.program.mesh == request.mesh else found.program.mesh
             program = replace(found.program, stages=stages, mesh=mesh)
             try:
-                tree = output_tree_data.read(found.told["tree"])
-            except NoData:
+                tree = output_tree_data.tree_from_json(found.told["tree"])
+            except NotPlainData:
                 continue
             seconds = {"taken from disk": time.process_time() - began}
-            return Made.of_told(program, request, tree, found.told, seconds), Dependencies.read(found.told["dependencies"])
+            return Made.of_told(program, request, tree, found.told, seconds), Dependencies.from_json(found.told["dependencies"])
         return None
 
     def keep(self, found: Made, read: Dependencies) -> Made:
@@ -75,11 +75,11 @@ class Entry:
         if not why and found.lowered.backward is not None:
             why = "its backward is made anew for each set of outputs that receive gradients"
         if not why:
-            depends = {"key": self._key, "dependencies": read.described(), "lines": made.here(self._request).lines(read.values)}
+            depends = {"key": self._key, "dependencies": read.to_json(), "lines": made.here(self._request).lines(read.values)}
             name = kept_programs.name_of(self._key, json.dumps(depends))
             try:
                 why = kept_programs.write(self._folder, name, found.program, {**depends, **found.told()})
-            except (ArtifactError, NoData) as error:
+            except (ArtifactError, NotPlainData) as error:
                 why = str(error)
         if not why:
             return found

@@ -12,14 +12,14 @@ from safetensors.torch import load, save
 
 from meshc.errors import StateError
 from meshc.frontend import dependencies, output_tree_data, read_places, read_values
-from meshc.frontend.dependencies import Dependencies, Here
+from meshc.frontend.dependencies import Dependencies, ProcessValues
 from meshc.frontend.output_tree import OutputTree
-from meshc.frontend.read_places import Place
+from meshc.frontend.read_places import ReadPlace
 from meshc.frontend.read_values import Number
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.pipelining.tried import Tried
 from meshc.plan.weighed import Weighed
@@ -58,15 +58,15 @@ class Made:
     tried: tuple[Tried, ...] = ()
     weighed: tuple[Weighed, ...] = ()
     seconds: Mapping[str, float] | None = None
-    reads: tuple[Place, ...] = ()
+    reads: tuple[ReadPlace, ...] = ()
     numbers: tuple[Number, ...] = ()
     kept_fixed: str = ""
-    compared: tuple[Place, ...] = ()
-    lowered: Lowered | None = None
+    compared: tuple[ReadPlace, ...] = ()
+    lowered: LoweredProgram | None = None
     given: bool = False
 
     @staticmethod
-    def of(program: PlainProgram, lowered: Lowered) -> Made:
+    def of(program: PlainProgram, lowered: LoweredProgram) -> Made:
         """By this rank's passes."""
         reads = standing.whole_places(lowered.depth, lowered.request.module, lowered.model.reads)
         tree, seconds = lowered.model.output_tree, dict(lowered.seconds)
@@ -78,15 +78,15 @@ class Made:
         """By another's passes: `told` has what its `told` says, as JSON."""
         tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
         weighed = tuple(Weighed(**row) for row in told["weighed"])
-        reads, numbers = read_places.read(told["reads"]), read_values.read_back(told["numbers"])
+        reads, numbers = read_places.places_from_json(told["reads"]), read_values.numbers_from_json(told["numbers"])
         return Made(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])
 
     def told(self) -> dict[str, object]:
         """What else a compilation leaves, as JSON holds it."""
         return {
-            "tree": output_tree_data.described(self.tree), "tried": [asdict(each) for each in self.tried],
-            "weighed": [asdict(each) for each in self.weighed], "reads": read_places.described(self.reads),
-            "numbers": read_values.describe_numbers(self.numbers), "kept_fixed": self.kept_fixed,
+            "tree": output_tree_data.tree_to_json(self.tree), "tried": [asdict(each) for each in self.tried],
+            "weighed": [asdict(each) for each in self.weighed], "reads": read_places.places_to_json(self.reads),
+            "numbers": read_values.numbers_to_json(self.numbers), "kept_fixed": self.kept_fixed,
         }  # fmt: skip
 
     def dependencies(self) -> Dependencies:
@@ -94,7 +94,7 @@ class Made:
         assert self.lowered is not None
         seen, inputs = self.lowered.model.seen, {one.place for one in self.numbers}
         read = standing.whole_places(self.lowered.depth, self.request.module, seen.places)
-        return dependencies.of_trace(read, inputs, seen.code, seen.without_place, here(self.request))
+        return dependencies.trace_dependencies(read, inputs, seen.code, seen.without_place, here(self.request))
 
     def read(self) -> dict[str, str]:
         """What of Python ranks have compared, as it is on this one, for people."""
@@ -102,10 +102,10 @@ class Made:
 
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
         """The same for what an optimizer has become when it was adopted."""
-        lowered = None if self.lowered is None else self.lowered.updating(optimizer)
+        lowered = None if self.lowered is None else self.lowered.with_optimizer(optimizer)
         return replace(self, request=replace(self.request, optimizer=optimizer), lowered=lowered)
 
-    def compiled_here(self) -> Lowered:
+    def compiled_here(self) -> LoweredProgram:
         """What the passes leave of it, for who looks into it on a rank where they have not run: that takes a compilation. Raises
         StateError if the model has become another."""
         if self.lowered is not None:
@@ -121,9 +121,9 @@ class Made:
         return lowered
 
 
-def here(request: Request) -> Here:
+def here(request: Request) -> ProcessValues:
     """Places of Python as this process has them, for a request."""
-    return Here(request.module, request.function, request.args, request.kwargs)
+    return ProcessValues(request.module, request.function, request.args, request.kwargs)
 
 
 def packed(program: PlainProgram, **more: object) -> bytes:
@@ -150,7 +150,7 @@ def unpacked(data: bytes, mesh: Mesh) -> tuple[PlainProgram, dict[str, Any]]:
 def taken(data: bytes, request: Request) -> Made:
     """Rank 0's program on another rank. Raises ArtifactError, or NoData, for what this process does not have."""
     program, head = unpacked(data, request.mesh)
-    return replace(Made.of_told(program, request, output_tree_data.read(head["tree"]), head, head["seconds"]), given=True)
+    return replace(Made.of_told(program, request, output_tree_data.tree_from_json(head["tree"]), head, head["seconds"]), given=True)
 
 
 def given(made: Made) -> bytes:

@@ -10,7 +10,7 @@ from typing import Final
 
 from meshc.errors import PlanError
 from meshc.frontend import dynamic
-from meshc.frontend.expert_capacity import Capacity, asked
+from meshc.frontend.expert_capacity import Capacity, capacity_from_options
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
 from meshc.optimizer.spec import KEPT, Keeping
@@ -154,7 +154,7 @@ class Options:
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         if not isinstance(self.cache, bool | str | Path | None) or self.cache == "":
             raise PlanError(f"Options(cache={self.cache!r}): a folder, True or False")
-        dynamic.read(self.dynamic)
+        dynamic.parse_dynamic(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
         if self.optimizer_state is not None and self.optimizer_state not in KEPT:
@@ -204,7 +204,7 @@ class Options:
     @property
     def capacity(self) -> Capacity | None:
         """What routed experts take at most."""
-        return asked(self.expert_capacity, self.overflow, self.expert_group, self.expert_priority)
+        return capacity_from_options(self.expert_capacity, self.overflow, self.expert_group, self.expert_priority)
 
     def of_experts(self) -> dict[str, float | str]:
         """What is said of routed experts otherwise than by default, by field."""

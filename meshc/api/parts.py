@@ -19,7 +19,7 @@ from meshc.api.asked import Arguments, Asked
 from meshc.api.world import World
 from meshc.errors import InputError
 from meshc.frontend import calling
-from meshc.frontend.stock_accelerate import Parts
+from meshc.frontend.stock_accelerate import RankParts
 from meshc.ir import trees
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.runtime.comm import collectives
@@ -68,13 +68,13 @@ def data_axes(asked: Asked) -> tuple[str, ...]:
     return tuple(axis.name for axis in asked.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
 
 
-def shared(asked: Asked) -> Parts:
+def shared(asked: Asked) -> RankParts:
     """Which part of a batch each rank passes; of none where each has its own, or all pass the whole."""
     if asked.inputs == "global" or asked.data_ranks == asked.mesh.world_size:
-        return Parts()
+        return RankParts()
     places = [_place(asked, rank) for rank in range(asked.mesh.world_size)]
     numbers = {place: number for number, place in enumerate(sorted({*places}))}
-    return Parts(tuple(numbers[place] for place in places))
+    return RankParts(tuple(numbers[place] for place in places))
 
 
 def _place(asked: Asked, rank: int) -> tuple[int, ...]:

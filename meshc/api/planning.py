@@ -19,7 +19,7 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver.nothing_fits import NothingFits
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike
 from meshc.plan.weighed import Weighed
@@ -52,7 +52,7 @@ class Planner:
         step = what if isinstance(what, TrainStep) else None
         self.grad = grad or step is not None
         self.spec = None if step is None else describe(step.optimizers)
-        self._placed: Placed | None = None
+        self._placed: PlacedModel | None = None
 
     def on(
         self, mesh: Mesh, plan: PlanLike = "auto", *, device: Device, options: Options, beaten_s: float | None = None

@@ -49,14 +49,14 @@ def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: 
         has = adapters.adapters_of(store.model)
         with WeightFiles(found) as files:
             if adapters.is_adapter(found):
-                name = adapters.chosen(store.model, found, adapter)
-                weights = adapters.of_adapter(store.model, files, name)
-                pretrained.load(store, weights, str(path), lambda one: adapters.is_of(one, [name]))
+                name = adapters.select_adapter(store.model, found, adapter)
+                weights = adapters.adapter_weights(store.model, files, name)
+                pretrained.load(store, weights, str(path), lambda one: adapters.belongs_to_adapter(one, [name]))
             elif has:
-                weights = adapters.of_base(store.model, files)
-                pretrained.load(store, weights, str(path), lambda one: not adapters.is_of(one, has))
+                weights = adapters.base_weights(store.model, files)
+                pretrained.load(store, weights, str(path), lambda one: not adapters.belongs_to_adapter(one, has))
             else:
-                pretrained.load(store, stock_weights.as_the_model_has_them(store.model, files), str(path))
+                pretrained.load(store, stock_weights.weights_by_model_names(store.model, files), str(path))
         fill = own_init.of_one_module(store.model)
         if fill is not None and store.unfilled:
             pretrained.fill_buffers(store, fill)
@@ -106,7 +106,7 @@ def save_pretrained(program: Program, path: str | os.PathLike[str], **kwargs: An
 
     program.world.from_rank_0(check)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    whole = program.store.whole_model((lambda name: name in trained or adapters.is_of(name, has)) if has else None)
+    whole = program.store.whole_model((lambda name: name in trained or adapters.belongs_to_adapter(name, has)) if has else None)
 
     def write() -> None:
         with writing(target), replacing(target) as made:

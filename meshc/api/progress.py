@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from meshc import environment
 from meshc.later import Later
-from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.single import Hook, heard_by
+from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.single import Hook, report_progress_to
 
 if TYPE_CHECKING:
     from meshc.passes.driver import pipeline
@@ -41,13 +41,13 @@ def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | 
         return
     line = _Line(what)
 
-    def told(name: str, phase: Outset) -> None:
+    def told(name: str, phase: CompilationPhase) -> None:
         if hook is not None:
             hook(name, phase)
         line.at(name, phase.seconds.get(name, 0.0))
 
     try:
-        with heard_by(line.doing):
+        with report_progress_to(line.doing):
             yield told
     finally:
         line.end()

@@ -23,7 +23,7 @@ from meshc.ir.graph import made_of
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.offload.there_and_back import roots_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.recompute.least import least_kept
 from meshc.passes.recompute.recomputable import of_lowered
 from meshc.plan.remat_lines import RematLine
@@ -37,7 +37,7 @@ SHOWN = 3
 """Values of a module, or of a line, the largest first."""
 
 
-def remembered(lowered: Lowered, name: str) -> list[Remembered]:
+def remembered(lowered: LoweredProgram, name: str) -> list[Remembered]:
     """Of `value:PATH`, a value's name in the program, or `FILE.py:LINE`: the largest values that these mean; none of another name."""
     if not lowered.request.grad:
         return []
@@ -53,7 +53,7 @@ def names_values(name: str) -> bool:
     return name.startswith("value:") or re.fullmatch(LINE, name.strip()) is not None
 
 
-def _may_mean(lowered: Lowered, name: str) -> bool:
+def _may_mean(lowered: LoweredProgram, name: str) -> bool:
     return names_values(name) or any(_called(name) == node.name for node in _all(lowered))
 
 
@@ -63,20 +63,20 @@ def _called(name: str) -> str:
     return "" if found is None else found[1]
 
 
-def _all(lowered: Lowered) -> list[Node]:
+def _all(lowered: LoweredProgram) -> list[Node]:
     return [node for stage in lowered.stages.values() for node in stage.graph.nodes if node.op == "call_function" and has_record(node)]
 
 
-def before(lowered: Lowered) -> Lowered:
+def before(lowered: LoweredProgram) -> LoweredProgram:
     """The graph of all layers as it was when it was settled what backward recomputes."""
-    placed = run_all(pipeline.PLACE, lowered.placed.again(lowered.request))
+    placed = run_all(pipeline.PLACE, lowered.placed.restart_for_request(lowered.request))
     return run_all((pipeline.GROW, pipeline.CHUNKS, pipeline.OFFLOAD_STATE), run(pipeline.PARTITION, placed))
 
 
 class _Named:
     """Which values of forward a name means."""
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: LoweredProgram) -> None:
         self.lowered, self.graph = lowered, before(lowered)
         (self.stage,) = self.graph.stages.values()
 
@@ -119,7 +119,7 @@ def _is_late(node: Node, user: Node) -> bool:
 
 
 class _Remembering:
-    def __init__(self, lowered: Lowered, graph: Lowered) -> None:
+    def __init__(self, lowered: LoweredProgram, graph: LoweredProgram) -> None:
         self.lowered, self.graph, self.device = lowered, graph, for_mesh(lowered.mesh)
         self.widest = of_lowered(graph, WIDER[-1])
         self.there = alive(lowered.as_program()).values

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshc import artifact
-from meshc.frontend.expert_slots import is_where, untouched
+from meshc.frontend.expert_slots import initial_slots, is_slot_table
 from meshc.ir.keys import name_of
 from meshc.optimizer.optimizer import numbers
 from meshc.optimizer.spec import AS_IT_IS
@@ -47,7 +47,7 @@ def _local_tensors(program: Program) -> dict[str, torch.Tensor]:
 def _buffers(program: Program) -> dict[str, torch.Tensor]:
     """All buffers, those that state dicts leave out (rotary tables) too. Experts are saved where their numbers say."""
     found = program.asked.module.named_buffers(remove_duplicate=False)
-    return {name: untouched(buffer) if is_where(name) else buffer for name, buffer in found if not buffer.is_meta}
+    return {name: initial_slots(buffer) if is_slot_table(name) else buffer for name, buffer in found if not buffer.is_meta}
 
 
 def beginnings(program: Program) -> Info:

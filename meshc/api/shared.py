@@ -28,7 +28,7 @@ from meshc.api.value_keys import shown
 from meshc.errors import ArtifactError, CaptureError, MeshcError, PeerError
 from meshc.frontend import stock
 from meshc.frontend.dependencies import Dependencies
-from meshc.frontend.output_tree_data import NoData
+from meshc.frontend.output_tree_data import NotPlainData
 from meshc.frontend.spared import fewer_collections
 from meshc.later import Later
 from meshc.passes.phases.request import Request
@@ -119,9 +119,9 @@ def _given(board: FailureBoard, request: Request, new: Callable[[], tuple[Made, 
     why = read.why
     try:
         data = b"" if why else made.given(found)
-    except (ArtifactError, NoData) as error:
+    except (ArtifactError, NotPlainData) as error:
         why, data = str(error), b""
-    told = replace(read, why=why).described() | {"optimizer": job_key.describe_optimizer(request.optimizer)}
+    told = replace(read, why=why).to_json() | {"optimizer": job_key.describe_optimizer(request.optimizer)}
     told["verifies"] = environment.verifying()
     handed.send(board, turn, json.dumps(told).encode() + b"\n" + data)
     if why:
@@ -148,7 +148,7 @@ def _taken(board: FailureBoard, request: Request, alone: Callable[[], Made]) -> 
     began, told = time.monotonic(), json.loads(head)
     if "kind" in told:
         raise _raised(told)
-    read = Dependencies.read(told)
+    read = Dependencies.from_json(told)
     if told["why"] or (environment.verifying() and not told["verifies"]):
         return replace(alone(), compared=tuple(read.values))
     lines = [*read.differences(made.here(request))]
@@ -161,7 +161,7 @@ def _taken(board: FailureBoard, request: Request, alone: Callable[[], Made]) -> 
             if environment.log_level():
                 print(f"meshc: rank 0's program, taken in {time.monotonic() - began:.2f} s", file=sys.stderr)
             return replace(found, compared=tuple(read.values))
-        except (ArtifactError, NoData) as error:
+        except (ArtifactError, NotPlainData) as error:
             why = str(error)
     warnings.warn(
         f"rank {board.rank} compiles this program for itself, and does not take rank 0's: {why}\n"

@@ -15,7 +15,7 @@ from torch import nn
 from meshc.api.asked import Key
 from meshc.api.made import Made
 from meshc.frontend import read_values
-from meshc.frontend.read_places import Place
+from meshc.frontend.read_places import ReadPlace
 from meshc.frontend.read_values import Number, Reads, Values
 
 
@@ -24,17 +24,17 @@ class ValueKeys:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._all: dict[tuple[tuple[Place, ...], tuple[Number, ...]], Reads] = {}
+        self._all: dict[tuple[tuple[ReadPlace, ...], tuple[Number, ...]], Reads] = {}
         self._of: dict[Key, list[Reads]] = {}
         """By base: what its compilations have read, the last first: a branch may read more than the other."""
         self._last: Reads | None = None
         self._ran: dict[Reads, Values] = {}
         """At the last call."""
-        self._changed: set[Place] = set()
+        self._changed: set[ReadPlace] = set()
         """Numbers that a compilation was made for because they had changed."""
-        self.inputs: tuple[Place, ...] = ()
+        self.inputs: tuple[ReadPlace, ...] = ()
         """Where numbers stand that have changed again, and are inputs of what is compiled from then on."""
-        self._fixed: set[Place] = set()
+        self._fixed: set[ReadPlace] = set()
         """Those of them that no program could take."""
 
     @property
@@ -109,7 +109,7 @@ def changes_from(kept: Iterable[Key], key: Key) -> list[str]:
     return []
 
 
-def kept_fixed(wanted: Sequence[Place], made: Made) -> str:
+def kept_fixed(wanted: Sequence[ReadPlace], made: Made) -> str:
     """What to say of numbers that keep changing and are no inputs."""
     taken = {one.place for one in made.numbers}
     names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted if place not in taken]

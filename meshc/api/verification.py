@@ -17,8 +17,8 @@ from torch.fx import Graph
 from meshc.api.asked import Arguments
 from meshc.errors import CaptureError, CompileError, InputError, VerifyError, listed
 from meshc.frontend import calling
-from meshc.frontend.expert_bias import counted
-from meshc.frontend.module_watch import Watch
+from meshc.frontend.expert_bias import count_choices
+from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
 from meshc.ir import op_name, records, trees
 from meshc.ir.keys import key_of
@@ -30,9 +30,9 @@ from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
 from meshc.passes.driver.compile import compile_program, trace
-from meshc.passes.phases.choices import Known
+from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.parts import Parts
@@ -207,18 +207,18 @@ def _verify_there(
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
-        again = _twins(program, (program.general, double, calling.module_key(Watch(twin).state()), _optimizer_key(program)), request)
+        again = _twins(program, (program.general, double, calling.module_key(ModuleWatch(twin).state()), _optimizer_key(program)), request)
         singles.extend(again.singles)
         plain = instance.fitting(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
-        verification.compared(report, reference, partial(compare, plain))
+        verification.run_comparison(report, reference, partial(compare, plain))
         _raise_if_wrong(report, plain, instance.graph_at(again.graph, again.plain, shapes), program.lowered.parts, reference)
         if program.step is not None:
 
             def update(reference: verification.Reference, report: verification.Report) -> None:
                 verify_update(program, again.updating, shapes, twin, reference, report, double)
 
-            verification.compared(report, reference, update)
+            verification.run_comparison(report, reference, update)
     if not report.ok:
         raise VerifyError(f"the program does not mean what the model means:\n{report}")
     return report
@@ -230,14 +230,14 @@ def _chosen(program: Program) -> dict[str, object]:
     asked = program.lowered.request
     found: dict[str, object] = {"plan": asked.plan, "numbers": asked.numbers, **_chunks(program.lowered)}
     if choices is not None:
-        found["searched"] = Known.of(choices)
+        found["searched"] = NamedChoices.of(choices)
     if pipeline is None:
         return found
     schedule = program.options.schedule or pipeline.schedule.name
     return dict(**found, schedule=schedule, microbatches=program.general.microbatches, gather_once=program.lowered.request.gather_once)
 
 
-def _chunks(lowered: Lowered) -> dict[str, object]:
+def _chunks(lowered: LoweredProgram) -> dict[str, object]:
     """In how many chunks the head runs, where that was chosen for a budget."""
     if lowered.request.memory_budget is None or lowered.plan.chunks:
         return {}
@@ -318,7 +318,7 @@ def verify_update(
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
     steps = 1 if report.tolerance > verification.TOLERANCE[torch.float32] else 3
     clip = program.step.clip_grad_norm
-    with counted(twin, program.options.expert_bias_update) as counts:
+    with count_choices(twin, program.options.expert_bias_update) as counts:
 
         def after(step: int) -> None:
             keep(step)

@@ -6,7 +6,7 @@ import argparse
 
 from meshc.passes import rules
 from meshc.program.program import BACKENDS
-from meshc.runtime.saved.launched import Run, run_saved
+from meshc.runtime.saved.launched import RunRequest, run_saved
 
 
 def arguments(command: argparse.ArgumentParser) -> None:
@@ -29,4 +29,4 @@ def arguments(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     names = ("outputs", "state", "save_state", "backend", "seed", "numbers", "rebalance_every", "allow_edited")
     asked = {name: getattr(options, name) for name in names}
-    run_saved(Run(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))
+    run_saved(RunRequest(options.path, tuple(options.inputs), allow=tuple(options.allow), rules=rules, **asked))

@@ -25,7 +25,7 @@ from meshc.program import instance
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import verify as comparison
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
-from meshc.runtime.simulator.widened import widened
+from meshc.runtime.simulator.widened import widen_program
 from meshc.text import show
 
 
@@ -96,7 +96,7 @@ def verify_as_it_stands(
     reference = comparison.Reference(twin, function, args, kwargs, double=double, parts=program.lowered.parts)
     low = [port.dtype for port in saved.inputs if port.dtype in (torch.bfloat16, torch.float16)]
     report = comparison.Report(comparison.TOLERANCE[torch.float64 if wide else low[0] if low else torch.float32])
-    compared = widened(fitting) if double else fitting
+    compared = widen_program(fitting) if double else fitting
     with double_by_default(double):
         if program.step is None:
             comparison.compare_module(compared, reference, report)

@@ -29,7 +29,7 @@ _MEANING: Final = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fa
 """Entries of an adapter's configuration that say what its weights mean in the model."""
 
 
-class Renamed:
+class RenamedWeights:
     """`Weights` under other names. `names`: new name -> the name in the files."""
 
     def __init__(self, files: Weights, names: Mapping[str, str]) -> None:
@@ -60,7 +60,7 @@ def is_adapter(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def chosen(model: nn.Module, path: Path, adapter: str | None) -> str:
+def select_adapter(model: nn.Module, path: Path, adapter: str | None) -> str:
     """The name of the model's adapter that the files in the folder `path` are for. Raises StateError where the model has no adapter, where
     it has several and `adapter` names none of them, and where the folder's configuration gives the weights another meaning than the model's
     does; ArtifactError for a configuration that cannot be read."""
@@ -94,10 +94,10 @@ def _compare(path: Path, mine: Any, name: str) -> None:
         )
 
 
-def of_adapter(model: nn.Module, files: Weights, adapter: str) -> Renamed:
+def adapter_weights(model: nn.Module, files: Weights, adapter: str) -> RenamedWeights:
     """An adapter's files under the model's names; a tensor that the model does not have keeps its name."""
     has = frozenset(model.state_dict())
-    return Renamed(files, {next((one for one in _with_adapter(name, adapter) if one in has), name): name for name in files.names})
+    return RenamedWeights(files, {next((one for one in _with_adapter(name, adapter) if one in has), name): name for name in files.names})
 
 
 def _with_adapter(name: str, adapter: str) -> Iterator[str]:
@@ -108,12 +108,12 @@ def _with_adapter(name: str, adapter: str) -> Iterator[str]:
             yield ".".join([*parts[:at], "modules_to_save", adapter, *parts[at:]])
 
 
-def is_of(name: str, adapters: Iterable[str]) -> bool:
+def belongs_to_adapter(name: str, adapters: Iterable[str]) -> bool:
     """Whether a name of the model belongs to one of `adapters`."""
     return any(f".{adapter}." in f".{name}." for adapter in adapters)
 
 
-def of_base(model: nn.Module, files: Weights) -> Renamed:
+def base_weights(model: nn.Module, files: Weights) -> RenamedWeights:
     """A base model's files under the names that the tensors have in a model with adapters."""
     renamed: dict[str, str] = {}
     given = frozenset(files.names)
@@ -123,4 +123,4 @@ def of_base(model: nn.Module, files: Weights) -> Renamed:
         if source is not None:
             renamed[name] = source
     taken = frozenset(renamed.values())
-    return Renamed(files, {**renamed, **{name: name for name in files.names if name not in taken}})
+    return RenamedWeights(files, {**renamed, **{name: name for name in files.names if name not in taken}})

@@ -122,9 +122,9 @@ def refuse_empty(inputs: Iterable[tuple[str, torch.Tensor]]) -> None:
 def refuse_module(module: nn.Module, adopted: bool) -> None:
     """Refuses a model with modules or tensors that meshc cannot compile. `adopted`: its parameters are meshc's already. Raises CaptureError
     with every fault found, or StateError for a lazy parameter."""
-    faults = [*_wrapped(module)]
+    faults = [*_refused_modules(module)]
     if not faults and not adopted:
-        faults = [*_foreign(module)] or [*_overlapping(module)]
+        faults = [*_foreign_tensors(module)] or [*_overlapping(module)]
     if faults:
         raise CaptureError("the model cannot be compiled as it is:\n  " + "\n  ".join(dict.fromkeys(faults)))
 
@@ -157,7 +157,7 @@ def does_not_bind(signature: Callable[..., object], args: Sequence[object], kwar
     return ""
 
 
-def _wrapped(module: nn.Module) -> Iterator[str]:
+def _refused_modules(module: nn.Module) -> Iterator[str]:
     """A line for each refused class, with the first of its modules and the number of others."""
     refused: list[str] = []
     faults: dict[tuple[str, str, str], list[str]] = {}
@@ -177,7 +177,7 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
         yield f"{text.format(where=where, name=name)}{more}; what to do: {advice.format(where=where if paths[0] else 'model')}"
 
 
-def _foreign(module: nn.Module) -> Iterator[str]:
+def _foreign_tensors(module: nn.Module) -> Iterator[str]:
     copies = _copies(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -236,14 +236,14 @@ def _overlapping(module: nn.Module) -> Iterator[str]:
             if any(stride == 0 and size > 1 for stride, size in zip(one.stride(), one.shape, strict=True)):
                 yield f"{name} is an expanded view: several of its elements are one place in memory; what to do: make it contiguous()"
             for other_name, other in rows:
-                if other is not one and (other_name > name or not other.requires_grad) and _meet(one, other):
+                if other is not one and (other_name > name or not other.requires_grad) and _share_bytes(one, other):
                     yield (
                         f"{name} and {other_name} are two tensors in one memory, so that training one changes the other; what to do: use "
                         "one nn.Parameter for both (that is a tied weight, and works), or clone() one"
                     )
 
 
-def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two strided tensors of one storage have a byte in common."""
     (a, b), (c, d) = _span(one), _span(other)
     if b <= c or d <= a:

@@ -135,7 +135,7 @@ def operand_dtype(policy: Policy, region: Region, dtypes: Sequence[torch.dtype],
     return torch.float32 if torch.float32 in dtypes else region.dtype
 
 
-def entered(
+def inner_region(
     around: Sequence[Region], mesh_device: str | None, device: str, dtype: torch.dtype | None, enabled: bool, cache: bool | None
 ) -> Region:
     """The state in `torch.autocast(device, dtype, enabled, cache)` within the regions `around`, outermost first.

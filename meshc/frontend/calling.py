@@ -11,7 +11,7 @@ from torch import nn
 
 from meshc.errors import InputError
 from meshc.frontend import admission
-from meshc.frontend.module_watch import State
+from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.train_step import StepSignature, TrainStep
 from meshc.ir import trees
 from meshc.ir.functions import Function
@@ -33,7 +33,7 @@ def call_inside(path: str, module: nn.Module, *args: object, **kwargs: object) -
     return module.get_submodule(path)(*args, **kwargs)
 
 
-def canonical(
+def canonical_call(
     signature: Function, args: Sequence[object], kwargs: Mapping[str, object], parameters: Sequence[inspect.Parameter] | None = None
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Canonical form of a call: positional arguments by name where the signature names them, so that both ways to call share a compilation.
@@ -89,10 +89,10 @@ InputKey: TypeAlias = tuple[trees.Spec, tuple[tuple[object, ...], ...]]
 def input_key(args: Sequence[object], kwargs: Mapping[str, object]) -> InputKey:
     """Structure, shapes, dtypes and plain values of a call's inputs, hashable."""
     leaves, spec = trees.flatten((tuple(args), dict(kwargs)))
-    return (spec, tuple(_described(leaf) for leaf in leaves))
+    return (spec, tuple(_leaf_key(leaf) for leaf in leaves))
 
 
-def _described(leaf: object) -> tuple[object, ...]:
+def _leaf_key(leaf: object) -> tuple[object, ...]:
     if isinstance(leaf, torch.Tensor):
         return ("tensor", tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     return ("value", type(leaf), _hashable(leaf))
@@ -126,10 +126,10 @@ def _hashable(value: object) -> object:
     return value
 
 
-ModuleKey: TypeAlias = tuple[State, bool, tuple[tuple[str, torch.dtype], ...]]
+ModuleKey: TypeAlias = tuple[ModuleState, bool, tuple[tuple[str, torch.dtype], ...]]
 
 
-def module_key(state: State) -> ModuleKey:
+def module_key(state: ModuleState) -> ModuleKey:
     """What else of a module decides its program: its state (`Watch.state`), grad mode and autocast state."""
     return state, torch.is_grad_enabled(), autocast_state()
 

@@ -22,21 +22,21 @@ from meshc.errors import CaptureError
 from meshc.frontend import stock, untraceable
 from meshc.frontend.adapted_experts import adapted_experts
 from meshc.frontend.averaged_norms import synced_norms
-from meshc.frontend.double import double_by_default, wide, widen
+from meshc.frontend.double import double_by_default, wide_dtype, widen_casts
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.known_outcomes import write_known_values
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
 from meshc.frontend.output_tree import OutputTree
-from meshc.frontend.read_numbers import Opened
-from meshc.frontend.read_places import FUNCTION, MODEL, Place, watched_at_calls
-from meshc.frontend.read_values import Number, Resolved, methods
-from meshc.frontend.replaced import replaced
+from meshc.frontend.read_numbers import NumberInputs
+from meshc.frontend.read_places import FUNCTION, MODEL, ReadPlace, watched_at_calls
+from meshc.frontend.read_values import Number, PlaceLookup, methods
+from meshc.frontend.replaced import apply_capture_patches
 from meshc.frontend.selected_rows import follow_selected_rows
 from meshc.frontend.set_data import set_data_in_place
-from meshc.frontend.side_effects import Seen, leave_out_checks, unchecked
+from meshc.frontend.side_effects import TraceObservations, dropped_checks_note, leave_out_checks
 from meshc.frontend.sources import source_of
-from meshc.frontend.spared import apart, unasked, unwritten
+from meshc.frontend.spared import isolated_dynamo, with_lazy_code, without_lookups
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
@@ -108,9 +108,9 @@ class TorchGraph:
     random_calls: int = 0
     notes: tuple[str, ...] = ()
     symbols: Symbols | None = None
-    seen: Seen = field(default_factory=Seen)
+    seen: TraceObservations = field(default_factory=TraceObservations)
     double: bool = False
-    reads: tuple[Place, ...] = ()
+    reads: tuple[ReadPlace, ...] = ()
     numbers: Mapping[str, Number] = field(default_factory=dict)
 
     @property
@@ -132,12 +132,12 @@ class JointGraph:
 
 
 @contextlib.contextmanager
-def prepared(module: nn.Module) -> Iterator[None]:
+def traceable_model(module: nn.Module) -> Iterator[None]:
     """A context in which a model's code runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
-        stock.prepared(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module), adapted_experts(module),
-        traced_flex(), traced_adaptive(), synced_norms(),
+        stock.traceable_stock_models(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module),
+        adapted_experts(module), traced_flex(), traced_adaptive(), synced_norms(),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -173,7 +173,7 @@ def fake_tensors(
                     else:
                         with mode or contextlib.nullcontext():
                             device = "meta" if mode is None else "cpu"
-                            fake = torch.empty(tuple(value.shape), dtype=wide(value.dtype, double), device=device)
+                            fake = torch.empty(tuple(value.shape), dtype=wide_dtype(value.dtype, double), device=device)
                             if isinstance(value, nn.Parameter):
                                 fake = nn.Parameter(fake, requires_grad=value.requires_grad)
                         fakes[id(value)] = fake
@@ -196,13 +196,13 @@ def _stand_in(
         return leaf
     shape = [opened.get(name, {}).get(dim, extent) for dim, extent in enumerate(leaf.shape)]
     with mode:
-        made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=wide(leaf.dtype, double), device="cpu")
+        made = torch.empty([s.hint if isinstance(s, Dynamic) else s for s in shape], dtype=wide_dtype(leaf.dtype, double), device="cpu")
     for dim in opened.get(name, {}):
         torch._dynamo.maybe_mark_dynamic(made, dim)
     return made.requires_grad_(grad and leaf.requires_grad)
 
 
-def _rooted(module: nn.Module, function: Callable[..., object], autocast: Sequence[tuple[str, torch.dtype]]) -> Root:
+def _build_root(module: nn.Module, function: Callable[..., object], autocast: Sequence[tuple[str, torch.dtype]]) -> Root:
     """The `Root` of a call of `function`, in the module's mode."""
     root = Root(module, function, autocast)
     root.training = module.training  # the root's own flag alone: a model in training may hold layers in evaluation (frozen norms)
@@ -220,7 +220,7 @@ def torch_graph(
     autocast: Sequence[tuple[str, torch.dtype]] = (),
     double: bool = False,
     dynamic: Mapping[str, Mapping[int, Dynamic]] | None = None,
-    numbers: Sequence[Place] = (),
+    numbers: Sequence[ReadPlace] = (),
 ) -> TorchGraph:
     """Trace `function(module, *args, **kwargs)` to one graph. Raises CaptureError with the user's line where torch cannot.
 
@@ -236,25 +236,25 @@ def torch_graph(
     fake_args, fake_kwargs = trees.unflatten([fake(name, leaf) for name, leaf in zip(names, given, strict=True)], spec)
     leaves = trees.leaves((fake_args, fake_kwargs))
     inputs = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-    root, inputs_of_python = _rooted(module, function, autocast), Opened(numbers, module, function)
+    root, inputs_of_python = _build_root(module, function, autocast), NumberInputs(numbers, module, function)
     with mode:
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        stock.prepared(module), trees.known(), fake_tensors(module, mode, double) as (tensors, aliases), torch.set_grad_enabled(grad),
-        _dynamo_settings(), listed_experts(module), adapted_experts(module), apart(), unasked(), unwritten(), untraceable.said_once(),
-        double_by_default(double),
+        stock.traceable_stock_models(module), trees.known(), fake_tensors(module, mode, double) as (tensors, aliases),
+        torch.set_grad_enabled(grad), _dynamo_settings(), listed_experts(module), adapted_experts(module), isolated_dynamo(),
+        without_lookups(), with_lazy_code(), untraceable.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
         try:
-            with replaced(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
+            with apply_capture_patches(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
                 graph = graph_capture(root)(*fake_args, **fake_kwargs)
             watched = watched_at_calls(seen.places)
-            reads = tuple(dict.fromkeys((*watched, *methods(Resolved({MODEL: module, FUNCTION: function}), watched, seen.code))))
+            reads = tuple(dict.fromkeys((*watched, *methods(PlaceLookup({MODEL: module, FUNCTION: function}), watched, seen.code))))
         except Exception as error:
-            raise untraceable.explained(error, signature, args, kwargs) from error
+            raise untraceable.explain_error(error, signature, args, kwargs) from error
     inputs_of_python.write(graph, seen.constants)
     targets_in_rows(graph)
-    notes = [*seen.notes(), *unchecked(graph, source_of)]
+    notes = [*seen.notes(), *dropped_checks_note(graph, source_of)]
     leave_out_checks(graph)
     write_known_values(graph)
     set_data_in_place(graph, source_of)
@@ -263,14 +263,14 @@ def torch_graph(
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)
     if double:
-        widen(graph)
+        widen_casts(graph)
     held = graph, fake_args, fake_kwargs, inputs, tensors, trainable, aliases, tree
     kept = replace(seen, said=[])
     traced = TorchGraph(*held, notes=tuple(notes), double=double, reads=reads, numbers=inputs_of_python.by_attribute, seen=kept)
-    return _opened(traced, opened) if opened else traced
+    return _with_dynamic_sizes(traced, opened) if opened else traced
 
 
-def _opened(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
+def _with_dynamic_sizes(traced: TorchGraph, dynamic: Mapping[str, Mapping[int, Dynamic]]) -> TorchGraph:
     """The trace with torch's symbolic tensors as its inputs, and the symbol of each of the user's dynamic sizes."""
     _refuse_sizes_as_outputs(traced)
     values = [node.meta["val"] for node in placeholders(traced.module.graph)]
@@ -378,7 +378,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
     by_tensor = {id(tensor): name for name, tensor in traced.tensors.items()}
     flat = {name.replace(".", "_"): name for name in traced.tensors}
 
-    def qualified(target: str) -> str:
+    def qualified_name(target: str) -> str:
         name = by_tensor.get(id(getattr(traced.module, target, None)))
         if name is None and target in names:
             name = names[target].removeprefix("_export_root.").removeprefix(ROOT)
@@ -390,9 +390,9 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(double_by_default(traced.double))
         stack.enter_context(_dynamo_settings())
-        stack.enter_context(unwritten())
+        stack.enter_context(with_lazy_code())
         stack.enter_context(trees.known())
-        stack.enter_context(untraceable.said_once())
+        stack.enter_context(untraceable.without_log_echo())
         try:
             joint = aot_export_joint_with_descriptors(
                 stack, traced.module, traced.args, traced.kwargs, decompositions=cast(dict[OpOverload, Function], dict(decompositions))
@@ -409,9 +409,9 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
         if _is_python_value(node, traced):
             module.graph.erase_node(node)  # a flag: read by the trace, and by no node of the graph
         else:
-            entered.append(_input_name(node.meta["desc"], qualified, traced))
+            entered.append(_input_name(node.meta["desc"], qualified_name, traced))
     output = output_of(module.graph)
-    outputs = [_output_name(description, qualified, traced) for description in output.meta["desc"]]
+    outputs = [_output_name(description, qualified_name, traced) for description in output.meta["desc"]]
     return JointGraph(module, entered, outputs)
 
 
@@ -427,7 +427,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
     if isinstance(description, ParamAOTInput):
         name = qualified(description.target)
         if name not in traced.tensors:
-            raise CaptureError(_stranger(description.target, traced))
+            raise CaptureError(_foreign_parameter_message(description.target, traced))
         return "parameter", name
     if isinstance(description, BufferAOTInput):
         name = qualified(description.target)
@@ -449,7 +449,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
     raise CaptureError(f"torch's tracer gave an input of a kind that meshc does not know: {description}")
 
 
-def _stranger(target: str, traced: TorchGraph) -> str:
+def _foreign_parameter_message(target: str, traced: TorchGraph) -> str:
     """The message for a parameter of another module than the compiled one, which a function reads directly."""
     readers = [user for node in traced.module.graph.find_nodes(op="get_attr", target=target) for user in node.users]
     where = f"\n  in your model: {source_of(readers[0])}" if readers else ""

@@ -32,8 +32,8 @@ from torch import nn
 
 from meshc.frontend import read_places, read_values, traced_code
 from meshc.frontend.portable_values import function_of, portable
-from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, INPUTS, ITEM, MODEL, NTH, Place
-from meshc.frontend.read_values import Resolved
+from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, INPUTS, ITEM, MODEL, NTH, ReadPlace
+from meshc.frontend.read_values import PlaceLookup
 from meshc.ir import trees
 from meshc.ir.functions import Function, Keywords
 
@@ -42,14 +42,14 @@ _COMPARED_BEFORE: Final = frozenset(("_parameters", "_buffers", "training"))
 _SHOWN: Final = 5
 
 
-class Here:
+class ProcessValues:
     """Values at places, as this process has them."""
 
     def __init__(self, model: nn.Module, function: Function, args: Sequence[object], kwargs: Keywords) -> None:
-        self.there = Resolved({MODEL: model, FUNCTION: function, INPUTS: trees.flatten((tuple(args), dict(kwargs)))})
+        self.there = PlaceLookup({MODEL: model, FUNCTION: function, INPUTS: trees.flatten((tuple(args), dict(kwargs)))})
         self._names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
-    def text(self, place: Place, by_items: bool) -> str:
+    def text(self, place: ReadPlace, by_items: bool) -> str:
         """The value at a place as text. `by_items`: the items of a list have places of their own."""
         if place.root not in sys.modules and place.root not in (MODEL, FUNCTION, INPUTS):
             with contextlib.suppress(Exception):  # as the trace did when it reached this module
@@ -63,16 +63,16 @@ class Here:
             return f"{sum(not hasattr(hook, 'of_meshc') for hook in value.values())} hooks"
         return portable(value, whole=not by_items)
 
-    def name(self, place: Place) -> str:
+    def name(self, place: ReadPlace) -> str:
         """The name of a place, as in messages."""
         return self.there.at(place)[1]
 
-    def texts(self, places: Collection[Place]) -> dict[str, str]:
+    def texts(self, places: Collection[ReadPlace]) -> dict[str, str]:
         """Values as texts, by the names of their places."""
         lists = _bases_of_items(places)
         return {self.name(place): self.text(place, place in lists) for place in places}
 
-    def lines(self, places: Iterable[Place]) -> str:
+    def lines(self, places: Iterable[ReadPlace]) -> str:
         """A digest of the source lines of the code at these places; messages and comments of a program name those lines."""
         codes = dict.fromkeys(function.__code__ for place in places if (function := function_of(self.there.at(place)[0])) is not None)
         rows = [(code.co_filename, code.co_firstlineno, code.co_linetable) for code in codes if not traced_code.is_stock(code)]
@@ -86,24 +86,24 @@ class Dependencies:
     why          why no other process can reuse the program; "" if one can
     """
 
-    values: Mapping[Place, str]
+    values: Mapping[ReadPlace, str]
     environment: Mapping[str, str]
     why: str
 
-    def described(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         """The dependencies as JSON."""
         return {
-            "places": read_places.described(self.values), "values": [*self.values.values()], "environment": dict(self.environment),
+            "places": read_places.places_to_json(self.values), "values": [*self.values.values()], "environment": dict(self.environment),
             "why": self.why,
         }  # fmt: skip
 
     @staticmethod
-    def read(told: Mapping[str, Any]) -> Dependencies:
+    def from_json(told: Mapping[str, Any]) -> Dependencies:
         """The inverse of `described`."""
-        values = dict(zip(read_places.read(told["places"]), told["values"], strict=True))
+        values = dict(zip(read_places.places_from_json(told["places"]), told["values"], strict=True))
         return Dependencies(values, told["environment"], told["why"])
 
-    def differences(self, here: Here) -> Iterator[str]:
+    def differences(self, here: ProcessValues) -> Iterator[str]:
         """Where this process differs from the one that traced, a line each: `model.temperature: 2.0 here, and 1.0 there`."""
         lists = _bases_of_items(self.values)
         for place, there in self.values.items():
@@ -115,18 +115,18 @@ class Dependencies:
                 yield f"the variable {name}: {mine} here, and {there} there"
 
 
-def of_trace(
-    read: Iterable[Place], numbers: Collection[Place], code: Iterable[types.CodeType], unplaced: Sequence[str], here: Here
+def trace_dependencies(
+    read: Iterable[ReadPlace], numbers: Collection[ReadPlace], code: Iterable[types.CodeType], unplaced: Sequence[str], here: ProcessValues
 ) -> Dependencies:
     """Dependencies of one trace. `read`: the places it has read, of which `numbers` are inputs; `unplaced`: constants without a place."""
     ran = [one for one in code if not traced_code.is_stock(one)]
-    there, places = here.there, dict.fromkeys((Place(FUNCTION, ()), *read))
+    there, places = here.there, dict.fromkeys((ReadPlace(FUNCTION, ()), *read))
     places |= dict.fromkeys(read_values.methods(there, list(places), ran, installed=True))
     functions = _Globals(function_of(there.at(place)[0]) for place in places)
     rest = [one for one in ran if one not in functions.by_code]
     modules = _modules_by_file() if rest else {}
     for one in rest:
-        place = _by_name(one, modules, there)
+        place = _place_by_name(one, modules, there)
         if place is not None:
             places[place] = None
             functions.add(function_of(there.at(place)[0]))
@@ -134,25 +134,25 @@ def of_trace(
     lists = _bases_of_items(kept)
     values = {place: here.text(place, place in lists) for place in kept if not _is_input(place, here)}
     names = dict.fromkeys(name for one in ran for name in traced_code.variables(one))
-    return Dependencies(values, {name: _variable(name) for name in names}, _why(ran, functions.by_code, unplaced))
+    return Dependencies(values, {name: _variable(name) for name in names}, _reason_not_portable(ran, functions.by_code, unplaced))
 
 
 def _variable(name: str) -> str:
     return os.environ.get(name, "not set")
 
 
-def _bases_of_items(places: Iterable[Place]) -> frozenset[Place]:
-    return frozenset(Place(place.root, place.steps[:-1]) for place in places if place.steps and place.steps[-1][0] == ITEM)
+def _bases_of_items(places: Iterable[ReadPlace]) -> frozenset[ReadPlace]:
+    return frozenset(ReadPlace(place.root, place.steps[:-1]) for place in places if place.steps and place.steps[-1][0] == ITEM)
 
 
-def _is_compared_before(place: Place) -> bool:
+def _is_compared_before(place: ReadPlace) -> bool:
     """Whether ranks and starts compare the place separately, or it is torch's own and found by a number that differs between processes."""
     if place.root == MODEL:
         return any(kind == ATTRIBUTE and what in _COMPARED_BEFORE for kind, what in place.steps)
     return read_places.is_own(place.root) and any(kind == NTH for kind, _ in place.steps)
 
 
-def _is_input(place: Place, here: Here) -> bool:
+def _is_input(place: ReadPlace, here: ProcessValues) -> bool:
     return place.root == INPUTS and isinstance(here.there.at(place)[0], torch.Tensor)
 
 
@@ -166,24 +166,24 @@ class _Globals:
 
     def add(self, function: types.FunctionType | None) -> None:
         if function is not None:
-            self.by_code |= dict.fromkeys(traced_code.nested(function.__code__), function.__globals__)
+            self.by_code |= dict.fromkeys(traced_code.nested_code(function.__code__), function.__globals__)
 
 
-def _by_name(code: types.CodeType, modules: Mapping[str, str], there: Resolved) -> Place | None:
+def _place_by_name(code: types.CodeType, modules: Mapping[str, str], there: PlaceLookup) -> ReadPlace | None:
     """The place of code that no known place holds: under its name in the module of its file, or inside the function of that name."""
     module = modules.get(os.path.abspath(code.co_filename))
     if module is None:
         return None
-    *owners, name = traced_code.qualified(code).split(".<locals>")[0].split(".")
+    *owners, name = traced_code.qualified_name(code).split(".<locals>")[0].split(".")
     steps = tuple(step for owner in owners for step in ((ATTRIBUTE, owner), (ATTRIBUTE, "__dict__")))
-    place = Place(module, (*steps, (ITEM if steps else ATTRIBUTE, name)))
+    place = ReadPlace(module, (*steps, (ITEM if steps else ATTRIBUTE, name)))
     found, seen = [place], set[types.FunctionType]()
     for place in found:  # grows: a decorator's wrapper holds the function
         function = function_of(there.at(place)[0])
         if function is None or function in seen:
             continue
         seen.add(function)
-        if code in traced_code.nested(function.__code__):
+        if code in traced_code.nested_code(function.__code__):
             return place
         found.append(place.then((ATTRIBUTE, "__wrapped__")))
         cells = range(len(function.__closure__ or ()))
@@ -196,14 +196,16 @@ def _modules_by_file() -> dict[str, str]:
     return {os.path.abspath(file): name for file, name in files if isinstance(file, str)}
 
 
-def _why(ran: Iterable[types.CodeType], functions: Mapping[types.CodeType, Mapping[str, object]], unplaced: Sequence[str]) -> str:
+def _reason_not_portable(
+    ran: Iterable[types.CodeType], functions: Mapping[types.CodeType, Mapping[str, object]], unplaced: Sequence[str]
+) -> str:
     for one in ran:
         if traced_code.is_generated(one):
             continue
-        where = f"{traced_code.qualified(one)} ({traced_code.short_file(one)}:{one.co_firstlineno})"
+        where = f"{traced_code.qualified_name(one)} ({traced_code.short_file(one)}:{one.co_firstlineno})"
         if one not in functions:
             return f"the model runs {where}, which stands neither in the model nor under its name in a module"
-        if asked := traced_code.asks(one, functions[one]):
+        if asked := traced_code.process_local_name(one, functions[one]):
             return f"the model runs {where}, which reads {asked}: that may differ from rank to rank"
     if unplaced:
         return f"the model reads {', '.join(unplaced[:_SHOWN])}, where no other rank can look"

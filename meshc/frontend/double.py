@@ -13,7 +13,7 @@ WIDER: Final = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 """dtype -> its dtype in a copy in double precision; all others stay as they are."""
 
 
-def wide(dtype: torch.dtype, double: bool) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype, double: bool) -> torch.dtype:
     """The dtype that stands for `dtype` in the copy, with `double`; else `dtype` itself."""
     return WIDER.get(dtype, dtype) if double else dtype
 
@@ -23,7 +23,7 @@ def double_by_default(double: bool) -> Iterator[None]:
     """A context in which tensors without a given dtype (`torch.eye(4)`, `torch.tensor(0.5)`) are double, as in the copy; and so is a norm
     with dtype float32, which torch refuses for double operands."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(wide(before, double))
+    torch.set_default_dtype(wide_dtype(before, double))
     try:
         with _wide_norms() if double else nullcontext():
             yield
@@ -37,16 +37,16 @@ def _wide_norms() -> Iterator[None]:
 
     dispatch = FakeTensorMode.dispatch
 
-    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch_wide(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.linalg_vector_norm.default and (said := (kwargs or {}).get("dtype")) is not None:
             kwargs = {**kwargs, "dtype": WIDER.get(said, said)}
         return dispatch(self, func, types, args, kwargs)
 
-    with mock.patch.object(FakeTensorMode, "dispatch", dispatched):
+    with mock.patch.object(FakeTensorMode, "dispatch", dispatch_wide):
         yield
 
 
-def widen(module: torch.fx.GraphModule) -> None:
+def widen_casts(module: torch.fx.GraphModule) -> None:
     """Casts to float32 inside the model become casts to float64, complex64 likewise, so that `verify(dtype=torch.float64)` compares in
     double throughout."""
 

@@ -42,12 +42,12 @@ class DynamicDims:
         for name, (size, where) in found.items():
             low, high = self.ranges[name]
             if not low <= size <= high:
-                faults.append(f"{name} is {size} ({where}); the program serves {name} {_said(low, high)}")
+                faults.append(f"{name} is {size} ({where}); the program serves {name} {_range_text(low, high)}")
         if faults:
             raise InputError("sizes do not fit the program:\n  " + "\n  ".join(faults))
         return {name: size for name, (size, _) in found.items()}
 
-    def named(self, path: str, described: tuple[object, ...]) -> tuple[object, ...]:
+    def key_with_names(self, path: str, described: tuple[object, ...]) -> tuple[object, ...]:
         """An input's entry of a key (`calling.input_key`), with names in the place of its dynamic sizes."""
         row = self.dims.get(path)
         if not row or described[0] != "tensor":
@@ -55,7 +55,7 @@ class DynamicDims:
         kind, shape, *rest = described
         return (kind, tuple(row.get(dim, size) for dim, size in enumerate(cast(Sequence[int], shape))), *rest)
 
-    def settled(self, inputs: Sequence[tuple[str, Sequence[int]]], fixed: set[int], least: int) -> dict[str, Dynamic]:
+    def choose_hints(self, inputs: Sequence[tuple[str, Sequence[int]]], fixed: set[int], least: int) -> dict[str, Dynamic]:
         """The integer that stands for each size in passes: a prime near the example's size that equals no other size.
 
         `fixed` are the sizes of everything else in the model, `least` the number of pieces into which a plan may split a dim.
@@ -74,11 +74,11 @@ class DynamicDims:
         return found
 
 
-def _said(low: int, high: int) -> str:
+def _range_text(low: int, high: int) -> str:
     return f"from {low} to {high}" if high < UNBOUNDED else f"from {low} on"
 
 
-def read(given: object) -> DynamicDims:
+def parse_dynamic(given: object) -> DynamicDims:
     """The dims and ranges of `Options(dynamic=...)`. Raises PlanError."""
     if given is None:
         return DynamicDims()
@@ -98,7 +98,7 @@ def read(given: object) -> DynamicDims:
                 continue
             name, low, high = _dim(dim, f"dim {position} of {path}")
             if ranges.setdefault(name, (low, high)) != (low, high):
-                raise PlanError(f"Options(dynamic=...): {name} has two ranges, {_said(*ranges[name])} and {_said(low, high)}")
+                raise PlanError(f"Options(dynamic=...): {name} has two ranges, {_range_text(*ranges[name])} and {_range_text(low, high)}")
             dims.setdefault(str(path), {})[int(position)] = name
     return DynamicDims(dims, ranges)
 
@@ -113,5 +113,5 @@ def _dim(dim: object, where: str) -> tuple[str, int, int]:
     if least < 2:
         raise PlanError(f"Options(dynamic=...): {name} may be {least}; tracing takes sizes of 1 apart (they broadcast): begin at 2")
     if greatest < least:
-        raise PlanError(f"Options(dynamic=...): {name} goes {_said(least, greatest)}, which is nothing")
+        raise PlanError(f"Options(dynamic=...): {name} goes {_range_text(least, greatest)}, which is nothing")
     return name, least, greatest

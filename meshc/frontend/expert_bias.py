@@ -45,12 +45,12 @@ def refuse_without_bias(model: nn.Module) -> None:
         )
 
 
-def updated(bias: Tensor, tokens: Tensor, step: float) -> Tensor:
+def updated_bias(bias: Tensor, tokens: Tensor, step: float) -> Tensor:
     """The bias after a step. `tokens`: how many tokens have chosen each expert."""
     return bias + step * torch.sign(tokens.sum() - tokens * tokens.numel()).to(bias.dtype)
 
 
-class Counted:
+class ExpertCounts:
     """Counts of the choices of each expert, for a model on one device, between two `update`s."""
 
     def __init__(self, model: nn.Module, step: float) -> None:
@@ -64,24 +64,24 @@ class Counted:
     def update(self) -> None:
         with torch.no_grad():
             for path, buffer in self.buffers.items():
-                buffer.copy_(updated(buffer, self.tokens[path], self.step))
+                buffer.copy_(updated_bias(buffer, self.tokens[path], self.step))
                 self.tokens[path].zero_()
 
 
 @contextmanager
-def counted(model: nn.Module, step: float | None) -> Iterator[Counted | None]:
+def count_choices(model: nn.Module, step: float | None) -> Iterator[ExpertCounts | None]:
     """A context in which the experts' choices of a model on one device are counted; yields None if `step` is None."""
     if step is None:
         yield None
         return
-    counts, hooks = Counted(model, step), []
+    counts, hooks = ExpertCounts(model, step), []
     try:
         for path in counts.buffers:
 
-            def asked(_: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
+            def count_hook(_: nn.Module, args: tuple[Any, ...], path: str = path) -> None:
                 counts.count(path, args[1])
 
-            hooks.append(model.get_submodule(path).register_forward_pre_hook(asked))
+            hooks.append(model.get_submodule(path).register_forward_pre_hook(count_hook))
         yield counts
     finally:
         for hook in hooks:

@@ -70,7 +70,7 @@ class Capacity:
             )
         return ceil(evenly)
 
-    def taken(self, choice: Tensor, weights: Tensor, batch: int, experts: int) -> Tensor:
+    def limit_choices(self, choice: Tensor, weights: Tensor, batch: int, experts: int) -> Tensor:
         """Choices [t, k] with -1 for those beyond the capacity, given their weights."""
         tokens, chosen = choice.shape
         each = self.tokens(tokens, batch)
@@ -84,7 +84,7 @@ class Capacity:
         return made.reshape(tokens, chosen)
 
 
-def asked(factor: float | None, overflow: str, group: int | None, priority: str) -> Capacity | None:
+def capacity_from_options(factor: float | None, overflow: str, group: int | None, priority: str) -> Capacity | None:
     """The capacity that options set; None without `expert_capacity`. Raises PlanError."""
     if factor is not None:
         return Capacity(factor, overflow, group, priority)

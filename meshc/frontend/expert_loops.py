@@ -10,8 +10,8 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from meshc.frontend.inline_experts import InlineReader, stacked
-from meshc.frontend.loop_reader import CALL, Loop, Reader, compiled
+from meshc.frontend.inline_experts import InlineReader, stacked_parameters
+from meshc.frontend.loop_reader import CALL, Loop, LoopReader, compile_body
 
 
 def loop_of(module: nn.Module) -> Loop | None:
@@ -21,11 +21,11 @@ def loop_of(module: nn.Module) -> Loop | None:
         return None
     held = [module, *module.children()]
     lists = any(isinstance(each, nn.ModuleList | nn.ModuleDict) and len(each) > 1 for each in held)
-    weights = stacked(module)
+    weights = stacked_parameters(module)
     tree = _tree(function) if lists or weights else None
     if tree is None:
         return None
-    found = Reader(module, function, tree).loop() if lists else None
+    found = LoopReader(module, function, tree).loop() if lists else None
     return InlineReader(module, function, tree).loop() if found is None and weights else found
 
 
@@ -46,9 +46,9 @@ def _tree(function: FunctionType) -> ast.FunctionDef | None:
     ast.increment_lineno(found, first - 1)
     if not any(isinstance(each, ast.For) for each in found.body):
         return None
-    same = _told(compiled(found, found.body, function)) == _told(function.__code__)
+    same = _code_key(compile_body(found, found.body, function)) == _code_key(function.__code__)
     return found if same else None  # else the file has changed since the import
 
 
-def _told(code: CodeType) -> object:
+def _code_key(code: CodeType) -> object:
     return code.co_names, code.co_varnames, [repr(each) for each in code.co_consts if not isinstance(each, CodeType)]

@@ -28,7 +28,7 @@ from meshc.ops.routed import routed_mm
 
 
 @dataclass(frozen=True)
-class Form:
+class ExpertForm:
     """The form in which the experts of a module are traced.
 
     count     number of groups
@@ -53,7 +53,7 @@ FORM: Final = "_meshc_form"
 """Attribute of a module of experts while it is traced with another form than a row for each choice: that `Form`."""
 
 
-class Rows:
+class ChoiceRows:
     """A row for each expert of each token: [t * k, ..]. `some`: a choice may be -1, with a weight of 0."""
 
     def __init__(self, choice: Tensor, weights: Tensor, some: bool = False) -> None:
@@ -100,10 +100,10 @@ class _InGroups:
         return in_line(torch.cat([own, copies_of(matrices, self.copies)], 1), groups * self.each)
 
 
-class Groups(_InGroups):
+class GroupRows(_InGroups):
     """Per group of experts, a row for each choice that a token could have made in the group: [q, t * m, ..]."""
 
-    def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: Form, copies: Tensor | None) -> None:
+    def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: ExpertForm, copies: Tensor | None) -> None:
         self.groups, self.copies = form.count, copies
         self.tokens, chosen = choice.shape
         self.each = form.each(experts) + form.copies
@@ -123,10 +123,10 @@ class Groups(_InGroups):
         return from_groups(rows.reshape(self.groups, self.tokens, self.most, -1), self.own)
 
 
-class Places(_InGroups):
+class BoundedRows(_InGroups):
     """Per group of experts, as many rows of each row of the batch as a bound or the capacity allows: [q, b * p, ..]."""
 
-    def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: Form, copies: Tensor | None) -> None:
+    def __init__(self, experts: int, choice: Tensor, weights: Tensor, form: ExpertForm, copies: Tensor | None) -> None:
         tokens, self.chosen = choice.shape
         self.groups, self.copies = form.count, copies
         self.each = form.each(experts) + form.copies
@@ -162,11 +162,11 @@ class Places(_InGroups):
         return from_places(rows, self.place, self.tokens, self.chosen).reshape(self.batch * self.tokens, -1)
 
 
-Layout = Rows | Groups | Places
+Layout = ChoiceRows | GroupRows | BoundedRows
 
 
 @dataclass(frozen=True)
-class Where:
+class ExpertSlots:
     """The placement of a layer's experts.
 
     slots   the slot of each expert [experts]
@@ -176,7 +176,7 @@ class Where:
     slots: Tensor
     copies: Tensor | None
 
-    def places(self, choice: Tensor, experts: int, form: Form) -> tuple[Tensor, Tensor | None]:
+    def places(self, choice: Tensor, experts: int, form: ExpertForm) -> tuple[Tensor, Tensor | None]:
         """Choices of experts [t, k] as choices of places, and the slots that each group has copies of [groups, n]."""
         slots = choices_to_slots(choice, self.slots)
         if self.copies is None or form.count == 1:
@@ -186,28 +186,30 @@ class Where:
         return choices_to_places(slots, copies, rows, form.each(experts)), copies
 
 
-def laid_out(choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False, copies: Tensor | None = None) -> Layout:
+def rows_for_choices(
+    choice: Tensor, weights: Tensor, experts: int, form: ExpertForm, some: bool = False, copies: Tensor | None = None
+) -> Layout:
     """The layout for choices [t, k] among `experts` experts (or among the places of experts and their `copies` [groups, n]) and their
     weights. With a capacity, or with `some`, -1 chooses none."""
     if form.count == 1:
-        return Rows(choice, weights, some or form.capacity is not None)
+        return ChoiceRows(choice, weights, some or form.capacity is not None)
     if form.bound is None and form.capacity is None:
-        return Groups(experts, choice, weights, form, copies)
-    return Places(experts, choice, weights, form, copies)
+        return GroupRows(experts, choice, weights, form, copies)
+    return BoundedRows(experts, choice, weights, form, copies)
 
 
 def routed_sum(
-    made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, form: Form, some: bool = False,
-    where: Where | None = None,
+    made: Callable[[Tensor, Layout], Tensor], x: Tensor, choice: Tensor, weights: Tensor, experts: int, form: ExpertForm,
+    some: bool = False, where: ExpertSlots | None = None,
 ) -> Tensor:  # fmt: skip
     """Dispatch, experts and combine: the sum over the experts of each token [t, h], by weight. `made` computes the experts' sum of tokens
     in a layout. `where`: the experts' placement, if other than by their numbers."""
-    taken = choice if form.capacity is None else form.capacity.taken(choice, weights, form.batch, experts)
+    taken = choice if form.capacity is None else form.capacity.limit_choices(choice, weights, form.batch, experts)
     lies, copies = (taken, None) if where is None else where.places(taken, experts, form)
     if form.capacity is None:
-        return made(x, laid_out(lies, weights, experts, form, some, copies))
+        return made(x, rows_for_choices(lies, weights, experts, form, some, copies))
     kept = torch.where(taken < 0, 0.0, weights)
-    out = made(x, laid_out(lies, kept, experts, form, copies=copies))
+    out = made(x, rows_for_choices(lies, kept, experts, form, copies=copies))
     if form.capacity.overflow != "pass":
         return out
     left = torch.where(taken < 0, weights, 0.0).sum(1, keepdim=True)

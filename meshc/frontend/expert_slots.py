@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import PlanError
-from meshc.frontend.expert_rows import Where
+from meshc.frontend.expert_rows import ExpertSlots
 
 SLOTS: Final = "meshc_slots"
 """The buffer's name."""
@@ -42,13 +42,13 @@ def slots_of(module: nn.Module) -> Tensor | None:
     return module._buffers.get(SLOTS)
 
 
-def where_of(module: nn.Module) -> Where | None:
+def expert_slots_of(module: nn.Module) -> ExpertSlots | None:
     """The placement of experts that may be moved; None for others."""
     slots = slots_of(module)
-    return None if slots is None else Where(slots, module._buffers.get(COPIES))
+    return None if slots is None else ExpertSlots(slots, module._buffers.get(COPIES))
 
 
-def spare_of(module: nn.Module) -> int:
+def copies_per_rank(module: nn.Module) -> int:
     """Places of each rank for copies of these experts."""
     copies = module._buffers.get(COPIES)
     return 0 if copies is None else copies.shape[1]
@@ -59,7 +59,7 @@ def is_slots(name: str) -> bool:
     return name.rpartition(".")[2] == SLOTS
 
 
-def is_where(name: str) -> bool:
+def is_slot_table(name: str) -> bool:
     """Whether a buffer holds experts' slots, or the slots of copies."""
     return name.rpartition(".")[2] in (SLOTS, COPIES)
 
@@ -69,7 +69,7 @@ def weights_of(module: nn.Module) -> list[str]:
     return [name for name in WEIGHTS if isinstance(module._parameters.get(name), Tensor)]
 
 
-def untouched(where: Tensor) -> Tensor:
+def initial_slots(where: Tensor) -> Tensor:
     """The initial value of a buffer like `where`: expert i in slot i; or no copies."""
     return torch.arange(where.numel(), dtype=torch.int64) if where.dim() == 1 else torch.full(where.shape, -1, dtype=torch.int64)
 

@@ -78,7 +78,7 @@ class Weight:
     path: tuple[str, ...]
 
 
-class Step(NamedTuple):  # of torch 2.11 Dynamo calls no function that a frozen dataclass holds
+class TapeStep(NamedTuple):  # of torch 2.11 Dynamo calls no function that a frozen dataclass holds
     function: Function
     args: tuple[object, ...]
     kwargs: tuple[tuple[str, object], ...]
@@ -94,7 +94,7 @@ class Tape:
     writes   the forward changes values in place
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[TapeStep, ...]
     result: Ref
     weights: tuple[tuple[str, ...], ...]
     draws: bool
@@ -108,7 +108,7 @@ def record(expert: nn.Module) -> Tape:
     first: Exception | None = None
     for width in widths:
         try:
-            return _run(expert, width)
+            return _record_run(expert, width)
         except NotRows:
             raise
         except Exception as error:  # another width than that of the expert's input
@@ -116,14 +116,14 @@ def record(expert: nn.Module) -> Tape:
     raise NotRows(f"it does not run on rows: {first}" if first else "it has no nn.Linear")
 
 
-def _run(expert: nn.Module, width: int) -> Tape:
+def _record_run(expert: nn.Module, width: int) -> Tape:
     for name, each in expert.named_modules():
         if any(getattr(each, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")):
             raise NotRows(f"{name or 'it'} has a hook")
     blank = {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_parameters()}
     blank |= {name: torch.empty(tuple(each.shape), dtype=each.dtype, device="meta") for name, each in expert.named_buffers()}
     dtype = next(iter(blank.values())).dtype
-    noted, proof = _Noted({id(blank[name]): name for name, _ in expert.named_parameters()}), Proof()
+    noted, proof = _TapeRecorder({id(blank[name]): name for name, _ in expert.named_parameters()}), RowProof()
     with torch.no_grad(), proof:
         rows = torch.empty(ROWS, width, dtype=dtype, device="meta")
         noted.give(rows)
@@ -134,7 +134,7 @@ def _run(expert: nn.Module, width: int) -> Tape:
     return Tape(tuple(noted.steps), Ref(noted.numbers[id(made)]), tuple(dict.fromkeys(noted.read)), proof.draws, proof.writes)
 
 
-class _Noted(TorchFunctionMode):
+class _TapeRecorder(TorchFunctionMode):
     """Records the torch functions that return tensors."""
 
     def __init__(self, parameters: Mapping[int, str]) -> None:
@@ -142,7 +142,7 @@ class _Noted(TorchFunctionMode):
         self.parameters = parameters
         self.numbers: dict[int, int] = {}
         self.kept: list[Tensor] = []
-        self.steps: list[Step] = []
+        self.steps: list[TapeStep] = []
         self.read: list[tuple[str, ...]] = []
 
     def give(self, made: Tensor) -> Ref:
@@ -158,13 +158,13 @@ class _Noted(TorchFunctionMode):
                 raise NotRows("it reads an attribute of a tensor that is a tensor")
             return made
         whole = func in (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-        given = tuple(self._noted(value, func, whole and place > 0) for place, value in enumerate(args))
-        named = tuple((name, self._noted(value, func, whole)) for name, value in (kwargs or {}).items())
+        given = tuple(self._operand(value, func, whole and place > 0) for place, value in enumerate(args))
+        named = tuple((name, self._operand(value, func, whole)) for name, value in (kwargs or {}).items())
         result = [self.give(each) for each in found]
-        self.steps.append(Step(func, given, named, result[0] if isinstance(made, Tensor) else tuple(result)))
+        self.steps.append(TapeStep(func, given, named, result[0] if isinstance(made, Tensor) else tuple(result)))
         return made
 
-    def _noted(self, value: object, func: Any, weight: bool) -> object:
+    def _operand(self, value: object, func: Any, weight: bool) -> object:
         if isinstance(value, Tensor):
             if id(value) in self.numbers:
                 return Ref(self.numbers[id(value)])
@@ -176,7 +176,7 @@ class _Noted(TorchFunctionMode):
             self.read.append(path)
             return Weight(path)
         if isinstance(value, list | tuple):
-            return tuple(self._noted(each, func, False) for each in value)
+            return tuple(self._operand(each, func, False) for each in value)
         if isinstance(value, int) and not isinstance(value, bool) and value == ROWS:
             if getattr(func, "__name__", "") not in ("view", "reshape"):
                 raise NotRows(f"{getattr(func, '__name__', func)} reads how many rows there are")
@@ -192,7 +192,7 @@ def _tensors(made: object) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-class Proof(TorchDispatchMode):
+class RowProof(TorchDispatchMode):
     """Raises NotRows for an operator that may let one row depend on another. Rows are the first dim; `folded`: or the major part of it."""
 
     draws = writes = False
@@ -259,8 +259,8 @@ def play(
     """The expert's output for rows [n, h]. `product(rows, matrices, bias)` takes matrices [experts, in, out] and biases [experts, out]."""
     values: dict[int, Any] = {0: rows}
     for step in tape.steps:
-        args = [_found(each, values, weight) for each in step.args]
-        kwargs = {name: _found(each, values, weight) for name, each in step.kwargs}
+        args = [_resolve(each, values, weight) for each in step.args]
+        kwargs = {name: _resolve(each, values, weight) for name, each in step.kwargs}
         if any(isinstance(each, Weight) for each in (*step.args, *(value for _, value in step.kwargs))):
             x, matrices = args[0] if args else kwargs["input"], args[1] if len(args) > 1 else kwargs["weight"]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -277,11 +277,11 @@ def play(
     return found
 
 
-def _found(value: object, values: Mapping[int, Any], weight: Callable[[Weight], Tensor]) -> Any:
+def _resolve(value: object, values: Mapping[int, Any], weight: Callable[[Weight], Tensor]) -> Any:
     if isinstance(value, Ref):
         return values[value.number]
     if isinstance(value, Weight):
         return weight(value)
     if isinstance(value, tuple):
-        return tuple(_found(each, values, weight) for each in value)
+        return tuple(_resolve(each, values, weight) for each in value)
     return value

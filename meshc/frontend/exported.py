@@ -41,7 +41,7 @@ RESTORED: Final[Mapping[object, Function]] = {
 """Operators of exported graphs -> torch's functions with the same meaning and arguments."""
 
 
-def opened(what: Any) -> Any:
+def prepare_export(what: Any) -> Any:
     """What is compiled in the place of `what`: for an ExportedProgram its module, prepared for tracing; the module of one is prepared in
     place; anything else is returned as it is. Raises CaptureError for regions and random operators that cannot be traced from such a
     graph."""
@@ -49,7 +49,7 @@ def opened(what: Any) -> Any:
         what = what.module()
     model = getattr(what, "model", what) if type(what).__name__ == "TrainStep" else what
     if _is_a(model, MODULE):
-        _open(model)
+        _prepare_module(model)
     return what
 
 
@@ -73,7 +73,7 @@ def refuse_other_inputs(model: nn.Module, named: Sequence[tuple[str, object]]) -
     if len(leaves) != len(wanted):
         leaves = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
         wanted = [value for value in wanted if isinstance(value, Tensor)]
-    faults = [fault for (name, leaf), value in zip(leaves, wanted, strict=False) if (fault := _other(name, leaf, value))]
+    faults = [fault for (name, leaf), value in zip(leaves, wanted, strict=False) if (fault := _difference(name, leaf, value))]
     if faults or len(leaves) != len(wanted):
         raise InputError(
             f"the model was exported for other inputs: {'; '.join(faults) or f'{len(wanted)} of them, not {len(leaves)}'}\n"
@@ -82,11 +82,11 @@ def refuse_other_inputs(model: nn.Module, named: Sequence[tuple[str, object]]) -
         )
 
 
-def _other(name: str, leaf: object, value: object) -> str:
+def _difference(name: str, leaf: object, value: object) -> str:
     if isinstance(value, Tensor):
         if not isinstance(leaf, Tensor):
             return f"{name} was a tensor"
-        told = [_told(size) for size in value.shape]
+        told = [_size_or_any(size) for size in value.shape]
         same = len(leaf.shape) == len(told) and all(size in ("any", here) for size, here in zip(told, leaf.shape, strict=True))
         if not same or leaf.dtype is not value.dtype:
             return f"{name} is {leaf.dtype} of shape {list(leaf.shape)}, and was {value.dtype} of {told}"
@@ -95,11 +95,11 @@ def _other(name: str, leaf: object, value: object) -> str:
     return ""
 
 
-def _told(size: object) -> object:
+def _size_or_any(size: object) -> object:
     return "any" if isinstance(size, SymInt) else size
 
 
-def _open(module: Any) -> None:
+def _prepare_module(module: Any) -> None:
     graph: fx.Graph = module.graph
     faults = [fault for node in graph.nodes if (fault := _fault(node))]
     if faults:

@@ -68,31 +68,31 @@ PAIRS: Final = "r.tk"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """have: the size of each letter in a call; filled: its padded size."""
 
     have: Mapping[str, int]
     filled: Mapping[str, int]
 
-    def longer(self, table: Table, name: str, value: object) -> object:
+    def pad_input(self, table: Table, name: str, value: object) -> object:
         """An input, padded; a leaf that is no tensor of rows is returned as it is."""
         if name in table.masks:
             if isinstance(value, dict):  # by kind of layer, from a set of transformers': its order differs between processes
                 value = dict(sorted(value.items()))
-            return trees.mapped(lambda mask: self._mask(table.masks[name], mask), value)
+            return trees.mapped(lambda mask: self._pad_mask(table.masks[name], mask), value)
         letters = table.inputs.get(name)
-        return value if letters is None else trees.mapped(lambda leaf: self._repeated(letters, leaf), value)
+        return value if letters is None else trees.mapped(lambda leaf: self._pad_leaf(letters, leaf), value)
 
-    def _repeated(self, letters: str, leaf: object) -> object:
+    def _pad_leaf(self, letters: str, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.dim() > 3:
             return leaf
         begin = max(leaf.dim() - len(letters), 0) if not leaf.dtype.is_floating_point else 0  # a dim of kinds of positions comes first
         for dim, letter in enumerate(letters, begin):
             if letter != "." and leaf.shape[dim] == self.have[letter]:
-                leaf = repeated(leaf, dim, self.filled[letter])
+                leaf = repeat_last(leaf, dim, self.filled[letter])
         return leaf
 
-    def _mask(self, letters: str, mask: object) -> object:
+    def _pad_mask(self, letters: str, mask: object) -> object:
         if not isinstance(mask, Tensor):
             return mask
         letters = PAIRS[:-1] + letters[-1] if mask.dim() == 4 else letters
@@ -102,15 +102,15 @@ class Sizes:
         mask = F.pad(mask, (0, self.filled[last] - mask.shape[-1]), value=nothing)
         for dim, letter in enumerate(rest):
             if letter != "." and mask.shape[dim] == self.have[letter]:
-                mask = repeated(mask, dim, self.filled[letter])
+                mask = repeat_last(mask, dim, self.filled[letter])
         return mask
 
-    def cut(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
+    def output_cutter(self, table: Table, name: str, kept: int) -> Callable[[object], object]:
         """A function that cuts leaves of the output `name` to the call's sizes. `kept`: how many tokens have logits. It raises InputError
         for an output without letters, unless nothing was padded (a call with images)."""
         as_passed = all(self.filled[letter] == size for letter, size in self.have.items())
 
-        def cut(leaf: object) -> object:
+        def cut_leaf(leaf: object) -> object:
             if not isinstance(leaf, Tensor):
                 return leaf
             if name not in table.outputs:
@@ -125,10 +125,10 @@ class Sizes:
                     leaf = leaf.narrow(dim, 0, min(kept if (name, letter) == ("logits", "t") else self.have[letter], leaf.shape[dim]))
             return leaf
 
-        return cut
+        return cut_leaf
 
 
-def repeated(tensor: Tensor, dim: int, size: int) -> Tensor:
+def repeat_last(tensor: Tensor, dim: int, size: int) -> Tensor:
     """The last index of `dim` repeated, up to `size`."""
     have = tensor.shape[dim]
     return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device).clamp(max=have - 1))

@@ -32,8 +32,8 @@ def masks_as_inputs() -> None:
 @contextmanager
 def traced_flex() -> Iterator[None]:
     """A context in which a trace keeps `flex_attention` as one call. Does nothing in a process that has not imported it."""
-    stock = {"create_block_mask": _plain_block_mask, "fast_all": _perhaps_not}
-    with _replaced(MODULE, _validate_device=_any_device, _apply_kernel_options=_no_options), _replaced(STOCK, **stock):
+    stock = {"create_block_mask": _plain_block_mask, "fast_all": _not_all_true}
+    with _replace_names(MODULE, _validate_device=_any_device, _apply_kernel_options=_no_options), _replace_names(STOCK, **stock):
         yield
 
 
@@ -41,18 +41,18 @@ def traced_flex() -> Iterator[None]:
 def written_out_flex() -> Iterator[None]:
     """A context in which `flex_attention` runs torch's written-out form as plain operators: torch compiles the call otherwise, which does
     not work under dispatch modes, such as those that answer random calls."""
-    with _replaced(
+    with _replace_names(
         MODULE,
         _validate_device=_any_device,
         _apply_kernel_options=_no_options,
         _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
-        flex_attention_hop=_written_out,
+        flex_attention_hop=_written_out_attention,
     ):
         yield
 
 
 @contextmanager
-def _replaced(module: str, **names: object) -> Iterator[None]:
+def _replace_names(module: str, **names: object) -> Iterator[None]:
     """A context in which attributes of a module, if imported, have these values."""
     loaded = sys.modules.get(module)
     before = {name: found(f"{module}:{name}") for name in names} if loaded is not None else {}
@@ -76,7 +76,7 @@ def _plain_block_mask(*call: Any, _compile: bool = False, **named: Any) -> objec
     return create_block_mask(*call, **named)
 
 
-def _perhaps_not(mask: Tensor) -> bool:
+def _not_all_true(mask: Tensor) -> bool:
     """The answer to whether a padding mask is all true, which would drop the mask: no, since a trace serves all masks."""
     return False
 
@@ -87,7 +87,7 @@ def _no_options(*call: object, **named: object) -> dict[str, object]:
     return {"BACKEND": "AUTO"}
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _written_out_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As torch's operator: autocast casts queries, keys and values and nothing inside, and the greatest scores have no gradient."""
     from meshc.private import math_attention
 

@@ -48,7 +48,7 @@ class Hooks:
             made = hook(gradient)
             gradient = gradient if made is None else made
         if self.of_parameter:
-            with _Holding(parameter, gradient) as held, _nobody_steps():
+            with _GradientHolder(parameter, gradient) as held, _refuse_steps():
                 for hook in self.of_parameter:
                     if hook(parameter) is not None:
                         raise CompileError(f"{_name(hook)} returns something: torch refuses a hook of a parameter that does")
@@ -76,7 +76,7 @@ def hooks_in(module: nn.Module) -> dict[str, Hooks]:
     return {name: hooks for name, hooks in found.items() if hooks is not None}
 
 
-def move(old: Tensor, new: Tensor) -> None:
+def share_hooks(old: Tensor, new: Tensor) -> None:
     """Hooks of `old` become hooks of `new` too; handles (`handle.remove()`) act on both."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if _table(old, name):
@@ -114,7 +114,7 @@ class Drawing(ReferenceRandom):
         return self.seed_step, call, (tuple(shape), tuple(shape), [0] * len(shape))
 
 
-def run(module: nn.Module, hooks: Mapping[str, Hooks], seed: int, step: int) -> None:
+def apply_hooks(module: nn.Module, hooks: Mapping[str, Hooks], seed: int, step: int) -> None:
     """On one device: replace the gradients of a module by the results of `hooks`."""
     for name, parameter in module.named_parameters():
         if name in hooks and parameter.grad is not None:
@@ -125,7 +125,7 @@ def run(module: nn.Module, hooks: Mapping[str, Hooks], seed: int, step: int) -> 
 # A parameter with a gradient.
 
 
-class _Holding(TorchFunctionMode):
+class _GradientHolder(TorchFunctionMode):
     """A context in which a parameter's `.grad` is a given tensor, whatever torch would allow to be put there."""
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -133,7 +133,7 @@ class _Holding(TorchFunctionMode):
         self.parameter = parameter
         self.gradient: Tensor | None = gradient
 
-    def __enter__(self) -> _Holding:
+    def __enter__(self) -> _GradientHolder:
         super().__enter__()
         return self
 
@@ -152,7 +152,7 @@ class _Holding(TorchFunctionMode):
 
 
 @contextmanager
-def _nobody_steps() -> Iterator[None]:
+def _refuse_steps() -> Iterator[None]:
     """A context in which an optimizer's step is refused: a hook that steps an optimizer as gradients arrive."""
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshc.frontend.loop_reader import Inline, Reader
-from meshc.frontend.loop_terms import Term, Unread, numbers_of, path_of
+from meshc.frontend.loop_reader import Inline, LoopReader
+from meshc.frontend.loop_terms import NotUnderstood, Term, numbers_of, path_of
 
 ROWS: Final = "_meshc_rows"
 """The function's parameter of rows."""
@@ -36,7 +36,7 @@ CLOSED: Final = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.Genera
 """Expressions that bind names, or have effects beside their value."""
 
 
-def stacked(module: nn.Module) -> dict[str, int]:
+def stacked_parameters(module: nn.Module) -> dict[str, int]:
     """Number of experts by name, of the module's own parameters that may be experts' matrices [experts, .., ..]."""
     return {name: each.shape[0] for name, each in module._parameters.items() if each is not None and each.dim() == 3 and each.shape[0] > 1}
 
@@ -61,7 +61,7 @@ class OneExpert(nn.Module):
         return made
 
 
-class InlineReader(Reader):
+class InlineReader(LoopReader):
     """weights     names of stacked parameters that the loop's expert has read
     statements  of the expert's function so far
     source      the expression of all rows
@@ -69,7 +69,7 @@ class InlineReader(Reader):
 
     def __init__(self, module: nn.Module, function: FunctionType, tree: ast.FunctionDef) -> None:
         super().__init__(module, function, tree)
-        self.stacked = stacked(module)
+        self.stacked = stacked_parameters(module)
         self.weights: dict[str, None] = {}
         self.statements: list[ast.stmt] = []
         self.source: ast.expr | None = None
@@ -78,7 +78,7 @@ class InlineReader(Reader):
     def inline(self, value: Term) -> Inline:
         counts = {self.stacked[name] for name in self.weights}
         if value.code is None or len(counts) != 1 or self.expected not in (None, *counts) or self.past not in (None, *counts):
-            raise Unread
+            raise NotUnderstood
         first, *_ = self.tree.args.args
         arguments = ast.arguments([], [ast.arg("self"), ast.arg(ROWS)], None, [], [], None, [])
         made = ast.FunctionDef("expert", arguments, [*self.statements, ast.Return(value.code)], [], None, None)
@@ -95,7 +95,7 @@ class InlineReader(Reader):
             rows, seen = self.source, dict(self.weights)
             try:
                 code = self.code(x)
-            except Unread:
+            except NotUnderstood:
                 self.source, self.weights = rows, seen
             else:
                 if self.is_matrix(x):
@@ -126,7 +126,7 @@ class InlineReader(Reader):
         if isinstance(x, ast.Name):
             return self.name(x)
         if isinstance(x, CLOSED):
-            raise Unread
+            raise NotUnderstood
         if self.is_matrix(x):
             assert isinstance(x, ast.Subscript) and isinstance(x.value, ast.Attribute)
             self.weights[x.value.attr] = None
@@ -136,9 +136,9 @@ class InlineReader(Reader):
         if isinstance(x, ast.Attribute):
             path = path_of(x)
             if path is not None and (not path or path[0] in self.stacked):
-                raise Unread  # weights of all experts
+                raise NotUnderstood  # weights of all experts
             return copy.deepcopy(x) if path is not None else ast.Attribute(self.code(x.value), x.attr, ast.Load())
-        turned = _turned(x.right) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.MatMult) else None
+        turned = _untransposed(x.right) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.MatMult) else None
         if turned is not None and self.is_matrix(turned):
             assert isinstance(x, ast.BinOp)
             return ast.Call(ast.Name(LINEAR, ast.Load()), [self.code(x.left), self.code(turned)], [])
@@ -165,21 +165,21 @@ class InlineReader(Reader):
         if known is not None and known.kind in ("made", "matrix") and known.code is not None:
             return copy.deepcopy(known.code)
         if known is not None or x.id in self.within or x.id in self.function.__code__.co_varnames:
-            raise Unread
+            raise NotUnderstood
         return x
 
     def rows(self, x: ast.Subscript) -> ast.expr | None:
         """The rows that `x[token]` is in the function; None for another expression."""
         try:
             term = super().term(x)
-        except Unread:
+        except NotUnderstood:
             return None
         return self.own_rows(term) if term.kind == "rows" else None
 
     def own_rows(self, term: Term) -> ast.expr:
         (of,) = term.of
         if self.source is not None and ast.dump(self.source) != ast.dump(of):
-            raise Unread
+            raise NotUnderstood
         self.source = of
         return ast.Name(ROWS, ast.Load())
 
@@ -193,25 +193,25 @@ class InlineReader(Reader):
         name = statement.target.id
         try:
             self.statements.append(ast.AugAssign(ast.Name(name, ast.Store()), statement.op, self.code(statement.value)))
-        except Unread:
+        except NotUnderstood:
             term = self.term(ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value))
             if term.kind != "weighed":
                 raise
             self.known = {other: known for other, known in self.known.items() if known.kind != "made"}  # other names of the weighted value
             self.known[name] = term
 
-    def assigned(self, target: ast.expr, value: ast.expr) -> None:
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
         term = self.term(value)
         if term.kind != "made" or term.code is None:
-            return super().assigned(target, value)
+            return super().assign(target, value)
         names: Sequence[ast.expr] = target.elts if isinstance(target, ast.Tuple) else [target]
         if not all(isinstance(each, ast.Name) for each in names):
-            raise Unread
+            raise NotUnderstood
         self.statements.append(ast.Assign([copy.deepcopy(target)], term.code))
         self.known |= {each.id: replace(term, code=ast.Name(each.id, ast.Load())) for each in names if isinstance(each, ast.Name)}
 
 
-def _turned(x: ast.expr) -> ast.expr | None:
+def _untransposed(x: ast.expr) -> ast.expr | None:
     """The `w` of `w.T`, `w.t()` and `w.transpose(0, 1)`; None for another expression."""
     if isinstance(x, ast.Attribute):
         return x.value if x.attr in ("T", "mT") else None

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 
 from meshc.frontend.expert_tape import ROWS
-from meshc.frontend.selected_places import Chosen, NotFollowed, Place, Places, Rows, name_of, value_of
+from meshc.frontend.selected_places import NotFollowed, RowIndex, RowSelection, SelectedPlaces, SelectedRows, name_of, value_of
 from meshc.ops.signatures import bound, filled
 
 JOINS: Final = ("cat", "concat", "concatenate")
@@ -27,21 +27,21 @@ SAME: Final = ("to", "clone", "contiguous", "detach", "long", "int", "float", "d
 """Calls that keep all dims."""
 
 
-class JoinedRows(Places):
+class JoinedRows(SelectedPlaces):
     """counts  by a number of rows, as torch's symbolic expression: the selection with so many rows"""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.counts: dict[object, Chosen] = {}
+        self.counts: dict[object, RowSelection] = {}
 
     def note_count(self, node: Node) -> None:
         held, value = self.rows.get(node), value_of(node)
         pairs = zip(held, value, strict=False) if isinstance(held, tuple) else [(held, value)]
         for rows, each in pairs:
-            if isinstance(rows, Rows) and not is_fixed(size := each.shape[rows.at]):
+            if isinstance(rows, SelectedRows) and not is_fixed(size := each.shape[rows.at]):
                 self.counts.setdefault(size.node.expr, rows.chosen)
 
-    def as_many(self, size: Any) -> Chosen | None:
+    def selection_of_size(self, size: Any) -> RowSelection | None:
         """The selection with `size` rows; None for a fixed or unknown size."""
         return None if is_fixed(size) else self.counts.get(size.node.expr)
 
@@ -57,22 +57,22 @@ class JoinedRows(Places):
 
     # Columns.
 
-    def select_columns(self, node: Node, x: Node, index: tuple[Any, ...]) -> Rows:
+    def select_columns(self, node: Node, x: Node, index: tuple[Any, ...]) -> SelectedRows:
         """`x[:, mask]`"""
-        at, chosen = len(index) - 1, self.chosen(node, index[-1])
+        at, chosen = len(index) - 1, self.selection(node, index[-1])
         dims = tuple(range(len(chosen.dims)))
         moved = self._call(node, torch.movedim, x, tuple(at + dim for dim in dims), dims)
-        return replace(self.indexed(node, moved, Place(chosen, dims)), at=at)
+        return replace(self.index_rows(node, moved, RowIndex(chosen, dims)), at=at)
 
     def is_columns(self, node: Node) -> bool:
         held = self.rows.get(node)
-        return isinstance(held, Rows) and held.at > 0
+        return isinstance(held, SelectedRows) and held.at > 0
 
-    def column(self, node: Node, name: str) -> Rows:
+    def column(self, node: Node, name: str) -> SelectedRows:
         """A call that takes columns."""
         first, *more = node.args
         held = self.rows.get(first) if isinstance(first, Node) else None
-        if not isinstance(held, Rows) or len(node.all_input_nodes) != 1:
+        if not isinstance(held, SelectedRows) or len(node.all_input_nodes) != 1:
             raise NotFollowed("columns that a mask selects meet others")
         if name == "getitem" and isinstance(more[0], int):
             value = self._call(node, operator.getitem, held.value, (slice(None), more[0]))
@@ -85,24 +85,24 @@ class JoinedRows(Places):
 
     # Joined with other rows.
 
-    def joined(self, node: Node) -> bool:
+    def join_rows(self, node: Node) -> bool:
         """`torch.cat` of rows with others along the dim of the rows; False if it is along another dim."""
         named = bound(torch.cat, node.args, node.kwargs)
         given: Any = named["tensors"]
         dim = named.get("dim", 0) % value_of(node).dim()
         held = [self.rows.get(one) for one in given]
-        if any(isinstance(rows, tuple) for rows in held) or not any(isinstance(rows, Rows) and rows.at == dim for rows in held):
+        if any(isinstance(rows, tuple) for rows in held) or not any(isinstance(rows, SelectedRows) and rows.at == dim for rows in held):
             return False
         parts, counted = [], []
         for one, rows in zip(given, held, strict=True):
-            if isinstance(rows, Rows) and rows.at != dim:
+            if isinstance(rows, SelectedRows) and rows.at != dim:
                 raise NotFollowed("columns that a mask selects meet rows")
-            parts.append(rows.value if isinstance(rows, Rows) else self._call(node, torch.movedim, one, dim, 0))
-            counted.append(rows.chosen if isinstance(rows, Rows) else int(value_of(one).shape[dim]))
-        self.rows[node] = Rows(self._call(node, torch.cat, parts), self.beside(node, tuple(counted)), at=dim)
+            parts.append(rows.value if isinstance(rows, SelectedRows) else self._call(node, torch.movedim, one, dim, 0))
+            counted.append(rows.chosen if isinstance(rows, SelectedRows) else int(value_of(one).shape[dim]))
+        self.rows[node] = SelectedRows(self._call(node, torch.cat, parts), self.join_selections(node, tuple(counted)), at=dim)
         return True
 
-    def beside(self, like: Node, counted: tuple[Chosen | int, ...]) -> Chosen:
+    def join_selections(self, like: Node, counted: tuple[RowSelection | int, ...]) -> RowSelection:
         """The selection of concatenated rows: `counted` has selections, and numbers of rows that all count."""
         key = "beside", counted
         if key not in self._masks:
@@ -111,24 +111,24 @@ class JoinedRows(Places):
                 for one in counted
             ]
             whole = self._call(like, torch.cat, masks)
-            self._masks[key] = Chosen(whole, (int(value_of(whole).shape[0]),))
+            self._masks[key] = RowSelection(whole, (int(value_of(whole).shape[0]),))
         return self._masks[key]
 
     def without_rows(self, node: Node) -> None:
         """Replaces `s.new_zeros(8)`, which reads no rows, by the same call on the tensor of all rows."""
         first = node.args[0]
         rows = self.rows[first] if isinstance(first, Node) else None
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, SelectedRows)
         node.replace_all_uses_with(self._call(node, node.target, rows.value, *node.args[1:], **node.kwargs))
 
     # Scattered by index.
 
-    def numbers_of(self, index: Any) -> Rows | None:
+    def numbers_of(self, index: Any) -> SelectedRows | None:
         """Selected rows of integers that are an index, and not the places of a mask."""
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         rows = self.rows.get(index) if isinstance(index, Node) else None
-        whole = isinstance(rows, Rows) and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32)
-        return rows if whole and isinstance(rows, Rows) else None
+        whole = isinstance(rows, SelectedRows) and not rows.along and value_of(rows.value).dtype in (torch.int64, torch.int32)
+        return rows if whole and isinstance(rows, SelectedRows) else None
 
     def scatter(self, node: Node, name: str) -> None:
         named = filled(node.target, node.args, node.kwargs)
@@ -146,24 +146,29 @@ class JoinedRows(Places):
             super().write_rows(node, y, index, value, adds)
             return
 
-        def put(y: Node, at: Node, x: Any) -> Node:
+        def put_rows(y: Node, at: Node, x: Any) -> Node:
             x = self._call(node, "to", x if isinstance(x, Node) else self._call(node, torch.tensor, x), dtype)
             return self._call(node, torch.index_put, y, (at,), x, accumulate=adds)
 
-        self.write_by_numbers(node, y, numbers, value, adds, put)
+        self.write_by_numbers(node, y, numbers, value, adds, put_rows)
 
-    def write_by_numbers(self, node: Node, y: Node, index: Rows | None, value: Any, adds: bool, write: Any) -> None:
+    def write_by_numbers(self, node: Node, y: Node, index: SelectedRows | None, value: Any, adds: bool, write: Any) -> None:
         """`write(y, index, value)` of the rows that count. Others add 0 to row 0, or are written to one more row."""
         rows = self.rows.get(value) if isinstance(value, Node) else None
-        if index is None or isinstance(value, Node) and value in self.begun and (not isinstance(rows, Rows) or rows.chosen != index.chosen):
+        if (
+            index is None
+            or isinstance(value, Node)
+            and value in self.begun
+            and (not isinstance(rows, SelectedRows) or rows.chosen != index.chosen)
+        ):
             raise NotFollowed("rows of another selection, or a number, are written there")
-        value = self.zeroed(node, rows).value if isinstance(rows, Rows) else value
+        value = self.fill_unselected(node, rows).value if isinstance(rows, SelectedRows) else value
         count = value_of(y).shape[0]
-        if adds and isinstance(rows, Rows):
-            made = write(y, self.zeroed(node, index).value, value)
+        if adds and isinstance(rows, SelectedRows):
+            made = write(y, self.fill_unselected(node, index).value, value)
         else:
             behind = self._call(node, torch.cat, [y, self._call(node, "new_zeros", y, [1, *value_of(y).shape[1:]])])
-            written = write(behind, self.zeroed(node, replace(index, zero=False), fill=count).value, value)
+            written = write(behind, self.fill_unselected(node, replace(index, zero=False), fill=count).value, value)
             made = self._call(node, "narrow", written, 0, 0, count)
         if name_of(node).endswith("_") or node.target is operator.setitem:
             self._call(node, "copy_", y, made)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
+from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
 
 LLAMA4: Final = "transformers.models.llama4.modeling_llama4"
 """The module of Llama 4's classes."""
@@ -25,14 +25,14 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     w1, v1, w2 = (each.view(self.num_experts, self.ffn_hidden_size, self.hidden_size) for each in (mlp.w1, mlp.v1, mlp.w2))
     x = hidden_states.reshape(-1, self.hidden_size)
 
-    def made(x: Tensor, layout: Layout) -> Tensor:
+    def expert_sum(x: Tensor, layout: Layout) -> Tensor:
         rows = layout.to(x)
         gate = mlp.activation_fn(layout.product(rows, w1.transpose(1, 2)))
         out = layout.product(gate * layout.product(rows, v1.transpose(1, 2)), w2)
         return layout.back(out * layout.weights)
 
-    form: Form = getattr(self, FORM, Form())
-    return routed_sum(made, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)
+    form: ExpertForm = getattr(self, FORM, ExpertForm())
+    return routed_sum(expert_sum, x, top_k_index, top_k_weights, self.num_experts, form).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
 def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -41,13 +41,13 @@ def _longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     count = self.num_routed_experts
     own = top_k_index < count
 
-    def made(x: Tensor, layout: Layout) -> Tensor:
+    def expert_sum(x: Tensor, layout: Layout) -> Tensor:
         gate, up = layout.product(layout.to(x), self.gate_up_proj[:count].transpose(1, 2)).chunk(2, dim=-1)
         return layout.back(layout.product(self.act_fn(gate) * up, self.down_proj.transpose(1, 2)) * layout.weights)
 
-    form: Form = getattr(self, FORM, Form())
+    form: ExpertForm = getattr(self, FORM, ExpertForm())
     choice, weights = torch.where(own, top_k_index, -1), torch.where(own, top_k_weights, 0.0)
-    out = routed_sum(made, hidden_states, choice, weights, count, form, some=True)
+    out = routed_sum(expert_sum, hidden_states, choice, weights, count, form, some=True)
     given = hidden_states * torch.where(own, 0.0, top_k_weights).sum(-1, keepdim=True)
     return (out + given).to(hidden_states.dtype)
 
@@ -70,11 +70,11 @@ def _llama4_experts(self: Any, hidden_states: Tensor, choice: Tensor | None = No
         whole: Tensor = type(self).forward(self, hidden_states)
         return whole
 
-    def made(x: Tensor, layout: Layout) -> Tensor:
+    def expert_sum(x: Tensor, layout: Layout) -> Tensor:
         gate, up = layout.product(layout.to(x) * layout.weights, self.gate_up_proj).chunk(2, dim=-1)
         return layout.back(layout.product(up * self.act_fn(gate), self.down_proj))
 
-    return routed_sum(made, hidden_states, choice, weights, self.num_experts, getattr(self, FORM, Form()))
+    return routed_sum(expert_sum, hidden_states, choice, weights, self.num_experts, getattr(self, FORM, ExpertForm()))
 
 
 def class_name(module: object) -> str:

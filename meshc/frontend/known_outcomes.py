@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from meshc.frontend.written_behind import is_written_behind
+from meshc.frontend.written_behind import is_changed_later
 from meshc.ops.signatures import bound
 
 aten = torch.ops.aten
@@ -60,9 +60,9 @@ def known_outcomes() -> Iterator[None]:
     """A context for one trace, in which known values are folded."""
     from meshc.private import FakeTensorMode, fake_tensor, variables
 
-    dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _Masks()
+    dispatch, as_list, masks = FakeTensorMode.dispatch, variables.TensorVariable.method_tolist, _EqualMasks()
 
-    def dispatched(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch_and_fold(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = _places(args[1]) if func is aten.index.Tensor else {}
         if places:
             args = args[0], [each for at, one in enumerate(args[1]) for each in (map(self.from_tensor, places.get(at, ())) or [one])]
@@ -70,25 +70,25 @@ def known_outcomes() -> Iterator[None]:
         if places:
             setattr(found, PLACES, places)
         if func in MADE and isinstance(found, Tensor) and _is_plain(found, (*args, *kwargs.values())):
-            _know(self, found, func, args, kwargs)
+            _record_constant(self, found, func, args, kwargs)
         if func in COMPARES and isinstance(found, Tensor):
             masks.note(func, args, found)
         return found
 
-    def listed(self: Any, tx: Any) -> Any:
-        value = known(self)
+    def list_known(self: Any, tx: Any) -> Any:
+        value = known_value(self)
         return as_list(self, tx) if value is None else variables.VariableTracker.build(tx, value.tolist())
 
     with (
         mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST),
-        mock.patch.object(FakeTensorMode, "dispatch", dispatched),
-        mock.patch.object(variables.TensorVariable, "method_tolist", listed),
+        mock.patch.object(FakeTensorMode, "dispatch", dispatch_and_fold),
+        mock.patch.object(variables.TensorVariable, "method_tolist", list_known),
         mock.patch.object(torch.jit, "isinstance", is_of),
     ):
         yield
 
 
-class _Masks:
+class _EqualMasks:
     """Masks of one trace that are computed by equal calls, and so select equally many elements."""
 
     def __init__(self) -> None:
@@ -114,13 +114,13 @@ def write_known_values(module: GraphModule) -> None:
             _index_by_numbers(node)
         elif _name(node).startswith("wrapped_") and not node.all_input_nodes:
             _scale_by_number(node)
-        if not is_sized_by_values(node) or is_written_behind(node):
+        if not is_sized_by_values(node) or is_changed_later(node):
             continue
         with module.graph.inserting_before(node):
             value = _constant(node)
             if value is not None:
                 made = _literal(node, value)
-            elif (taken := _repeated(node)) is not None:
+            elif (taken := _repeated_rows(node)) is not None:
                 x, dim, places = taken
                 made = module.graph.call_function(torch.index_select, (x, dim, _literal(node, places)))
             else:
@@ -172,7 +172,7 @@ def _index_by_numbers(node: Node) -> None:
     for one in index:
         value = _constant(one)
         mask = value is not None and value.dtype == torch.bool
-        if not isinstance(one, Node) or value is None or mask != (value.dim() > 0) or is_written_behind(one):
+        if not isinstance(one, Node) or value is None or mask != (value.dim() > 0) or is_changed_later(one):
             numbers.append(one)
         elif not mask:
             numbers.append(int(value))
@@ -206,13 +206,13 @@ def _literal(like: Node, value: Tensor) -> Node:
     return made
 
 
-def _repeated(node: Node) -> tuple[Node, int, Tensor] | None:
+def _repeated_rows(node: Node) -> tuple[Node, int, Tensor] | None:
     """The operand, dim and row indices of `repeat_interleave` with known counts; None for any other call."""
     if _name(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
         return None
     named = bound(node.target, node.args, node.kwargs)
     counts, dim = _constant(named.get("repeats")), named.get("dim")
-    if counts is None or dim is None or is_written_behind(named["repeats"]) or counts.dim() != 1:
+    if counts is None or dim is None or is_changed_later(named["repeats"]) or counts.dim() != 1:
         return None
     return named["input"], dim, torch.repeat_interleave(counts)
 
@@ -224,7 +224,7 @@ def _is_plain(made: Tensor, given: tuple[object, ...]) -> bool:
     return not open_ and made.device.type == "cpu" and made.layout is torch.strided and made.numel() <= MOST
 
 
-def _know(mode: Any, made: Any, func: Any, args: Any, kwargs: Any) -> None:
+def _record_constant(mode: Any, made: Any, func: Any, args: Any, kwargs: Any) -> None:
     from meshc.private import no_dispatch
 
     with no_dispatch():
@@ -232,7 +232,7 @@ def _know(mode: Any, made: Any, func: Any, args: Any, kwargs: Any) -> None:
     mode.fake_tensor_converter.add_constant_storage_mapping(made)
 
 
-def known(traced: Any) -> Tensor | None:
+def known_value(traced: Any) -> Tensor | None:
     """The value of a traced tensor, if no input decides it."""
     return _constant(traced.as_proxy().node)
 
@@ -242,7 +242,7 @@ def outcome(traced: Any) -> bool | None:
     from meshc.private import variables
 
     if isinstance(traced, variables.TensorVariable):
-        value = known(traced)
+        value = known_value(traced)
         if value is not None:
             return bool(value) if value.numel() == 1 else None
     elif not isinstance(traced, variables.SymNodeVariable):

@@ -44,13 +44,13 @@ Handler = Callable[[Any, Any], None]
 
 
 @contextlib.contextmanager
-def left_out() -> Iterator[None]:
+def omit_checks() -> Iterator[None]:
     """A context for tracing, in which checks become asserts of the graph."""
     from meshc.private import calls_of_torch, symbolic_convert
 
     base = symbolic_convert.InstructionTranslatorBase
     jumps = {getattr(base, name) for name in dir(base) if JUMP.fullmatch(name)}
-    standing = {base.STORE_ATTR: _storing(base.STORE_ATTR), **{jump: _checking(jump) for jump in jumps}}
+    standing = {base.STORE_ATTR: _store_handler(base.STORE_ATTR), **{jump: _jump_handler(jump) for jump in jumps}}
     tracers = (
         symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator,
         symbolic_convert.InliningGeneratorInstructionTranslator,
@@ -79,7 +79,7 @@ def _but_for_strides(refuse: Callable[..., None]) -> Callable[..., None]:
     return refuse_rest
 
 
-def _storing(handler: Handler) -> Handler:
+def _store_handler(handler: Handler) -> Handler:
     """`STORE_ATTR` that turns `x.requires_grad = True` into `x.requires_grad_()`."""
 
     def store(self: Any, instruction: Any) -> None:
@@ -102,7 +102,7 @@ def _is_asked_for(value: Any, of: Any) -> bool:
     return not isinstance(of.as_proxy().node.meta.get("example_value"), torch.nn.Parameter)
 
 
-def _checking(handler: Handler) -> Handler:
+def _jump_handler(handler: Handler) -> Handler:
     """A conditional jump that recognises checks and known outcomes."""
     from meshc.private import variables
 

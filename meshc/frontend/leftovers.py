@@ -22,7 +22,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def given_up() -> Iterator[None]:
+def clean_up_compilation() -> Iterator[None]:
     """A context for one compilation, at whose end that state is removed."""
     from torch.fx import graph_module
 

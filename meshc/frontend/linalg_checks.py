@@ -64,10 +64,10 @@ def _poison(graph: Graph, check: Node, info: Node) -> None:
         reported = graph.node_copy(info, lambda _: factorisation)
         for item in results:
             raw = graph.node_copy(item, lambda _: factorisation)
-            good = _made(graph, check, aten.eq.Scalar, reported, 0)
+            good = _insert_call(graph, check, aten.eq.Scalar, reported, 0)
             for _ in range(raw.meta["val"].dim() - reported.meta["val"].dim()):
-                good = _made(graph, check, aten.unsqueeze.default, good, -1)
-            item.replace_all_uses_with(_made(graph, check, aten.where.ScalarOther, good, raw, float("nan")))
+                good = _insert_call(graph, check, aten.unsqueeze.default, good, -1)
+            item.replace_all_uses_with(_insert_call(graph, check, aten.where.ScalarOther, good, raw, float("nan")))
     for item in results:
         graph.erase_node(item)
 
@@ -77,7 +77,7 @@ def _is_floating(item: Node) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _made(graph: Graph, like: Node, target: Function, first: Node, *rest: float | Node) -> Node:
+def _insert_call(graph: Graph, like: Node, target: Function, first: Node, *rest: float | Node) -> Node:
     """A call with the value that tracing would have recorded, and the source of `like`."""
     args = (first, *rest)
     node = graph.call_function(target, args)

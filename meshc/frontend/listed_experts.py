@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_loops import loop_of
-from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
-from meshc.frontend.expert_slots import where_of
+from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
+from meshc.frontend.expert_slots import expert_slots_of
 from meshc.frontend.expert_tape import NotRows, Tape, Weight, play, record
 from meshc.frontend.inline_experts import OneExpert
 from meshc.frontend.known_experts import KNOWN, class_name
@@ -53,7 +53,7 @@ def is_of_all(module: nn.Module) -> bool:
     return loop is not None and loop.of_all
 
 
-def looped(model: nn.Module) -> dict[str, int]:
+def looped_expert_counts(model: nn.Module) -> dict[str, int]:
     """Number of experts, by the path of each module that loops over modules and gives each expert its own tokens."""
     found = {path: (each, loop_of(each)) for path, each in model.named_modules()}
     loops = {path: (each, loop) for path, (each, loop) in found.items() if loop is not None and loop.inline is None}
@@ -68,7 +68,7 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
     try:
         for path, each in module.named_modules():
             if class_name(each) in ROUTERS:
-                marked.append(_settled(path, each))
+                marked.append(_uncast_classifier(path, each))
             function = _forward(path, each)
             if function is not None and "forward" not in each.__dict__:
                 each.__dict__["forward"] = MethodType(function, each)
@@ -80,7 +80,7 @@ def listed_experts(module: nn.Module) -> Iterator[None]:
                 each.__dict__.pop(name, None)
 
 
-def unchosen(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
+def unchosen_parameters(module: nn.Module) -> dict[str, tuple[tuple[str, int], ...]]:
     """Parameters that have no gradient where their expert, or cluster of an adaptive softmax, is not chosen -> (path of a module that loops
     over it, its number there) for each."""
     places: dict[int, list[tuple[str, int]]] = {}
@@ -108,11 +108,11 @@ def _forward(path: str, module: nn.Module) -> Callable[..., object] | None:
     if loop is None or (loop.of_all and FORM not in module.__dict__):
         return None
     tape = _tape(path, module, loop)
-    module.__dict__[CALL] = partial(_summed, loop, tape, module)
+    module.__dict__[CALL] = partial(_add_experts, loop, tape, module)
     return loop.forward
 
 
-def _settled(path: str, router: Any) -> nn.Module:
+def _uncast_classifier(path: str, router: Any) -> nn.Module:
     """The layer that a router casts in forward, with a `to` that returns it. Raises CaptureError if its dtype differs from the router's."""
     layer: nn.Module = router.classifier
     if any(each.dtype != router.dtype for each in layer.parameters()):
@@ -167,17 +167,19 @@ def _differ(one: nn.Module, other: nn.Module) -> str | None:
     return next((found for name in mine if (found := _differ(mine[name], theirs[name])) is not None), None)
 
 
-def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor | None, weights: Tensor | None, before: Tensor) -> Tensor:
+def _add_experts(
+    loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor | None, weights: Tensor | None, before: Tensor
+) -> Tensor:
     """The call in the place of the loop: adds to `before` the weighted sum of the outputs of x [.., h]'s chosen experts, choices [..,
     k]."""
     experts = loop.count(module)
-    form: Form = getattr(module, FORM, Form())
+    form: ExpertForm = getattr(module, FORM, ExpertForm())
     if tape.draws and form.count > 1:
         raise CaptureError(
             "these experts have dropout, and what a row of theirs draws would follow from how many ranks split them; "
             "what to do: a dropout of 0 inside experts, or no axis that splits them"
         )
-    tokens, where = x.reshape(-1, x.shape[-1]), where_of(module)
+    tokens, where = x.reshape(-1, x.shape[-1]), expert_slots_of(module)
     slots = None if where is None else where.slots
     if loop.single and choice is not None and choice.shape not in (x.shape[:-1], (*x.shape[:-1], 1)):
         raise CaptureError(
@@ -192,10 +194,10 @@ def _summed(loop: Loop, tape: Tape, module: nn.Module, x: Tensor, choice: Tensor
         stacked = torch.stack([_attribute(each, which) for each in loop.experts(module)])
         return stacked if slots is None else in_order(stacked, experts_by_slot(slots), slots)
 
-    def made(x: Tensor, layout: Layout) -> Tensor:
-        return layout.back(_played(tape, weight, x, layout) * layout.weights)
+    def expert_sum(x: Tensor, layout: Layout) -> Tensor:
+        return layout.back(_replay_tape(tape, weight, x, layout) * layout.weights)
 
-    out = routed_sum(made, tokens, choice, weights, experts, form, some=True, where=where)
+    out = routed_sum(expert_sum, tokens, choice, weights, experts, form, some=True, where=where)
     out = out.reshape(before.shape).to(before.dtype)
     return before.copy_(out) if loop.blank else before.add_(out)  # in place, as the loop does: another name may be a view of it
 
@@ -238,7 +240,7 @@ def _weights(loop: Loop, choice: Tensor, weights: Tensor | None, tokens: Tensor,
     return weights.reshape(choice.shape)
 
 
-def _played(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: Layout) -> Tensor:
+def _replay_tape(tape: Tape, weight: Callable[[Weight], Tensor], x: Tensor, layout: Layout) -> Tensor:
     rows = layout.to(x)
     groups = rows.shape[:-1]
 

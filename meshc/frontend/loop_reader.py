@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from meshc.frontend.loop_terms import Term, Terms, Unread, is_call, is_zero, names_of, numbered, path_of
+from meshc.frontend.loop_terms import NotUnderstood, Term, Terms, count_numbered, is_call, is_zero, names_of, path_of
 
 CALL: Final = "_meshc_experts"
 """The attribute of a module whose call replaces the loop: CALL(x, choice, weights, sum so far), which adds to the sum."""
@@ -80,10 +80,10 @@ class Loop:
         held: Any = module
         for name in self.container:
             held = getattr(held, name)
-        return [*held] if self.key is None else [held[f"{self.key}{number}"] for number in range(numbered(held, self.key))]
+        return [*held] if self.key is None else [held[f"{self.key}{number}"] for number in range(count_numbered(held, self.key))]
 
 
-def compiled(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType) -> CodeType:
+def compile_body(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType) -> CodeType:
     """The code of a function with another body, at the function's lines in its file."""
     new = ast.FunctionDef(old.name, old.args, body, [], old.returns, None, lineno=old.lineno, col_offset=old.col_offset)
     new.__dict__.setdefault("type_params", [])
@@ -92,7 +92,7 @@ def compiled(old: ast.FunctionDef, body: list[ast.stmt], function: FunctionType)
     return next(each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == old.name)
 
 
-class Reader(Terms):
+class LoopReader(Terms):
     """Reads one function. skips, once, single: as in `Loop`; added: (name of the sum, term added to it); written: values are assigned, not
     added; past: a number that is no expert's, which the loop skips; distinct: names of choices in which no token has an expert twice."""
 
@@ -112,7 +112,7 @@ class Reader(Terms):
             reader = type(self)(self.module, self.function, self.tree)
             try:
                 return reader.read(place)
-            except Unread:
+            except NotUnderstood:
                 continue
         return None
 
@@ -125,19 +125,19 @@ class Reader(Terms):
         self.header(found)
         self.body(found.body)
         if self.added is None or self.container is None:
-            raise Unread
+            raise NotUnderstood
         into, value = self.added
         if "all" in value.more and "masked" not in value.more:
             self.choice = ast.Constant(None)  # all experts are added, whatever is chosen
         if self.choice is None:
-            raise Unread
+            raise NotUnderstood
         start = self.known.get(into, Term("free"))
         if start.kind != "zeros" or value.kind not in ("made", "weighed") or "blank" in start.more and not self.written:
-            raise Unread
+            raise NotUnderstood
         others = [*self.tree.body[:place], *self.tree.body[place + 1 :]]
         behind = {name for statement in self.tree.body[place + 1 :] for name in names_of(statement)}
         if behind & (self.within - {into}) or any(self.calls_experts(each) for each in others):
-            raise Unread
+            raise NotUnderstood
         x, *weights = value.of
         call = self.call(found, into, x, weights[0] if weights else ast.Constant(None))
         hits = {name for name in names_of(found) if self.known.get(name, Term("")).kind in ("hits", "counts")}
@@ -147,15 +147,15 @@ class Reader(Terms):
         assert of is None or isinstance(of, str)
         of_all = "all" in value.more and not self.skips
         flags = (self.one_hot, self.skips, self.once, self.single, "blank" in start.more, of_all)
-        return Loop(self.container, self.key, of, *flags, found.lineno, self.compiled(body), self.inline(value))
+        return Loop(self.container, self.key, of, *flags, found.lineno, self.compile_function(body), self.inline(value))
 
     def inline(self, value: Term) -> Inline | None:
         """The part of `value`'s expert that the loop itself writes out; None: the expert is a module. Raises Unread."""
         held: Any = self.module
         for name in self.container or ():
             held = getattr(held, name)
-        if self.past not in (None, len(held) if self.key is None else numbered(held, self.key)):
-            raise Unread
+        if self.past not in (None, len(held) if self.key is None else count_numbered(held, self.key)):
+            raise NotUnderstood
         return None
 
     def calls_experts(self, statement: ast.stmt) -> bool:
@@ -175,7 +175,7 @@ class Reader(Terms):
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and getattr(statement.targets[0], "id", "") in hits:
             return None
         if hits & (names_of(statement) | behind):
-            raise Unread
+            raise NotUnderstood
         return statement
 
     def call(self, found: ast.For, into: str, *given: ast.expr) -> ast.stmt:
@@ -190,8 +190,8 @@ class Reader(Terms):
                 each.end_lineno, each.end_col_offset = each.lineno, found.col_offset + 1
         return made
 
-    def compiled(self, body: list[ast.stmt]) -> FunctionType:
-        inner = compiled(self.tree, body, self.function)
+    def compile_function(self, body: list[ast.stmt]) -> FunctionType:
+        inner = compile_body(self.tree, body, self.function)
         made = FunctionType(inner, self.function.__globals__, self.function.__name__, self.function.__defaults__)
         made.__kwdefaults__ = self.function.__kwdefaults__
         return made
@@ -204,7 +204,7 @@ class Reader(Terms):
             for each in statement.body:
                 self.before(each)
             return
-        stored = _changed(statement)
+        stored = _changed_names(statement)
         self.distinct -= stored
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple) and len(statement.targets[0].elts) == 2:
             chosen = statement.targets[0].elts[1]
@@ -216,7 +216,7 @@ class Reader(Terms):
             assert isinstance(statement, ast.Assign)
             try:
                 term = self.term(statement.value)
-            except Unread:
+            except NotUnderstood:
                 term = Term("free")
             if term.kind == "free" and isinstance(number := self.own_number(statement.value), int):
                 term = Term("number", more=(number,))
@@ -228,23 +228,23 @@ class Reader(Terms):
     def header(self, found: ast.For) -> None:
         target, over = found.target, found.iter
         if found.orelse:
-            raise Unread
+            raise NotUnderstood
         if isinstance(target, ast.Name) and isinstance(over, ast.Name) and self.known.get(over.id, Term("")).kind == "hits":
             self.skips = True
             self.known[target.id] = Term("index")
         elif isinstance(target, ast.Name) and is_call(over, "range") and 0 < len(over.args) < 3:
             if len(over.args) == 2 and self.own_value(over.args[0]) != 0:
-                raise Unread
+                raise NotUnderstood
             self.expected = self.own_value(over.args[-1])
             self.known[target.id] = Term("index")
         elif isinstance(target, ast.Tuple) and is_call(over, "enumerate") and len(over.args) == 1 and len(target.elts) == 2:
             number, expert = target.elts
             if not isinstance(number, ast.Name) or not isinstance(expert, ast.Name):
-                raise Unread
+                raise NotUnderstood
             self.holds(path_of(over.args[0]), None)
             self.known |= {number.id: Term("index"), expert.id: Term("expert")}
         else:
-            raise Unread
+            raise NotUnderstood
 
     def body(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -252,7 +252,7 @@ class Reader(Terms):
 
     def statement(self, statement: ast.stmt) -> None:
         if self.added is not None:
-            raise Unread  # a statement after the sum
+            raise NotUnderstood  # a statement after the sum
         if isinstance(statement, ast.With) and names_of(statement.items[0].context_expr) == {"torch"}:
             self.body(statement.body)
         elif isinstance(statement, ast.If):
@@ -269,15 +269,15 @@ class Reader(Terms):
             self.single = self.written = True  # with several choices, the last expert's value would remain
             self.adds(statement.targets[0].value, statement.targets[0].slice, self.term(statement.value), indexed=True)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            self.assigned(statement.targets[0], statement.value)
+            self.assign(statement.targets[0], statement.value)
         elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-            raise Unread
+            raise NotUnderstood
 
     def adds_all(self, into: str, added: ast.expr) -> None:
         """The statement `out = out + value` for all tokens."""
         value = self.term(added)
         if value.kind not in ("made", "weighed") or "all" not in value.more or any(into in names_of(each) for each in value.of):
-            raise Unread
+            raise NotUnderstood
         self.once = "masked" in value.more and "choice" not in value.more and not self.is_distinct()
         self.added = into, value
 
@@ -288,15 +288,15 @@ class Reader(Terms):
     def index_add(self, call: ast.Call) -> None:
         """`out.index_add_(0, token, value)`"""
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "index_add_" or call.keywords or len(call.args) != 3:
-            raise Unread
+            raise NotUnderstood
         if not isinstance(call.args[0], ast.Constant) or call.args[0].value != 0:
-            raise Unread
+            raise NotUnderstood
         self.adds(call.func.value, call.args[1], self.term(call.args[2]), indexed=False)
 
     def adds(self, into: ast.expr, places: ast.expr, value: Term, indexed: bool) -> None:
         own = isinstance(into, ast.Name) and not any(into.id in names_of(each) for each in value.of)
         if not own or "all" in value.more or not self.tokens(places):
-            raise Unread
+            raise NotUnderstood
         assert isinstance(into, ast.Name)
         self.added = into.id, value
         terms = [self.term(each) for each in (places.elts if isinstance(places, ast.Tuple) else [places])]
@@ -306,17 +306,17 @@ class Reader(Terms):
         slots = any(term.kind == "slot" for term in self.known.values())
         self.once = (tokens or "expert" in value.more or indexed and slots) and not self.is_distinct()
 
-    def assigned(self, target: ast.expr, value: ast.expr) -> None:
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
         term = self.term(value)
         if isinstance(target, ast.Name):
             self.known[target.id] = term
             return
         if not isinstance(target, ast.Tuple) or term.kind != "found" or not all(isinstance(each, ast.Name) for each in target.elts):
-            raise Unread
+            raise NotUnderstood
         names = [each.id for each in target.elts if isinstance(each, ast.Name)]
         if "turned" in term.more:
             if len(names) != 2:
-                raise Unread
+                raise NotUnderstood
             kinds = ["slot", "token"]
         else:
             kinds = ["token"] * max(len(names) - 1, 1) + ["slot"] * (len(names) > 1)
@@ -325,7 +325,7 @@ class Reader(Terms):
 
     def condition(self, statement: ast.If) -> None:
         """A branch on whether an expert is chosen at all, or on the module's own attributes."""
-        asked = self.none(statement.test)
+        asked = self.tests_for_none(statement.test)
         if asked is not None and not statement.orelse:
             self.skips = True
             if asked and len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue):
@@ -339,7 +339,7 @@ class Reader(Terms):
         if asked is None:
             self.body(statement.body if self.own_value(statement.test) else statement.orelse)
             return
-        raise Unread
+        raise NotUnderstood
 
     def is_past(self, statement: ast.If) -> object:
         """The number in `if e == self.num_experts: continue`; None for another statement."""
@@ -348,22 +348,22 @@ class Reader(Terms):
             return None
         return self.own_number(test.comparators[0]) if self.kind(test.left) == "index" else None
 
-    def none(self, test: ast.expr) -> bool | None:
+    def tests_for_none(self, test: ast.expr) -> bool | None:
         """True if the test is that no token has chosen the expert; False if it is that one has; None for another test."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.none(test.operand)
+            inner = self.tests_for_none(test.operand)
             return None if inner is None else not inner
         if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and test.func.attr == "any" and not test.args:
             return False if self.kind(test.func.value) in ("mask", "any") else None
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_zero(test.comparators[0]):
-            counted = self.counted(test.left)
+            counted = self.is_token_count(test.left)
             return None if not counted else {ast.Eq: True, ast.Gt: False, ast.NotEq: False}.get(type(test.ops[0]))
-        return False if self.counted(test) else None
+        return False if self.is_token_count(test) else None
 
-    def counted(self, x: ast.expr) -> bool:
+    def is_token_count(self, x: ast.expr) -> bool:
         """Whether `x` is the number of tokens: token.numel(), token.shape[0], len(token), mask.sum(), counts[i]."""
         if isinstance(x, ast.Subscript) and self.kind(x.value) == "counts" and self.kind(x.slice) == "index":
-            self.chosen(self.term(x.value).of[0])
+            self.use_choice(self.term(x.value).of[0])
             return True
         if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Attribute) and x.value.attr == "shape" and is_zero(x.slice):
             return self.kind(x.value.value) == "token"
@@ -385,7 +385,7 @@ def _added_to_itself(statement: ast.Assign) -> tuple[str, ast.expr] | None:
     return (target.id, sides[own.index(False)]) if own.count(True) == 1 else None
 
 
-def _changed(statement: ast.stmt) -> set[str]:
+def _changed_names(statement: ast.stmt) -> set[str]:
     """Names that a statement assigns, or whose values it changes."""
     found = {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
     for each in ast.walk(statement):

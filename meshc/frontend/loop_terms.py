@@ -19,7 +19,7 @@ SWITCH: Final = "transformers.models.switch_transformers."
 """Models whose choices are one-hot rows from another module."""
 
 
-class Unread(Exception):
+class NotUnderstood(Exception):
     """Raised for a statement of a loop over experts that is not understood."""
 
 
@@ -54,7 +54,7 @@ class Term:
         return Term("token", more=("tokens",) if "tokens" in self.more else ("single",))
 
 
-def numbered(held: Any, key: str) -> int:
+def count_numbered(held: Any, key: str) -> int:
     """How many names of a dict are `key` and a number, counted from 0."""
     count = 0
     while f"{key}{count}" in held:
@@ -88,36 +88,36 @@ class Terms:
             held = getattr(held, name, None)
         wanted = nn.ModuleList if key is None else nn.ModuleDict
         if path is None or not isinstance(held, wanted):
-            raise Unread
-        count = len(held) if key is None else numbered(held, key)
+            raise NotUnderstood
+        count = len(held) if key is None else count_numbered(held, key)
         if count < 2 or self.expected not in (None, count):
-            raise Unread
+            raise NotUnderstood
         if self.container not in (None, path):
-            raise Unread
+            raise NotUnderstood
         self.container, self.key = path, key
 
     def own_value(self, test: ast.expr) -> object:
         """The value of an expression of the module's attributes and numbers alone. Raises Unread."""
         local = {**self.numbers, **{name: term.more[0] for name, term in self.known.items() if term.kind == "number"}}
         if not names_of(test) <= {"self", "len", *local}:
-            raise Unread
+            raise NotUnderstood
         try:
             # the user's own code
             return eval(compile(ast.Expression(test), "", "eval"), {"self": self.module, "len": len, **local})  # noqa: S307
         except Exception as error:
-            raise Unread from error
+            raise NotUnderstood from error
 
     def own_number(self, x: ast.expr) -> object:
         """As `own_value`, but None for any other expression."""
         try:
             return self.own_value(x) if names_of(x) else None
-        except Unread:
+        except NotUnderstood:
             return None
 
     def kind(self, x: ast.expr) -> str:
         try:
             return self.term(x).kind
-        except Unread:
+        except NotUnderstood:
             return ""
 
     def tokens(self, places: ast.expr) -> bool:
@@ -126,28 +126,28 @@ class Terms:
         kinds = [self.kind(each) for each in inner]
         return all(kind == "token" for kind in kinds) or kinds == ["any"] or kinds == ["mask"] and "turned" not in self.term(inner[0]).more
 
-    def chosen(self, choice: ast.expr) -> None:
+    def use_choice(self, choice: ast.expr) -> None:
         if self.choice is not None and ast.dump(self.choice) != ast.dump(choice):
-            raise Unread
+            raise NotUnderstood
         self.choice = choice
 
     def term(self, x: ast.expr) -> Term:
         if isinstance(x, ast.Name) and x.id in self.known:
             return self.known[x.id]
-        found = self.subscript(x) if isinstance(x, ast.Subscript) else self.called(x) if isinstance(x, ast.Call) else None
+        found = self.subscript(x) if isinstance(x, ast.Subscript) else self.call_term(x) if isinstance(x, ast.Call) else None
         if isinstance(x, ast.Compare) and len(x.ops) == 1 and isinstance(x.ops[0], ast.Eq) and self.kind(x.comparators[0]) == "index":
             self.free(x.left)
-            self.chosen(x.left)
+            self.use_choice(x.left)
             found = Term("mask", (x.left,))
         if isinstance(x, ast.Compare) and len(x.ops) == 1 and isinstance(x.ops[0], ast.Gt) and is_zero(x.comparators[0]):
-            found = self.summed(x.left)
+            found = self.mask_sum_term(x.left)
         if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult):
             found = self.times(self.term(x.left), self.term(x.right))
         return found or self.free(x)
 
     def free(self, x: ast.expr) -> Term:
         if any(name in self.within or self.known.get(name, Term("")).kind not in ("", "zeros", "number") for name in names_of(x)):
-            raise Unread
+            raise NotUnderstood
         return Term("free", (x,))
 
     def times(self, left: Term, right: Term) -> Term | None:
@@ -160,16 +160,16 @@ class Terms:
         if left.kind == "any" and "wide" in left.more and "all" in right.more:
             return Term("made", right.of, (*right.more, "masked"))
         if ("all" in left.more) != ("all" in right.more):
-            raise Unread
+            raise NotUnderstood
         if left.kind == "weight" and "wide" in left.more and "all" in left.more:
             return Term("weighed", (*right.of, *left.of), (*left.more, *right.more))
         if left.kind == "rows":  # weights [tokens, 1]
             return Term("weighed", (*right.of, *left.of), ("token",))
         if left.kind == "weight" and "wide" in left.more:
             return Term("weighed", (*right.of, *left.of), left.more)
-        raise Unread
+        raise NotUnderstood
 
-    def summed(self, x: ast.expr) -> Term | None:
+    def mask_sum_term(self, x: ast.expr) -> Term | None:
         """`masks.sum(dim=(-1, -2))`"""
         summed = isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr == "sum"
         if (
@@ -205,7 +205,7 @@ class Terms:
         if not {"token", "any", "mask"} & set(kinds):
             return None
         if any(kind == "mask" and "turned" in self.term(each).more for each, kind in zip(inner, kinds, strict=True)):
-            raise Unread
+            raise NotUnderstood
         kinds = ["any" if kind == "mask" else kind for kind in kinds]
         of = self.free(x.value).of
         wide = ("wide",) if kinds[-1] == "none" else ()
@@ -218,7 +218,7 @@ class Terms:
             return Term("weight", of, ("choice", *wide))
         if plain[-1] == "index" and (plain[:-1] == ["any"] or set(plain[:-1]) == {"token"}):
             return Term("weight", of, ("expert", *wide))
-        raise Unread
+        raise NotUnderstood
 
     def of_gates(self, inner: Sequence[ast.expr], kinds: Sequence[str]) -> tuple[str, ...] | None:
         """Flags of the loop's expert's column of gates [.., experts]: "wide" for [.., 1]; None if the index is another."""
@@ -240,21 +240,27 @@ class Terms:
             return str(parts[0].value) if self.kind(parts[1].value) == "index" else False
         return "" if is_call(index, "str") and len(index.args) == 1 and self.kind(index.args[0]) == "index" else False
 
-    def called(self, x: ast.Call) -> Term | None:
+    def call_term(self, x: ast.Call) -> Term | None:
         if isinstance(x.func, ast.Name | ast.Subscript) and self.kind(x.func) == "expert":
             rows = self.term(x.args[0]) if len(x.args) == 1 and not x.keywords else Term("")
-            return Term("made", rows.of, ("all",) if rows.kind == "free" else ()) if rows.kind in ("rows", "free") else unread()
+            return (
+                Term("made", rows.of, ("all",) if rows.kind == "free" else ()) if rows.kind in ("rows", "free") else raise_not_understood()
+            )
         name = called_name(x)
         if name in ("torch.where", "torch.nonzero") and self.kind(x.args[0]) in ("mask", "any") and len(x.args) == 1:
             return self.term(x.args[0]).where("found" if name == "torch.where" or as_tuple(x) else "places")
         if name == "torch.where" and len(x.args) == 3 and not x.keywords:
             where, made, other = (self.term(each) for each in x.args)
             fits = where.kind == "any" and "wide" in where.more and made.kind in ("made", "weighed") and "all" in made.more
-            return Term(made.kind, made.of, (*made.more, "masked")) if fits and (is_zero(x.args[2]) or other.kind == "zeros") else unread()
+            return (
+                Term(made.kind, made.of, (*made.more, "masked"))
+                if fits and (is_zero(x.args[2]) or other.kind == "zeros")
+                else raise_not_understood()
+            )
         if name in ("torch.nn.functional.one_hot", "F.one_hot", "nn.functional.one_hot", "one_hot"):
             return Term("onehot", self.free(x.args[0]).of)
         if name in ("torch.greater", "torch.gt") and len(x.args) == 2 and is_zero(x.args[1]):
-            return self.summed(x.args[0])
+            return self.mask_sum_term(x.args[0])
         if name in ("torch.zeros_like", "torch.zeros"):
             return Term("zeros")
         if name in ("torch.empty_like", "torch.empty"):
@@ -275,10 +281,10 @@ class Terms:
         if of.kind == "counts" and name in ("tolist", "cpu"):
             return of
         if of.kind == "onehot" and name == "permute" and numbers == [2, 1, 0]:
-            self.chosen(of.of[0])
+            self.use_choice(of.of[0])
             return Term("masks", of.of)
         if of.kind == "free" and name == "permute" and numbers == [2, 1, 0] and type(self.module).__module__.startswith(SWITCH):
-            self.chosen(of.of[0])
+            self.use_choice(of.of[0])
             self.one_hot = True
             return Term("masks", of.of)
         if of.kind == "counted" and name == "nonzero" and not x.args and not x.keywords:
@@ -307,18 +313,18 @@ class Terms:
         if of.kind == "rows_in_one" and name in ("reshape", "view") and numbers[:1] == [-1] and len(x.args) == 2:
             return Term("rows", of.of)
         if of.kind == "weight" and "all" in of.more and name == "unsqueeze" and numbers != [-1] and "flat" not in of.more:
-            raise Unread
+            raise NotUnderstood
         if of.kind in ("weight", "rows") and name == "unsqueeze" and numbers in ([-1], [1]):
             return Term("weight", of.of, (*(of.more or ("token",)), "wide"))
         if of.kind in ("made", "weighed", "weight") and name in ("to", "type_as"):
             return of
         if of.kind == "index" and name == "item":
             return of
-        return None if of.kind == "free" else unread()
+        return None if of.kind == "free" else raise_not_understood()
 
 
-def unread() -> NoReturn:
-    raise Unread
+def raise_not_understood() -> NoReturn:
+    raise NotUnderstood
 
 
 def names_of(x: ast.AST) -> set[str]:

@@ -21,9 +21,9 @@ MODULE = "torch.nn.modules.transformer"
 @contextmanager
 def unhinted_masks() -> Iterator[None]:
     """A context in which the hint is the caller's `is_causal`, and False where none was given."""
-    with mock.patch.object(sys.modules[MODULE], "_detect_is_causal_mask", _said):
+    with mock.patch.object(sys.modules[MODULE], "_detect_is_causal_mask", _caller_hint):
         yield
 
 
-def _said(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+def _caller_hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     return is_causal is True

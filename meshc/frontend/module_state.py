@@ -33,14 +33,14 @@ SIZES: Final = frozenset(
 _NAMES: Final[weakref.WeakKeyDictionary[type, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
-class Same:
+class Identity:
     """An object hashed and compared by identity."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -93,5 +93,5 @@ def _hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return Same(value)
+        return Identity(value)
     return value

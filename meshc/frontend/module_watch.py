@@ -29,7 +29,7 @@ _DICTS: Final = 2 + len(HOOKS)
 _takes: Final = attrgetter("requires_grad")
 
 
-class State:
+class ModuleState:
     """The state of a module that decides its program, hashed once. Keep only weak references to compare with later: a state holds the
     hooks."""
 
@@ -44,18 +44,18 @@ class State:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, State):
+        if not isinstance(other, ModuleState):
             return NotImplemented
         return self is other or (self.modules == other.modules and self.parameters == other.parameters)
 
 
-class Watch:
+class ModuleWatch:
     """Watches one module with all modules in it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._state: State | None = None
-        self._places = _Places([])
+        self._state: ModuleState | None = None
+        self._places = _ModuleSnapshot([])
         self._others: list[tuple[nn.Module, tuple[Hashable, ...]]] = []
         """Modules with more state than their mode."""
         self._tensors: list[Tensor] = []
@@ -63,7 +63,7 @@ class Watch:
         self._hooked: list[tuple[Tensor, Hashable]] = []
         """Parameters that require gradients or have hooks, and the hooks."""
 
-    def state(self) -> State:
+    def state(self) -> ModuleState:
         """The state now: the object returned before if nothing has changed, with the same modules and parameters under the same names."""
         if self._state is None or not self._holds():
             self._state = self._look()
@@ -77,9 +77,9 @@ class Watch:
             and all(state_of(module) == then for module, then in self._others)
         )
 
-    def _look(self) -> State:
+    def _look(self) -> ModuleState:
         modules = list(self.module.modules())
-        self._places = _Places([vars(module) for module in modules])
+        self._places = _ModuleSnapshot([vars(module) for module in modules])
         states = [(module, state_of(module)) for module in modules]
         self._others = [row for row in states if not _is_plain(row[0])]
         found = {id(one): one for module in modules for one in module._parameters.values() if one is not None}
@@ -87,10 +87,10 @@ class Watch:
         self._takes = [one.requires_grad for one in self._tensors]
         rows = list(zip(self._takes, map(_hooks, self._tensors), strict=True))
         self._hooked = [(one, row[1]) for one, row in zip(self._tensors, rows, strict=True) if any(row)]
-        return State(tuple(state for _, state in states), tuple(rows))
+        return ModuleState(tuple(state for _, state in states), tuple(rows))
 
 
-class _Places:
+class _ModuleSnapshot:
     """A snapshot of modules: mode, submodules and parameters by dict and name, and numbers of hooks. Its values are kept alive, so that no
     other object can have their identity."""
 

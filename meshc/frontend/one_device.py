@@ -17,11 +17,11 @@ def one_device(function: Function, capacity: Capacity | None) -> Function:
     if capacity is None:
         return function
 
-    def limited(module: nn.Module, *args: object, **kwargs: object) -> object:
+    def call_with_capacity(module: nn.Module, *args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
             stack.enter_context(unsorted_experts())
             stack.enter_context(listed_experts(module))
             stack.enter_context(formed_experts(module, lambda path: 1, capacity=capacity, batch=rows_of((args, kwargs))))
             return function(module, *args, **kwargs)
 
-    return limited
+    return call_with_capacity

@@ -23,77 +23,77 @@ Json: TypeAlias = Any
 _PLAIN: Final = (type(None), bool, int, float, str)
 
 
-class NoData(Exception):
+class NotPlainData(Exception):
     """Raised for an output with a value that is no plain data, or a class that this process does not have."""
 
 
-def described(tree: OutputTree) -> Json:
+def tree_to_json(tree: OutputTree) -> Json:
     """The tree as JSON. Raises NoData for a tree that `read` would not restore."""
-    told = {"spec": _spec(tree.spec), "plain": [[index, _value(leaf)] for index, leaf in tree.plain.items()]}
-    if read(told).spec != tree.spec:
-        raise NoData("the output's structure does not come back as it is")
+    told = {"spec": _spec_to_json(tree.spec), "plain": [[index, _value_to_json(leaf)] for index, leaf in tree.plain.items()]}
+    if tree_from_json(told).spec != tree.spec:
+        raise NotPlainData("the output's structure does not come back as it is")
     return told
 
 
-def read(told: Mapping[str, Json]) -> OutputTree:
+def tree_from_json(told: Mapping[str, Json]) -> OutputTree:
     """The tree from its JSON. Raises NoData for a class that is no tree in this process."""
     names = Counter(_name(kind) for kind in trees.kinds())
     known = {_name(kind): kind for kind in trees.kinds() if names[_name(kind)] == 1}
-    return OutputTree(_read_spec(told["spec"], known), {index: _read(leaf) for index, leaf in told["plain"]})
+    return OutputTree(_spec_from_json(told["spec"], known), {index: _value_from_json(leaf) for index, leaf in told["plain"]})
 
 
 def _name(kind: object) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
 
 
-def _spec(spec: trees.Spec) -> Json:
-    return 0 if spec.is_leaf() else [_name(spec.type), _value(spec.context), [_spec(child) for child in spec.children()]]
+def _spec_to_json(spec: trees.Spec) -> Json:
+    return 0 if spec.is_leaf() else [_name(spec.type), _value_to_json(spec.context), [_spec_to_json(child) for child in spec.children()]]
 
 
-def _read_spec(told: Json, known: Mapping[str, type]) -> trees.Spec:
+def _spec_from_json(told: Json, known: Mapping[str, type]) -> trees.Spec:
     if told == 0:
         return trees.structure(None)
     name, context, children = told
     if name not in known:
-        raise NoData(f"{name}, of which the output is made, is no tree on this rank")
-    return trees.Spec(known[name], _read(context), [_read_spec(child, known) for child in children])
+        raise NotPlainData(f"{name}, of which the output is made, is no tree on this rank")
+    return trees.Spec(known[name], _value_from_json(context), [_spec_from_json(child, known) for child in children])
 
 
-def _value(value: Any) -> Json:
+def _value_to_json(value: Any) -> Json:
     """A plain value as it is; any other as {kind: its parts}."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind in (list, tuple, torch.Size):
-        return {kind.__name__: [_value(item) for item in value]}
+        return {kind.__name__: [_value_to_json(item) for item in value]}
     if kind is dict:
-        return {"dict": [[_value(key), _value(item)] for key, item in value.items()]}
+        return {"dict": [[_value_to_json(key), _value_to_json(item)] for key, item in value.items()]}
     if kind in (torch.dtype, torch.device):
         return {kind.__name__: str(value)}
-    if isinstance(value, type) and _found(value.__module__, value.__qualname__) is value:
+    if isinstance(value, type) and _find_class(value.__module__, value.__qualname__) is value:
         return {"class": [value.__module__, value.__qualname__]}
-    raise NoData(f"the output holds a {_name(kind)}, which is no plain value")
+    raise NotPlainData(f"the output holds a {_name(kind)}, which is no plain value")
 
 
-def _read(told: Json) -> Any:
+def _value_from_json(told: Json) -> Any:
     if not isinstance(told, dict):
         return told
     ((kind, given),) = told.items()
     if kind in ("list", "tuple", "Size"):
-        return {"list": list, "tuple": tuple, "Size": torch.Size}[kind](map(_read, given))
+        return {"list": list, "tuple": tuple, "Size": torch.Size}[kind](map(_value_from_json, given))
     if kind == "dict":
-        return {_read(key): _read(item) for key, item in given}
+        return {_value_from_json(key): _value_from_json(item) for key, item in given}
     if kind == "dtype":
         return getattr(torch, given.removeprefix("torch."))
     if kind == "device":
         return torch.device(given)
-    found = _found(*given)
+    found = _find_class(*given)
     if found is None:
-        raise NoData(f"{'.'.join(given)}, of which the output is made, is no class on this rank")
+        raise NotPlainData(f"{'.'.join(given)}, of which the output is made, is no class on this rank")
     return found
 
 
-def _found(module: str, name: str) -> type | None:
+def _find_class(module: str, name: str) -> type | None:
     value: object = sys.modules.get(module)
     for part in name.split("."):
         value = getattr(value, part, None)

@@ -26,7 +26,7 @@ def initialise(model: nn.Module) -> None:
     """Set a model's first values by its own method."""
     whole: Any = getattr(model, "init_weights", None)
     if callable(whole) and _takes_nothing(whole):
-        with _unmarked(model):
+        with _without_marks(model):
             whole()
         return
     model.apply(_reset)
@@ -59,7 +59,7 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
 
 
 @contextmanager
-def _unmarked(model: nn.Module) -> Iterator[None]:
+def _without_marks(model: nn.Module) -> Iterator[None]:
     """A context in which transformers takes nothing in the model for initialised."""
     owners: list[Any] = [one for one in (*model.modules(), *model.parameters(), *model.buffers()) if getattr(one, _DONE, False)]
     for one in owners:

@@ -124,7 +124,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.recurrent_states[state_idx] = recurrent_states if before is None else recurrent_states.to(before.dtype)
         return recurrent_states
 
-    def held(self) -> dict[str, dict[int, Tensor]]:
+    def states_by_kind(self) -> dict[str, dict[int, Tensor]]:
         """The states that are set, by kind and number."""
         tables = {name: {number: state for number, state in getattr(self, name).items() if state is not None} for name in STATES}
         return {name: table for name, table in tables.items() if table}
@@ -223,15 +223,15 @@ def _cross(pairs: Sequence[Sequence[Tensor]] | None) -> PaddedCache:
 
 def flatten(cache: PaddedCache) -> tuple[list[object], None]:
     """The cache as a tree: for each layer [keys, values], or a dict of a window's or of tables of states."""
-    return [held_by(layer) for layer in cache.layers], None
+    return [layer_buffers(layer) for layer in cache.layers], None
 
 
-def held_by(layer: Any) -> list[Any] | dict[str, Any]:
+def layer_buffers(layer: Any) -> list[Any] | dict[str, Any]:
     """A layer's buffers, in the form that `call` takes."""
     pair = [] if getattr(layer, "keys", None) is None else [layer.keys, layer.values]
     if not isinstance(layer, StateLayer):
         return {WINDOW: pair} if pair and layer.is_sliding else pair
-    return {**layer.held(), ATTENTION: pair} if pair else layer.held()
+    return {**layer.states_by_kind(), ATTENTION: pair} if pair else layer.states_by_kind()
 
 
 def unflatten(layers: Sequence[Any], _: object) -> PaddedCache:

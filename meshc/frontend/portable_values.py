@@ -52,7 +52,7 @@ def is_plain(value: object) -> bool:
     return kind in PLAIN
 
 
-def shown(text: str) -> str:
+def short_text(text: str) -> str:
     """The text; if long, its beginning and its hash."""
     return text if len(text) <= LONG else f"{text[:60]}... ({digest_of(text.encode())})"
 
@@ -70,7 +70,7 @@ def of_tensor(tensor: Tensor) -> str | None:
 def portable(value: Any, *, whole: bool = True) -> str:
     """A value's text. `whole`: with the items of a list, which otherwise have places of their own."""
     if is_plain(value) and (whole or not isinstance(value, list | tuple)):
-        return shown(repr(value))
+        return short_text(repr(value))
     if isinstance(value, enum.Enum):
         return f"{name_of(type(value))}.{value.name}"
     if isinstance(value, Tensor):
@@ -80,7 +80,7 @@ def portable(value: Any, *, whole: bool = True) -> str:
         return _function(function)
     if isinstance(value, torch.library.CustomOpDef):
         registered = [getattr(value, name, None) for name in _OF_OPERATORS]
-        return shown(f"operator {value._qualname} {[portable(one) for one in registered]}")
+        return short_text(f"operator {value._qualname} {[portable(one) for one in registered]}")
     if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
         return str(value)
     if isinstance(value, types.MethodType):
@@ -90,7 +90,7 @@ def portable(value: Any, *, whole: bool = True) -> str:
     if isinstance(value, list | tuple | collections.deque):
         return f"a {name_of(type(value))} of {len(value)}"
     if isinstance(value, AbstractSet):
-        return shown(f"a {name_of(type(value))} of {sorted(repr(one) if is_plain(one) else name_of(type(one)) for one in value)}")
+        return short_text(f"a {name_of(type(value))} of {sorted(repr(one) if is_plain(one) else name_of(type(one)) for one in value)}")
     return _object(value)
 
 
@@ -98,7 +98,7 @@ def _object(value: object) -> str:
     """An object by its class; an instance of a C type without attributes by its repr."""
     kind = type(value)
     said = "" if kind.__dictoffset__ or isinstance(value, Mapping) or kind is object else repr(value)
-    return shown(said) if said and not _ADDRESS.search(said) else f"a {name_of(kind)}"
+    return short_text(said) if said and not _ADDRESS.search(said) else f"a {name_of(kind)}"
 
 
 def function_of(value: object) -> types.FunctionType | None:

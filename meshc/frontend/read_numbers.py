@@ -26,10 +26,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from meshc.errors import CaptureError
-from meshc.frontend.read_places import Place, place_of
+from meshc.frontend.read_places import ReadPlace, place_of
 from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.frontend.sources import source_of
-from meshc.frontend.written_calls import WrittenCalls
+from meshc.frontend.written_calls import InsertedCalls
 from meshc.ir.functions import Function, Target
 from meshc.optimizer.spec import Guard
 
@@ -54,10 +54,10 @@ BY_NUMBERS: Final = frozenset(
 """Operators, functions and methods that take a tensor in the place of a number."""
 
 
-class Opened:
+class NumberInputs:
     """The numbers of one trace that are inputs."""
 
-    def __init__(self, places: Sequence[Place], model: nn.Module, function: Function) -> None:
+    def __init__(self, places: Sequence[ReadPlace], model: nn.Module, function: Function) -> None:
         found = [(place, *name_at(place, model, function)) for place in places]
         kept = [(place, name, value) for place, name, value in found if is_number(value)]
         names = _unique([name for _, name, _ in kept])
@@ -102,7 +102,7 @@ class Opened:
         order = {place: at for at, place in enumerate(self._numbers)}
         held_by = UnspecializedNNModuleSource(AttrSource(LocalSource("self"), "_export_root"))  # so its tensors are graph attributes
 
-        def wrapped(self_: Any, value: object) -> Any:
+        def wrap_number(self_: Any, value: object) -> Any:
             place = place_of(self_.source) if type(value) in (int, float) else None
             if place not in order:
                 return wrap(self_, value)
@@ -118,14 +118,14 @@ class Opened:
                 return lazy(value, source, **options)
             return variables.LazyVariableTracker(LazyCache(value, source), source=source, **options)
 
-        def evaluated(self_: Any, *given: Any, **named: Any) -> Any:
+        def evaluate_guard(self_: Any, *given: Any, **named: Any) -> Any:
             outcome = self._outcome(self_.sym_num) if isinstance(self_.sym_num, torch.SymBool) else None
             return evaluate(self_, *given, **named) if outcome is None else outcome
 
         with (
-            mock.patch.object(VariableBuilder, "_wrap", wrapped),
+            mock.patch.object(VariableBuilder, "_wrap", wrap_number),
             mock.patch.object(variables.LazyConstantVariable, "create", staticmethod(put_off)),
-            mock.patch.object(SymNodeVariable, "evaluate_expr", evaluated),
+            mock.patch.object(SymNodeVariable, "evaluate_expr", evaluate_guard),
         ):
             yield
 
@@ -142,14 +142,14 @@ class Opened:
                 return bool(guard.outcome(self.values))
         return None
 
-    def write(self, graph: GraphModule, constants: Set[Place]) -> None:
+    def write(self, graph: GraphModule, constants: Set[ReadPlace]) -> None:
         """Make the numbers tensors of a graph traced under `read_as_inputs`: attributes named `BUFFER` and a number. Raises CaptureError
         for a use that takes no tensor, or a number that is a constant of the trace."""
         fixed = [one.name for place, one in self._numbers.items() if place in constants]
         if fixed:
             raise CaptureError(f"{', '.join(fixed)}: its value decides what is traced")
         if self._numbers:
-            _Writing(graph).write()
+            _NumberWriter(graph).write()
 
 
 def _unique(names: Sequence[str]) -> list[str]:
@@ -160,7 +160,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-class _Writing(WrittenCalls):
+class _NumberWriter(InsertedCalls):
     """Rewrites one graph: its numbers become 0-dim tensors, in double precision."""
 
     def __init__(self, module: GraphModule) -> None:
@@ -205,7 +205,7 @@ class _Writing(WrittenCalls):
             self._tensors[node] = self._tensors[node.all_input_nodes[0]]
             return
         if node.op != "call_function" or target not in NUMBERS or node.kwargs:
-            raise self._refused(node)
+            raise self._refusal(node)
         args = [self._tensors.get(one, one) if isinstance(one, Node) else one for one in node.args]
         made = NUMBERS[target]
         if target in TWO:
@@ -218,36 +218,36 @@ class _Writing(WrittenCalls):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor):
-            raise self._refused(node)
+            raise self._refusal(node)
         if name in ("full", "full_like", "tensor", "_to_tensor", "scalar_tensor", "as_tensor"):
-            return self._filled(node, name, value)
+            return self._write_fill(node, name, value)
         alpha = node.kwargs.get("alpha")
         if isinstance(alpha, Node) and alpha in self._tensors and len(node.args) == 2:
             scaled = self._call(node, operator.mul, node.args[1], self._cast(node, alpha, [node.args[1]], value))
             node.args, node.kwargs = (node.args[0], scaled), {one: given for one, given in node.kwargs.items() if one != "alpha"}
         if name not in BY_NUMBERS:
-            raise self._refused(node)
+            raise self._refusal(node)
         others = [one for one in node.all_input_nodes if one not in self._tensors]
         cast = {one: self._cast(node, one, others, value) for one in node.all_input_nodes if one in self._tensors}
         node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda one: cast.get(one, one))
         try:
             found = self._example(node.op, node.target, node.args, node.kwargs)
         except (RuntimeError, TypeError) as error:
-            raise self._refused(node) from error
+            raise self._refusal(node) from error
         if not _alike(found, value):
-            raise self._refused(node)
+            raise self._refusal(node)
         return None
 
-    def _filled(self, node: Node, name: str, value: torch.Tensor) -> None:
+    def _write_fill(self, node: Node, name: str, value: torch.Tensor) -> None:
         number, *others = [one for one in node.all_input_nodes if one in self._tensors]
         if others:
-            raise self._refused(node)
+            raise self._refusal(node)
         made = self._call(node, "to", self._tensors[number], value.dtype)
         if value.dim():
             ones = self._call(node, torch.ones, tuple(value.shape), dtype=value.dtype)
             made = self._call(node, torch.mul, ones, made)
         if not _alike(made.meta["example_value"], value) or any(isinstance(extent, torch.SymInt) for extent in value.shape):
-            raise self._refused(node)
+            raise self._refusal(node)
         node.replace_all_uses_with(made)
         self._graph.erase_node(node)
 
@@ -262,10 +262,10 @@ class _Writing(WrittenCalls):
         if not dtype.is_floating_point:
             dtype = next((one.dtype for one in examples if isinstance(one, torch.Tensor) and one.dtype.is_floating_point), torch.float64)
         if dtype in (torch.float16, torch.bfloat16):
-            raise self._refused(user)
+            raise self._refusal(user)
         return self._call(user, "to", tensor, dtype)
 
-    def _refused(self, node: Node) -> CaptureError:
+    def _refusal(self, node: Node) -> CaptureError:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
         return CaptureError(f"{source_of(node)}: {name} takes the number itself, and no tensor")
 

@@ -56,41 +56,41 @@ entry): one step from a value to what is read of it."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadPlace:
     """root: MODEL, FUNCTION, INPUTS, or the name of a Python module."""
 
     root: str
     steps: tuple[Step, ...]
 
     @property
-    def bases(self) -> Iterator[Place]:
+    def bases(self) -> Iterator[ReadPlace]:
         """The places that contain this one, outermost first."""
-        return (Place(self.root, self.steps[:length]) for length in range(1, len(self.steps)))
+        return (ReadPlace(self.root, self.steps[:length]) for length in range(1, len(self.steps)))
 
-    def then(self, *steps: Step) -> Place:
-        return Place(self.root, (*self.steps, *steps))
+    def then(self, *steps: Step) -> ReadPlace:
+        return ReadPlace(self.root, (*self.steps, *steps))
 
 
-def all_places_of(guards: Iterable[Any]) -> list[Place]:
+def all_places_of(guards: Iterable[Any]) -> list[ReadPlace]:
     """The places of a trace's guards."""
-    found: dict[Place, None] = {}
+    found: dict[ReadPlace, None] = {}
     for guard in guards:
         place = place_of(guard.originating_source)
         if place is not None:
-            found |= dict.fromkeys((place, *_contained(place, guard), *shadows(place)))
+            found |= dict.fromkeys((place, *_presence_places(place, guard), *shadows(place)))
     return list(found)
 
 
-def watched_at_calls(places: Iterable[Place]) -> list[Place]:
+def watched_at_calls(places: Iterable[ReadPlace]) -> list[ReadPlace]:
     """Those of `places` that each call compares again, and the places that contain them."""
-    found: dict[Place, None] = {}
+    found: dict[ReadPlace, None] = {}
     for place in places:
         if not _is_left_out(place):
             found |= dict.fromkeys((*place.bases, place))
     return [place for place in found if place.steps]
 
 
-def constants_of(guards: Iterable[Any]) -> set[Place]:
+def constants_of(guards: Iterable[Any]) -> set[ReadPlace]:
     """The places whose values a trace has taken for constants."""
     found = {place_of(guard.originating_source) for guard in guards if _kind(guard)[0] in _CONSTANT}
     return {place for place in found if place is not None}
@@ -125,32 +125,32 @@ def _name(guard: Any) -> str:
     return name if isinstance(name, str) else str(name())
 
 
-def place_of(source: Any) -> Place | None:
+def place_of(source: Any) -> ReadPlace | None:
     """The place of a Dynamo source; None if it has none."""
     text = source.name if isinstance(source.name, str) else source.name()
     if not text:
         return None
     try:
         return _place(ast.parse(text.replace(_EXPORTED, "ROOT"), mode="eval").body)
-    except (_Other, SyntaxError):
+    except (_NotAPlace, SyntaxError):
         return None
 
 
-def described(places: Iterable[Place]) -> list[list[Any]]:
+def places_to_json(places: Iterable[ReadPlace]) -> list[list[Any]]:
     """The places as JSON."""
     return [[place.root, [list(step) for step in place.steps]] for place in places]
 
 
-def read(rows: Sequence[Sequence[Any]]) -> tuple[Place, ...]:
+def places_from_json(rows: Sequence[Sequence[Any]]) -> tuple[ReadPlace, ...]:
     """The inverse of `described`."""
-    return tuple(Place(str(root), tuple((str(kind), what) for kind, what in steps)) for root, steps in rows)
+    return tuple(ReadPlace(str(root), tuple((str(kind), what) for kind, what in steps)) for root, steps in rows)
 
 
-class _Other(Exception):
+class _NotAPlace(Exception):
     """Raised for a source that is no place of this kind."""
 
 
-def _contained(place: Place, guard: Any) -> Iterator[Place]:
+def _presence_places(place: ReadPlace, guard: Any) -> Iterator[ReadPlace]:
     """Places for the presence of a dict's key, or of an object's own attribute."""
     kind, given = _kind(guard)
     if kind in ("DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK"):
@@ -162,63 +162,63 @@ def _contained(place: Place, guard: Any) -> Iterator[Place]:
         yield place.then((HAS_ATTRIBUTE, name))
 
 
-def shadows(place: Place) -> Iterator[Place]:
+def shadows(place: ReadPlace) -> Iterator[ReadPlace]:
     """For an attribute of a class's base, places for its presence in earlier classes of the method resolution order, which Dynamo assumes
     unchanged."""
     match place.steps:
         case (*_, (_, "__mro__"), (_, int(at)), held, (_, str(name))):
             for earlier in range(at):
-                yield Place(place.root, (*place.steps[:-3], (ITEM, earlier), held, (HAS_ITEM, name)))
+                yield ReadPlace(place.root, (*place.steps[:-3], (ITEM, earlier), held, (HAS_ITEM, name)))
 
 
-def _place(node: ast.expr) -> Place:
+def _place(node: ast.expr) -> ReadPlace:
     match node:
         case ast.Name(id="ROOT"):
-            return Place("", ())
+            return ReadPlace("", ())
         case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value="flat_args")):
-            return Place(INPUTS, ((ITEM, 0),))
+            return ReadPlace(INPUTS, ((ITEM, 0),))
         case ast.Attribute(value=ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value="self")), attr="in_spec"):
-            return Place(INPUTS, ((ITEM, 1),))
+            return ReadPlace(INPUTS, ((ITEM, 1),))
         case ast.Attribute(value=value, attr=name):
-            return _rooted(_place(value).then((ATTRIBUTE, name)))
+            return _with_root(_place(value).then((ATTRIBUTE, name)))
         case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=str(name))) if name.startswith(_IMPORT):
-            return Place(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
+            return ReadPlace(name.removeprefix(_IMPORT).replace("_dot_", "."), ())
         case ast.Subscript(
             ast.Call(ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [value])]), ast.Constant(int(number))
         ):
-            return _rooted(_place(value).then((KEY, number)))
+            return _with_root(_place(value).then((KEY, number)))
         case ast.Subscript(value=ast.Call(func=ast.Name("list"), args=[ast.Call(args=[value])]), slice=ast.Constant(int(number))):
-            return _rooted(_place(value).then((KEYS, None), (ITEM, number)))
+            return _with_root(_place(value).then((KEYS, None), (ITEM, number)))
         case ast.Subscript(value=value, slice=ast.Constant(value=str() | int() as key)) if isinstance(key, str) or key < _LARGEST_KEY:
-            return _rooted(_place(value).then((ITEM, key)))
+            return _with_root(_place(value).then((ITEM, key)))
         case ast.Subscript(value=value, slice=ast.Subscript(value=ast.Call(func=ast.Name("list")), slice=ast.Constant(int(number)))):
-            return _rooted(_place(value).then((NTH, number)))
+            return _with_root(_place(value).then((NTH, number)))
         case ast.Call(ast.Attribute(ast.Name("dict"), "__getitem__"), [value, ast.Subscript(slice=ast.Constant(int(number)))]):
-            return _rooted(_place(value).then((NTH, number)))
+            return _with_root(_place(value).then((NTH, number)))
         case ast.Call(func=ast.Attribute(ast.Name("object"), "__getattribute__"), args=[value, ast.Constant(str(name))]):  # torch 2.11
-            return _rooted(_place(value).then((ATTRIBUTE, name)))
+            return _with_root(_place(value).then((ATTRIBUTE, name)))
         case ast.Call(func=ast.Name(id="dict"), args=[value]):
             return _place(value)
         case ast.Call(func=ast.Name(id="type"), args=[value]):
             return _place(value).then((TYPE, None))
-    raise _Other(ast.unparse(node))
+    raise _NotAPlace(ast.unparse(node))
 
 
-def _rooted(place: Place) -> Place:
+def _with_root(place: ReadPlace) -> ReadPlace:
     """The place with the model or the function as its root, which `meshc.frontend.capture.Root` holds."""
     if place.root:
         return place
     match place.steps:
         case ((_, "_modules"), (_, "module"), *rest):
-            return Place(MODEL, tuple(rest))
+            return ReadPlace(MODEL, tuple(rest))
         case ((_, "function"), *rest):
-            return Place(FUNCTION, tuple(rest))
+            return ReadPlace(FUNCTION, tuple(rest))
         case ((_, "_modules"),):
             return place
-    raise _Other(str(place))
+    raise _NotAPlace(str(place))
 
 
-def _is_left_out(place: Place) -> bool:
+def _is_left_out(place: ReadPlace) -> bool:
     if place.root == MODEL:
         names = [what for kind, what in place.steps if kind in (ATTRIBUTE, HAS_ATTRIBUTE)]
         of_hooks = any((ATTRIBUTE, name) in place.steps[-2:] for name in _HOOKS)

@@ -27,9 +27,9 @@ import torch
 from torch import nn
 
 from meshc.frontend import read_places
-from meshc.frontend.module_state import Same
-from meshc.frontend.portable_values import function_of, is_plain, of_tensor, shown
-from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEY, KEYS, MODEL, NTH, TYPE, Place, Step
+from meshc.frontend.module_state import Identity
+from meshc.frontend.portable_values import function_of, is_plain, of_tensor, short_text
+from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEY, KEYS, MODEL, NTH, TYPE, ReadPlace, Step
 from meshc.frontend.traced_code import is_stock_class, name_of
 from meshc.ir.functions import Function
 from meshc.optimizer.spec import Guard
@@ -65,7 +65,7 @@ class Number:
     """
 
     name: str
-    place: Place
+    place: ReadPlace
     whole: bool
     guards: tuple[Guard, ...] = ()
 
@@ -82,18 +82,18 @@ def is_number(value: object) -> bool:
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) <= LARGEST)
 
 
-def describe_numbers(numbers: Sequence[Number]) -> list[list[Any]]:
+def numbers_to_json(numbers: Sequence[Number]) -> list[list[Any]]:
     """The numbers as JSON."""
-    places = read_places.described(one.place for one in numbers)
+    places = read_places.places_to_json(one.place for one in numbers)
     guards = [[[each.relation, each.constant] for each in one.guards] for one in numbers]
     return [[one.name, place, one.whole, row] for one, place, row in zip(numbers, places, guards, strict=True)]
 
 
-def read_back(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
+def numbers_from_json(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
     """The inverse of `describe_numbers`."""
     return tuple(
         Number(name, place, whole, tuple(Guard(name, relation, float(constant)) for relation, constant in guards))
-        for (name, _, whole, guards), place in zip(rows, read_places.read([row[1] for row in rows]), strict=True)
+        for (name, _, whole, guards), place in zip(rows, read_places.places_from_json([row[1] for row in rows]), strict=True)
     )
 
 
@@ -102,7 +102,7 @@ class Values:
 
     __slots__ = ("__weakref__", "_hash", "described", "keys", "places", "texts")
 
-    def __init__(self, places: tuple[Place, ...], described: tuple[Hashable, ...], texts: dict[str, str]) -> None:
+    def __init__(self, places: tuple[ReadPlace, ...], described: tuple[Hashable, ...], texts: dict[str, str]) -> None:
         self.places, self.described, self.texts = places, described, texts
         self.keys: dict[Hashable, Any] = {}
         """Keys of calls with these values, by what else decides them."""
@@ -124,7 +124,7 @@ class Values:
         bases = {base for place, _ in found for base in place.bases}
         return [line for place, line in found if place not in bases]  # the items that differ, not their list
 
-    def numbers_changed(self, before: Values) -> list[Place]:
+    def numbers_changed(self, before: Values) -> list[ReadPlace]:
         """Places of numbers that differ."""
         rows = zip(self.places, before.described, self.described, strict=True)
         return [place for place, a, b in rows if a != b and all(isinstance(x, tuple) and x[:1] in ((int,), (float,)) for x in (a, b))]
@@ -133,7 +133,7 @@ class Values:
 class Reads:
     """Values at places, as this rank has them."""
 
-    def __init__(self, places: Sequence[Place], model: nn.Module, function: Function, numbers: Sequence[Number] = ()) -> None:
+    def __init__(self, places: Sequence[ReadPlace], model: nn.Module, function: Function, numbers: Sequence[Number] = ()) -> None:
         """numbers: inputs of a program among these places, whose values do not select another program."""
         self._roots: dict[str, Any] = {MODEL: model, FUNCTION: function}
         inputs = dict.fromkeys(one.place for one in numbers)  # in their order, which is the same on all ranks
@@ -141,7 +141,7 @@ class Reads:
         within = dict.fromkeys(base for place in inputs for base in place.bases)  # a container may be replaced, with another number in it
         self.places = (*(place for place in dict.fromkeys((*places, *within)) if place not in inputs), *inputs)
         self._numbers: list[tuple[Number, Callable[[], Any], Hashable, str]] = []
-        self._look: _Look | None = None
+        self._look: _IdentityCheck | None = None
         self._values: Values | None = None
         self._tensors = frozenset(map(id, chain(model.parameters(), model.buffers())))
 
@@ -152,7 +152,7 @@ class Reads:
     def values(self) -> Values:
         """The present values."""
         if self._look is None or self._values is None or not (self._look.holds() and self._numbers_fit()):
-            self._look, found = self._resolved()
+            self._look, found = self._resolve()
             if found != self._values or self._values is None:
                 self._values = found
         return self._values
@@ -167,12 +167,12 @@ class Reads:
     def _numbers_fit(self) -> bool:
         return all(_as_input(number, get()) == then for number, get, then, _ in self._numbers)
 
-    def _resolved(self) -> tuple[_Look, Values]:
-        there, self._numbers = Resolved(self._roots), []
+    def _resolve(self) -> tuple[_IdentityCheck, Values]:
+        there, self._numbers = PlaceLookup(self._roots), []
         inputs = {one.place: one for one in self.inputs}
         by_items = {_base(place) for place in self.places if place.steps[-1][0] == ITEM}
         self._tensors = frozenset(map(id, chain(self._roots[MODEL].parameters(), self._roots[MODEL].buffers())))
-        look, described, texts = _Look(), list[Hashable](), dict[str, str]()
+        look, described, texts = _IdentityCheck(), list[Hashable](), dict[str, str]()
         for place in self.places:
             value, text = there.at(place)
             if _stays(place, there):
@@ -181,16 +181,16 @@ class Reads:
                 continue
             number = inputs.get(place)
             shallow = place in by_items and isinstance(value, list | tuple)
-            described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._described(value))
+            described.append(_as_input(number, value) if number is not None else _shape(value) if shallow else self._describe(value))
             text = f"{text} ({len(described)})" if text in texts else text
-            texts[text] = _said(value)
+            texts[text] = _value_text(value)
             base = there.at(_base(place))[0]
             if number is not None:
-                self._numbers.append((number, functools.partial(_taken, base, place.steps[-1]), described[-1], text))
+                self._numbers.append((number, functools.partial(_take_step, base, place.steps[-1]), described[-1], text))
                 continue
             look.note(base, place.steps[-1], value)
             if (TYPE, None) in place.steps:
-                instance = there.at(Place(place.root, place.steps[: place.steps.index((TYPE, None))]))[0]
+                instance = there.at(ReadPlace(place.root, place.steps[: place.steps.index((TYPE, None))]))[0]
                 look.note(instance, (TYPE, None), type(instance))
             look.follow(value, shallow or (isinstance(value, torch.Tensor) and self._is_state(value)))
         look.close()
@@ -200,24 +200,24 @@ class Reads:
         """Whether a tensor is the model's, or a parameter: its values are stored elsewhere."""
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._tensors
 
-    def _described(self, value: Any) -> Hashable:
+    def _describe(self, value: Any) -> Hashable:
         if is_plain(value) or isinstance(value, enum.Enum):
             return type(value), repr(value)
         if isinstance(value, torch.Tensor):
-            return "tensor" if self._is_state(value) else (value.dtype, tuple(value.shape), *_held(value))
+            return "tensor" if self._is_state(value) else (value.dtype, tuple(value.shape), *_tensor_contents(value))
         if (code := code_of(value)) is not None:
-            return Same(code)
+            return Identity(code)
         if isinstance(value, list | tuple | AbstractSet):
             return _shape(value)
         if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
-            return Same(value)
-        return Same(type(value))
+            return Identity(value)
+        return Identity(type(value))
 
 
-def _held(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+def _tensor_contents(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     """A tensor's contents: a hash of a small one, identity and version counter of others."""
     digest = of_tensor(tensor) if tensor.numel() <= MOST else None
-    return (Same(tensor), tensor._version) if digest is None else (digest,)
+    return (Identity(tensor), tensor._version) if digest is None else (digest,)
 
 
 def code_of(value: Any) -> types.CodeType | None:
@@ -226,12 +226,12 @@ def code_of(value: Any) -> types.CodeType | None:
     return None if function is None else function.__code__
 
 
-def methods(there: Resolved, places: Iterable[Place], traced: Iterable[types.CodeType], installed: bool = False) -> list[Place]:
+def methods(there: PlaceLookup, places: Iterable[ReadPlace], traced: Iterable[types.CodeType], installed: bool = False) -> list[ReadPlace]:
     """Places of methods with code that a trace has run, in the classes of modules and of values that it has read, and in classes that it
     has read, which it may have instantiated; Dynamo assumes that classes keep their methods. `installed`: also read classes of installed
     packages."""
-    ran, found = frozenset(traced), dict[type, Place]()
-    modules = [Place(MODEL, _steps_to(path)) for path, _ in there.at(Place(MODEL, ()))[0].named_modules()]
+    ran, found = frozenset(traced), dict[type, ReadPlace]()
+    modules = [ReadPlace(MODEL, _steps_to(path)) for path, _ in there.at(ReadPlace(MODEL, ()))[0].named_modules()]
     for place in (*modules, *places):
         value = there.at(place)[0]
         found.setdefault(type(value), place.then((TYPE, None)))
@@ -248,9 +248,9 @@ def methods(there: Resolved, places: Iterable[Place], traced: Iterable[types.Cod
     return [one for row in rows for one in (row, *read_places.shadows(row))]
 
 
-def name_at(place: Place, model: nn.Module, function: Function) -> tuple[str, Any]:
+def name_at(place: ReadPlace, model: nn.Module, function: Function) -> tuple[str, Any]:
     """A short name for a place, and its value: `beta` of a closure, `model.config.alpha`."""
-    there = Resolved({MODEL: model, FUNCTION: function})
+    there = PlaceLookup({MODEL: model, FUNCTION: function})
     value, text = there.at(place)
     return re.sub(r" \([^()]*\)", "", text).removeprefix("default of "), value  # without the function's name
 
@@ -260,17 +260,17 @@ def _steps_to(path: str) -> tuple[Step, ...]:
     return tuple(step for name in path.split(".") if path for step in ((ATTRIBUTE, "_modules"), (ITEM, name)))
 
 
-def _stays(place: Place, there: Resolved) -> bool:
+def _stays(place: ReadPlace, there: PlaceLookup) -> bool:
     """Whether the value at a place is taken to be constant: closures and defaults of an installed package's functions, and the attributes
     that its classes have."""
     kind, what = place.steps[-1]
     if kind == ATTRIBUTE and what in ("cell_contents", "__closure__", "__defaults__", "__kwdefaults__"):
         up = 3 if what == "cell_contents" else 1
-        return _is_installed(there.at(Place(place.root, place.steps[:-up]))[0])
+        return _is_installed(there.at(ReadPlace(place.root, place.steps[:-up]))[0])
     if kind == ITEM and place.steps[-2:-1] and place.steps[-2][1] in ("__closure__", "__defaults__", "__kwdefaults__"):
-        return _is_installed(there.at(Place(place.root, place.steps[:-2]))[0])
+        return _is_installed(there.at(ReadPlace(place.root, place.steps[:-2]))[0])
     if kind in (HAS_ITEM, HAS_ATTRIBUTE) and (TYPE, None) in place.steps:
-        return _is_installed(there.at(Place(place.root, place.steps[: place.steps.index((TYPE, None)) + 1]))[0])
+        return _is_installed(there.at(ReadPlace(place.root, place.steps[: place.steps.index((TYPE, None)) + 1]))[0])
     return False
 
 
@@ -292,13 +292,13 @@ def _as_input(number: Number, value: object) -> Hashable:
     return ("an input", number.whole, number.outcomes(value)) if number.fits(value) else (type(value), repr(value))
 
 
-def _base(place: Place) -> Place:
-    return Place(place.root, place.steps[:-1])
+def _base(place: ReadPlace) -> ReadPlace:
+    return ReadPlace(place.root, place.steps[:-1])
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if is_plain(value) or isinstance(value, enum.Enum | _Nothing):
-        return shown(repr(value))
+        return short_text(repr(value))
     if isinstance(value, torch.Tensor):
         few = type(value) is torch.Tensor and value.numel() <= FEW and not value.is_meta
         return f"a tensor {value.tolist()}" if few else f"a tensor of shape {list(value.shape)}"
@@ -314,24 +314,24 @@ def _line(function: types.FunctionType) -> str:
 # ----------------------------------------------------------------------------------------------------------------------- at a place
 
 
-class Resolved:
+class PlaceLookup:
     """Values and names by place, each looked up once."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
-        self._found = {Place(name, ()): (value, MODEL if name == MODEL else name_of(value)) for name, value in roots.items()}
+        self._found = {ReadPlace(name, ()): (value, MODEL if name == MODEL else name_of(value)) for name, value in roots.items()}
 
-    def at(self, place: Place) -> tuple[Any, str]:
+    def at(self, place: ReadPlace) -> tuple[Any, str]:
         found = self._found.get(place)
         if found is None:
             if not place.steps:
                 found = _module(place.root), place.root
             else:
                 base, text = self.at(_base(place))
-                found = _taken(base, place.steps[-1]), self._called(place, base, text)
+                found = _take_step(base, place.steps[-1]), self._place_name(place, base, text)
             self._found[place] = found
         return found
 
-    def _called(self, place: Place, base: Any, text: str) -> str:
+    def _place_name(self, place: ReadPlace, base: Any, text: str) -> str:
         kind, what = place.steps[-1]
         if kind == ATTRIBUTE:
             if what == "cell_contents" and len(place.steps) > 2:
@@ -372,7 +372,7 @@ def _module(name: str) -> Any:
     return sys.modules.get(name, NOTHING)
 
 
-def _taken(base: Any, step: tuple[str, Any]) -> Any:
+def _take_step(base: Any, step: tuple[str, Any]) -> Any:
     """The value one step from `base`; nothing is changed, and no user code runs but that of attributes."""
     kind, what = step
     if base is NOTHING:
@@ -406,7 +406,7 @@ def _nth_key(base: Any, number: int) -> Any:
 # ------------------------------------------------------------------------------------------------------------------------- the look
 
 
-class _Look:
+class _IdentityCheck:
     """Fast check that places hold the objects that they held: identities, read a container at a time without Python loops."""
 
     def __init__(self) -> None:

@@ -22,30 +22,40 @@ import torch
 from torch import Tensor
 
 from meshc.errors import StateError
-from meshc.frontend.recorded_values import Box, Evaluation, Geometry, Given, Known, Result, Seen, Value, Written
-from meshc.frontend.reference import Answer, Named, ReferenceRandom, undefined
+from meshc.frontend.recorded_values import (
+    Box,
+    Evaluation,
+    Geometry,
+    InitialValue,
+    RecordedValue,
+    Result,
+    TensorValue,
+    ViewValue,
+    WrittenValue,
+)
+from meshc.frontend.reference import Answer, Named, ReferenceRandom, undefined_error
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
 _LOOKS_AT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class _Memory:
+class _SharedStorage:
     """The storage that tensors share: its present value."""
 
-    def __init__(self, recording: Recording, base: Tensor, value: Value) -> None:
+    def __init__(self, recording: Recording, base: Tensor, value: RecordedValue) -> None:
         self.recording, self.base, self.value = recording, base, value
 
 
-class Recorded(Tensor):
+class RecordedTensor(Tensor):
     """A tensor without memory: a view (`shadow`, on `meta`) of a `_Memory`."""
 
-    memory: _Memory
+    memory: _SharedStorage
     shadow: Tensor
 
     @staticmethod
-    def __new__(cls, memory: _Memory, shadow: Tensor, requires_grad: bool = False) -> Recorded:
-        made: Recorded = Tensor._make_wrapper_subclass(
+    def __new__(cls, memory: _SharedStorage, shadow: Tensor, requires_grad: bool = False) -> RecordedTensor:
+        made: RecordedTensor = Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype,
             device=torch.device("cpu"), requires_grad=requires_grad,
         )  # fmt: skip
@@ -69,7 +79,7 @@ class Recorded(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's is a function that is no classmethod
         cls, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Named | None = None
     ) -> Any:
-        first = next(leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
+        first = next(leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor))
         return first.memory.recording.record(func, args, kwargs or {})
 
 
@@ -91,77 +101,81 @@ class Recording(ReferenceRandom):
         self._count = 0
         self._said = hashlib.sha256()
 
-    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Recorded:
+    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> RecordedTensor:
         """A tensor that the function may write: number `at` of the model's."""
         shadow = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return Recorded(_Memory(self, shadow, Given(self._next(), Geometry.of(shadow), dtype, at=at)), shadow, requires_grad)
+        return RecordedTensor(
+            _SharedStorage(self, shadow, InitialValue(self._next(), Geometry.of(shadow), dtype, at=at)), shadow, requires_grad
+        )
 
-    def value(self, x: Tensor) -> Value:
+    def value(self, x: Tensor) -> RecordedValue:
         """The present value of a tensor, recorded or not."""
-        if not isinstance(x, Recorded):
-            self._say(_content(x))
-            return Known(self._next(), Geometry.of(torch.empty(x.shape, device="meta")), x.dtype, tensor=x.detach().to("cpu", copy=True))
+        if not isinstance(x, RecordedTensor):
+            self._update_digest(_content(x))
+            return TensorValue(
+                self._next(), Geometry.of(torch.empty(x.shape, device="meta")), x.dtype, tensor=x.detach().to("cpu", copy=True)
+            )
         where = Geometry.of(x.shadow)
         if where == Geometry.of(x.memory.base):
             return x.memory.value
-        return Seen(self._next(), where, x.dtype, base=x.memory.value)
+        return ViewValue(self._next(), where, x.dtype, base=x.memory.value)
 
-    def untouched(self, x: Tensor) -> bool:
+    def is_untouched(self, x: Tensor) -> bool:
         """Whether a tensor of the model still has its value from before."""
-        return isinstance(x, Recorded) and isinstance(x.memory.value, Given)
+        return isinstance(x, RecordedTensor) and isinstance(x.memory.value, InitialValue)
 
-    def read(self, value: Value | Tensor, box: Box | None = None) -> Tensor:
+    def read(self, value: RecordedValue | Tensor, box: Box | None = None) -> Tensor:
         """A box of a value, in memory of its own."""
         return self._evaluation.read(self.value(value) if isinstance(value, Tensor) else value, box)
 
-    def ask(self, value: Value) -> None:
+    def request(self, value: RecordedValue) -> None:
         """`Evaluation.ask`."""
-        self._evaluation.ask(value)
+        self._evaluation.request(value)
 
     def forget(self) -> None:
         """Drops the values that were computed whole."""
         self._evaluation.forget()
 
-    def digest(self, values: Sequence[Value]) -> str:
+    def digest(self, values: Sequence[RecordedValue]) -> str:
         """A hash of all recorded calls, and of the values' numbers: equal on two ranks that have recorded the same."""
         return hashlib.sha256(self._said.digest() + repr([value.number for value in values]).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------------------------- recording
 
-    def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
-        if not any(isinstance(leaf, Recorded) for leaf in trees_of_torch.tree_leaves((args, kwargs))):
-            return super().answered(answer, func, args, kwargs)
+    def answer_call(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
+        if not any(isinstance(leaf, RecordedTensor) for leaf in trees_of_torch.tree_leaves((args, kwargs))):
+            return super().answer_call(answer, func, args, kwargs)
         if "out" in kwargs:
-            raise undefined(func, kwargs)
-        shape = next(leaf.shape for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded))
+            raise undefined_error(func, kwargs)
+        shape = next(leaf.shape for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor))
         _, call, _ = self.next(func, shape, None)
         return self.record(func, args, kwargs, call)
 
     def record(self, func: OpOverload, args: Sequence[Any], kwargs: Named, call: int | None = None) -> Any:
         """Records one call of an operator that has a recorded tensor among its operands."""
-        written = _written(func, args, kwargs)
-        if _LOOKS_AT & set(func.tags) or any(not isinstance(x, Recorded) for _, x in written):
-            return self._now(func, args, kwargs)
+        written = _overwritten_operands(func, args, kwargs)
+        if _LOOKS_AT & set(func.tags) or any(not isinstance(x, RecordedTensor) for _, x in written):
+            return self._run_now(func, args, kwargs)
         if func is aten.any.default:
-            return self._looked_at(args[0])
+            return self._any_nonzero(args[0])
         if torch.Tag.inplace_view in func.tags:
             raise StateError(f"{func} changes the shape of a tensor in place, which is not recorded\n  what to do: call it without the _")
         shadows = trees_of_torch.tree_map(_shadow, (tuple(args), dict(kwargs)))
         made = func(*shadows[0], **{name: _on_meta(name, value) for name, value in shadows[1].items()})
         before = trees_of_torch.tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (tuple(args), dict(kwargs)))
-        self._say((str(func), call, *(_told(leaf) for leaf in trees_of_torch.tree_leaves(before))))
+        self._update_digest((str(func), call, *(_leaf_key(leaf) for leaf in trees_of_torch.tree_leaves(before))))
 
         def result(x: Tensor, **which: Any) -> Result:
             return Result(self._next(), Geometry.of(x), x.dtype, func=func, args=before[0], kwargs=before[1], call=call, **which)
 
         for at, x in written:
             self._write(x, result(x.shadow, written=at))
-        known = [leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)]
+        known = [leaf for leaf in trees_of_torch.tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor)]
         leaves, tree = trees_of_torch.tree_flatten(made)
         outputs = [self._output(x, known, partial(result, x, output=at)) for at, x in enumerate(leaves)]
         return trees_of_torch.tree_unflatten(outputs, tree)
 
-    def _output(self, x: Any, known: Sequence[Recorded], result: Callable[[], Result]) -> Any:
+    def _output(self, x: Any, known: Sequence[RecordedTensor], result: Callable[[], Result]) -> Any:
         if not isinstance(x, Tensor):
             return x
         for operand in known:
@@ -169,24 +183,26 @@ class Recording(ReferenceRandom):
                 return operand
         for operand in known:
             if x.untyped_storage()._cdata == operand.memory.base.untyped_storage()._cdata:
-                return Recorded(operand.memory, x)
-        return Recorded(_Memory(self, x, result()), x)
+                return RecordedTensor(operand.memory, x)
+        return RecordedTensor(_SharedStorage(self, x, result()), x)
 
-    def _write(self, x: Recorded, value: Value) -> None:
+    def _write(self, x: RecordedTensor, value: RecordedValue) -> None:
         memory, where = x.memory, Geometry.of(x.shadow)
         if where != Geometry.of(memory.base):
-            value = Written(self._next(), Geometry.of(memory.base), memory.base.dtype, base=memory.value, where=where, value=value)
+            value = WrittenValue(self._next(), Geometry.of(memory.base), memory.base.dtype, base=memory.value, where=where, value=value)
         memory.value = value
 
-    def _looked_at(self, x: Recorded) -> Tensor:
+    def _any_nonzero(self, x: RecordedTensor) -> Tensor:
         """`any` is computed a chunk at a time: its caller branches on it (`trunc_normal_`)."""
         found = torch.tensor(self._evaluation.holds_anywhere(self.value(x)))
         self.forget()
         return found
 
-    def _now(self, func: OpOverload, args: Sequence[Any], kwargs: Named) -> Any:
+    def _run_now(self, func: OpOverload, args: Sequence[Any], kwargs: Named) -> Any:
         """Runs a call that needs its operands' values."""
-        real = trees_of_torch.tree_map(lambda leaf: self.read(leaf) if isinstance(leaf, Recorded) else leaf, (tuple(args), dict(kwargs)))
+        real = trees_of_torch.tree_map(
+            lambda leaf: self.read(leaf) if isinstance(leaf, RecordedTensor) else leaf, (tuple(args), dict(kwargs))
+        )
         self.forget()
         return func(*real[0], **real[1])
 
@@ -194,11 +210,11 @@ class Recording(ReferenceRandom):
         self._count += 1
         return self._count
 
-    def _say(self, what: object) -> None:
+    def _update_digest(self, what: object) -> None:
         self._said.update(repr(what).encode())
 
 
-def _written(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple[int | str, Any]]:
+def _overwritten_operands(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple[int | str, Any]]:
     """(position or name, operand) of the operands that a call overwrites."""
     found: list[tuple[int | str, Any]] = []
     for at, argument in enumerate(func._schema.arguments):
@@ -211,7 +227,7 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: Named) -> list[tuple
 
 
 def _shadow(leaf: Any) -> Any:
-    if isinstance(leaf, Recorded):
+    if isinstance(leaf, RecordedTensor):
         return leaf.shadow
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
@@ -220,8 +236,8 @@ def _on_meta(name: str, value: Any) -> Any:
     return torch.device("meta") if name == "device" and value is not None else value
 
 
-def _told(leaf: Any) -> Any:
-    return ("value", leaf.number) if isinstance(leaf, Value) else leaf
+def _leaf_key(leaf: Any) -> Any:
+    return ("value", leaf.number) if isinstance(leaf, RecordedValue) else leaf
 
 
 def _content(x: Tensor) -> tuple[str, tuple[int, ...], str]:

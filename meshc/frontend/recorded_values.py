@@ -57,7 +57,7 @@ class Geometry:
 
 
 @dataclass(eq=False)
-class Value:
+class RecordedValue:
     """A tensor's value at one moment. `number` counts the values of a recording."""
 
     number: int
@@ -70,21 +70,21 @@ class Value:
 
 
 @dataclass(eq=False)
-class Given(Value):
+class InitialValue(RecordedValue):
     """The value before the recording, by the tensor's number in the model."""
 
     at: int = 0
 
 
 @dataclass(eq=False)
-class Known(Value):
+class TensorValue(RecordedValue):
     """A tensor that is not recorded, or was computed on the way."""
 
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 @dataclass(eq=False)
-class Result(Value):
+class Result(RecordedValue):
     """A call's result in one of its arguments (`written`) or among its outputs (`output`). Tensors in `args` are `Value`s; `call` is the
     number of its draws."""
 
@@ -97,22 +97,22 @@ class Result(Value):
 
 
 @dataclass(eq=False)
-class Seen(Value):
+class ViewValue(RecordedValue):
     """A view of a value."""
 
-    base: Value | None = None
+    base: RecordedValue | None = None
 
 
 @dataclass(eq=False)
-class Written(Value):
+class WrittenValue(RecordedValue):
     """A value after a write to a view of it."""
 
-    base: Value | None = None
+    base: RecordedValue | None = None
     where: Geometry = Geometry((), (), 0)
-    value: Value | None = None
+    value: RecordedValue | None = None
 
 
-class _Answered(ReferenceRandom):
+class _SingleCallRandom(ReferenceRandom):
     """Answers the one random call inside it with the draws of call `number`, at a tile of these."""
 
     def __init__(self, seed: int, step: int, number: int, shape: Sequence[int], box: Box) -> None:
@@ -137,13 +137,13 @@ class Evaluation:
         self._whole.clear()
         self._stood.clear()
 
-    def ask(self, value: Value) -> None:
+    def request(self, value: RecordedValue) -> None:
         """Requests the earlier values that `value` depends on, in the same order on every rank."""
         for at in sorted(reads(value)):
             self._before(at)
 
     @torch.no_grad()
-    def read(self, value: Value, box: Box | None = None) -> Tensor:
+    def read(self, value: RecordedValue, box: Box | None = None) -> Tensor:
         """A box of a value, in memory of its own; all of it by default."""
         box = box or full(value.shape)
         out = torch.empty([stop - start for start, stop in box], dtype=value.dtype)
@@ -156,7 +156,7 @@ class Evaluation:
             out[start:stop] = self._box(value, ((box[0][0] + start, box[0][0] + stop), *box[1:]))
         return out
 
-    def holds_anywhere(self, value: Value) -> bool:
+    def holds_anywhere(self, value: RecordedValue) -> bool:
         """Whether any element is nonzero, computed a chunk at a time."""
         shape = value.shape
         if not shape or not shape[0]:
@@ -165,33 +165,33 @@ class Evaluation:
         chunks = (((at, min(shape[0], at + rows)), *full(shape)[1:]) for at in range(0, shape[0], rows))
         return any(bool(self._box(value, chunk).any()) for chunk in chunks)
 
-    def _box(self, value: Value, box: Box) -> Tensor:
+    def _box(self, value: RecordedValue, box: Box) -> Tensor:
         """A box of a value. Not to be written: its memory may be shared."""
-        if isinstance(value, Known):
+        if isinstance(value, TensorValue):
             return value.tensor[_slices(box)]
-        if isinstance(value, Written):
-            return self._written(value, box)
-        if isinstance(value, Seen):
-            return self._seen(value, box)
-        if isinstance(value, Given) and self._before(value.at) is None:
-            return nothing([stop - start for start, stop in box], value.dtype)
+        if isinstance(value, WrittenValue):
+            return self._written_box(value, box)
+        if isinstance(value, ViewValue):
+            return self._view_box(value, box)
+        if isinstance(value, InitialValue) and self._before(value.at) is None:
+            return unwritten_tensor([stop - start for start, stop in box], value.dtype)
         if isinstance(value, Result) and _by_element(value.func):
-            return self._called(value, box)
+            return self._run_call(value, box)
         return self._all(value)[_slices(box)]
 
-    def _all(self, value: Value) -> Tensor:
+    def _all(self, value: RecordedValue) -> Tensor:
         """A value whole, memoised until `forget`."""
         found = self._whole.get(value.number)
         if found is None:
-            found = self._whole[value.number] = self._made(value)
+            found = self._whole[value.number] = self._compute_whole(value)
         return found
 
-    def _made(self, value: Value) -> Tensor:
-        if isinstance(value, Given):
+    def _compute_whole(self, value: RecordedValue) -> Tensor:
+        if isinstance(value, InitialValue):
             before = self._before(value.at)
-            return before if before is not None else nothing(value.shape, value.dtype)
+            return before if before is not None else unwritten_tensor(value.shape, value.dtype)
         if isinstance(value, Result):
-            return self._called(value, None)
+            return self._run_call(value, None)
         return self._box(value, full(value.shape))
 
     def _before(self, at: int) -> Tensor | None:
@@ -199,12 +199,12 @@ class Evaluation:
             self._stood[at] = self._given(at)
         return self._stood[at]
 
-    def _called(self, value: Result, box: Box | None) -> Tensor:
+    def _run_call(self, value: Result, box: Box | None) -> Tensor:
         """Runs a call, on the `box` of each operand or on whole operands."""
         written: dict[int | str, Tensor] = {}
 
         def operand(at: int | str, leaf: object) -> object:
-            if not isinstance(leaf, Value):
+            if not isinstance(leaf, RecordedValue):
                 return leaf
             if at == value.written and value.func.overloadpacket in _OVERWRITES:
                 written[at] = torch.empty(here, dtype=leaf.dtype)
@@ -224,24 +224,24 @@ class Evaluation:
         if value.call is None:
             made = value.func(*args, **kwargs)
         else:
-            with _Answered(self._seed, self._step, value.call, shape, box or full(shape)):
+            with _SingleCallRandom(self._seed, self._step, value.call, shape, box or full(shape)):
                 made = value.func(*args, **kwargs)
         if value.written is not None:
             return written[value.written]
         return trees_of_torch.tree_leaves(made)[value.output]
 
-    def _seen(self, value: Seen, box: Box) -> Tensor:
+    def _view_box(self, value: ViewValue, box: Box) -> Tensor:
         assert value.base is not None
         ranges = ranges_of(value.base.geometry, value.geometry)
         if ranges is None:
-            return _memory(value.base.geometry, self._all(value.base)).as_strided(*_strided(value))[_slices(box)]
+            return _memory(value.base.geometry, self._all(value.base)).as_strided(*_view_arguments(value))[_slices(box)]
         wanted, at = [], iter(box)
         for start, _, kept in ranges:
             first, last = next(at) if kept else (0, 1)
             wanted.append((start + first, start + last))
         return self._box(value.base, tuple(wanted)).reshape([stop - start for start, stop in box])
 
-    def _written(self, value: Written, box: Box) -> Tensor:
+    def _written_box(self, value: WrittenValue, box: Box) -> Tensor:
         assert value.base is not None and value.value is not None
         ranges = ranges_of(value.base.geometry, value.where)
         if ranges is None:
@@ -258,13 +258,13 @@ class Evaluation:
         return out
 
 
-def reads(value: Value) -> set[int]:
+def reads(value: RecordedValue) -> set[int]:
     """Numbers of the model's tensors whose earlier values `value` depends on."""
     found: set[int] = set()
     left, met = [value], {value.number}
     while left:
         one = left.pop()
-        if isinstance(one, Given):
+        if isinstance(one, InitialValue):
             found.add(one.at)
         for operand in _operands(one):
             if operand.number not in met:
@@ -273,14 +273,14 @@ def reads(value: Value) -> set[int]:
     return found
 
 
-def _operands(value: Value) -> list[Value]:
-    if isinstance(value, Seen | Written):
+def _operands(value: RecordedValue) -> list[RecordedValue]:
+    if isinstance(value, ViewValue | WrittenValue):
         return [one for one in (value.base, getattr(value, "value", None)) if one is not None]
     if not isinstance(value, Result):
         return []
     over = value.written if value.func.overloadpacket in _OVERWRITES else None
     read = [arg for at, arg in enumerate(value.args) if at != over], [arg for name, arg in value.kwargs.items() if name != over]
-    return [leaf for leaf in trees_of_torch.tree_leaves(read) if isinstance(leaf, Value)]
+    return [leaf for leaf in trees_of_torch.tree_leaves(read) if isinstance(leaf, RecordedValue)]
 
 
 def _by_element(func: OpOverload) -> bool:
@@ -291,7 +291,7 @@ def full(shape: Sequence[int]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-def nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def unwritten_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The value of a tensor that was never written: NaN, or 0 for dtypes without NaN."""
     made = torch.zeros(tuple(shape), dtype=dtype)
     return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made
@@ -321,7 +321,7 @@ def contiguous(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(list(strides)[: len(size)]))
 
 
-def _strided(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _view_arguments(value: RecordedValue) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     return value.geometry.size, value.geometry.stride, value.geometry.offset
 
 

@@ -104,16 +104,16 @@ class ReferenceRandom(TorchDispatchMode):
             with self:  # under inference_mode composite operators are dispatched undecomposed
                 return func.decompose(*args, **kwargs)
         if answer is None:
-            raise undefined(func, named)
+            raise undefined_error(func, named)
         if torch._C._current_graph_task_id() != -1 and torch.default_generator.initial_seed() >= self.calls:
             raise MeshcError(
                 f"{func} draws random numbers anew during backward, where calls have no number.\n"
                 "  why: a checkpointed region runs forward again without the state that the generator had\n"
                 "  what to do: checkpoint(..., preserve_rng_state=True), or switch checkpointing off in the reference"
             )
-        return self.answered(answer, func, args, kwargs)
+        return self.answer_call(answer, func, args, kwargs)
 
-    def answered(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
+    def answer_call(self, answer: Answer, func: OpOverload, args: Sequence[object], kwargs: Named) -> object:
         """The answer to a random call; a recording overrides it."""
         named = by_name(func, args, kwargs)
         if "out" not in named:
@@ -155,7 +155,7 @@ def _is_idle(func: OpOverload, named: Named) -> bool:
     return named.get("train", None) is False or named.get("training", None) is False or named.get("dropout_p", None) == 0.0
 
 
-def undefined(func: OpOverload, named: Named) -> MeshcError:
+def undefined_error(func: OpOverload, named: Named) -> MeshcError:
     advice = "draw outside the model and pass the result in"
     if "dropout_p" in named:
         advice = "run the reference under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose dropout is a call of its own"
@@ -214,7 +214,7 @@ def _counting(named: Named) -> torch.dtype:
 
 def _answer_random(mode: ReferenceRandom, func: OpOverload, named: Named) -> Tensor:
     if "to" not in named or named["to"] is None:
-        raise undefined(func, named)
+        raise undefined_error(func, named)
     return _fill(mode, func, named["self"], distributions.integers, named.get("from", 0), named["to"])
 
 

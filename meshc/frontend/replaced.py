@@ -13,8 +13,8 @@ from meshc.frontend.averaged_norms import averaged_norms
 from meshc.frontend.flex import traced_flex
 from meshc.frontend.known_outcomes import known_outcomes
 from meshc.frontend.mask_hints import unhinted_masks
-from meshc.frontend.side_effects import Seen, observed
-from meshc.frontend.spared import unguarded
+from meshc.frontend.side_effects import TraceObservations, observe_side_effects
+from meshc.frontend.spared import without_guards
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.traced_adaptive import traced_adaptive
@@ -25,13 +25,13 @@ from meshc.frontend.transforms_within import traced_transforms
 
 
 @contextlib.contextmanager
-def replaced(opened: bool) -> Iterator[Seen]:
+def apply_capture_patches(opened: bool) -> Iterator[TraceObservations]:
     """A context with all substitutions, which also records the side effects of Python. `opened`: sizes are dynamic, and guards on them are
     kept."""
-    with contextlib.nullcontext() if opened else unguarded(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
+    with contextlib.nullcontext() if opened else without_guards(), unsorted_experts(), traced_scans(), traced_flex(), traced_ctc():
         with (
             unhinted_masks(), averaged_norms(), traced_distributions(), traced_gradients(), lstm_states(), each_tensor_once(),
-            traced_adaptive(), traced_transforms(), known_outcomes(), observed() as seen,
+            traced_adaptive(), traced_transforms(), known_outcomes(), observe_side_effects() as seen,
         ):  # fmt: skip
             yield seen
 
@@ -60,12 +60,12 @@ def each_tensor_once() -> Iterator[None]:
 
     call = AutogradFunctionApplyVariable.call_function
 
-    def checked(self_: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def check_and_call(self_: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         given = [one.realize() for one in args]
         nodes = [one.as_proxy().node for one in given if one.is_tensor() and one.requires_grad]
         if len(set(nodes)) < len(nodes):
             raise RuntimeError("autograd.Function.apply: duplicate tensor input")
         return call(self_, tx, args, kwargs)
 
-    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", checked):
+    with mock.patch.object(AutogradFunctionApplyVariable, "call_function", check_and_call):
         yield

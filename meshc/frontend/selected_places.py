@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from meshc.frontend.transforms_within import storage_of
-from meshc.frontend.written_behind import changed_by, is_written_behind
-from meshc.frontend.written_calls import WrittenCalls, mapped
+from meshc.frontend.written_behind import changed_operand, is_changed_later
+from meshc.frontend.written_calls import InsertedCalls, map_arguments
 from meshc.ops.signatures import bound, filled
 
 WRITES: Final = frozenset(
@@ -46,7 +46,7 @@ class NotFollowed(Exception):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RowSelection:
     """A selection of rows: a mask, and its shape."""
 
     mask: Node
@@ -58,7 +58,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SelectedRows:
     """The value that stands for selected rows.
 
     value  of all rows
@@ -68,7 +68,7 @@ class Rows:
     """
 
     value: Node
-    chosen: Chosen
+    chosen: RowSelection
     zero: bool = False
     along: tuple[int, ...] = ()
     columns: bool = False
@@ -76,23 +76,23 @@ class Rows:
 
 
 @dataclass
-class Number:
+class DataNumber:
     """A number that a tensor holds, or that depends on how many rows are selected: a 0-dim tensor, and the selection."""
 
     tensor: Node
-    chosen: Chosen | None
+    chosen: RowSelection | None
 
 
 @dataclass
-class Place:
+class RowIndex:
     """An index by selected rows: the dims of the mask that it runs along, and the rest of the index behind them."""
 
-    chosen: Chosen
+    chosen: RowSelection
     along: tuple[int, ...]
     rest: tuple[Any, ...] = field(default_factory=tuple)
 
 
-class Places(WrittenCalls):
+class SelectedPlaces(InsertedCalls):
     """Selections of one graph, and writes to the places that they select.
 
     rows     the `Rows` that stand for each value of selected rows; a tuple for a node with several values
@@ -102,48 +102,48 @@ class Places(WrittenCalls):
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.rows: dict[Node, Rows | tuple[Rows, ...]] = {}
-        self.numbers: dict[Node, Number] = {}
+        self.rows: dict[Node, SelectedRows | tuple[SelectedRows, ...]] = {}
+        self.numbers: dict[Node, DataNumber] = {}
         self.begun: dict[Node, tuple[Node, ...]] = {}
         self.stopped: set[Node] = set()
         self.done: list[Node] = []
-        self._masks: dict[object, Chosen] = {}
+        self._masks: dict[object, RowSelection] = {}
 
     def coordinates(self, node: Node, x: Any, columns: bool) -> None:
         mask = x if value_of(x).dtype == torch.bool else self._call(node, torch.ne, x, 0)
-        chosen = self.chosen(node, mask)
+        chosen = self.selection(node, mask)
         if not chosen.dims:
             raise NotFollowed("a number has no places")
         each = [self.along(node, chosen, dim) for dim in range(len(chosen.dims))]
         if columns:
             whole = self._call(node, torch.stack, each, 1)
-            self.rows[node] = Rows(whole, chosen, along=tuple(range(len(each))), columns=True)
+            self.rows[node] = SelectedRows(whole, chosen, along=tuple(range(len(each))), columns=True)
         else:
-            self.rows[node] = tuple(Rows(one, chosen, along=(dim,)) for dim, one in enumerate(each))
+            self.rows[node] = tuple(SelectedRows(one, chosen, along=(dim,)) for dim, one in enumerate(each))
 
-    def along(self, like: Node, chosen: Chosen, dim: int) -> Node:
+    def along(self, like: Node, chosen: RowSelection, dim: int) -> Node:
         """The indices of all rows along a dim of the mask."""
         numbers = self._call(like, torch.arange, chosen.dims[dim])
         shaped = self._call(like, "reshape", numbers, [-1 if one == dim else 1 for one in range(len(chosen.dims))])
         return self._call(like, "reshape", self._call(like, "expand", shaped, list(chosen.dims)), [-1])
 
-    def chosen(self, like: Node, mask: Node) -> Chosen:
+    def selection(self, like: Node, mask: Node) -> RowSelection:
         """The selection of a mask at a call. A mask that depends on a value changed in place is copied there, and equals no other
         selection."""
         shape = value_of(mask).shape
         if mask in self.begun or any(not isinstance(size, int) for size in shape):
             raise NotFollowed("the mask's own size is not known beforehand")
-        written = as_written(mask)
+        written = mask_key(mask)
         if written is None:
             mask = self._call(like, "clone", mask)
-        return self._masks.setdefault(written or mask, Chosen(mask, tuple(shape)))
+        return self._masks.setdefault(written or mask, RowSelection(mask, tuple(shape)))
 
-    def spread(self, like: Node, chosen: Chosen, each: int) -> Chosen:
+    def repeat_selection(self, like: Node, chosen: RowSelection, each: int) -> RowSelection:
         """The selection with each row repeated `each` times."""
         if (chosen, each) not in self._masks:
             column = self._call(like, "reshape", chosen.mask, [chosen.count, 1])
             mask = self._call(like, "reshape", self._call(like, "expand", column, [chosen.count, each]), [-1])
-            self._masks[chosen, each] = Chosen(mask, (chosen.count * each,))
+            self._masks[chosen, each] = RowSelection(mask, (chosen.count * each,))
         return self._masks[chosen, each]
 
     def take(self, node: Node, name: str) -> None:
@@ -157,31 +157,33 @@ class Places(WrittenCalls):
         else:
             index = node.args[1]
         rows = self.rows.get(index) if isinstance(index, Node) else None
-        if isinstance(rows, Rows) and not rows.along and not value_of(rows.value).is_floating_point():  # a lookup of rows in a table
-            value = self._call(node, operator.getitem, x, self.zeroed(node, rows).value)
-            self.rows[node] = self.zeroed(node, Rows(value, rows.chosen))
+        if (
+            isinstance(rows, SelectedRows) and not rows.along and not value_of(rows.value).is_floating_point()
+        ):  # a lookup of rows in a table
+            value = self._call(node, operator.getitem, x, self.fill_unselected(node, rows).value)
+            self.rows[node] = self.fill_unselected(node, SelectedRows(value, rows.chosen))
             return
-        self.rows[node] = self.indexed(node, x, self.place(node, index))
+        self.rows[node] = self.index_rows(node, x, self.place(node, index))
 
-    def place(self, like: Node, index: Any) -> Place:
+    def place(self, like: Node, index: Any) -> RowIndex:
         """An index as indices of selected rows."""
         given = index if isinstance(index, tuple) else (index,)
         if isinstance(given[0], Node) and given[0] not in self.begun and value_of(given[0]).dtype == torch.bool:
             if any(isinstance(one, Node) for one in given[1:]):
                 raise NotFollowed("of an index only a mask that stands first is followed")
-            chosen = self.chosen(like, given[0])
-            return Place(chosen, tuple(range(len(chosen.dims))), given[1:])
+            chosen = self.selection(like, given[0])
+            return RowIndex(chosen, tuple(range(len(chosen.dims))), given[1:])
         found = [self.rows.get(one) if isinstance(one, Node) else None for one in given]
-        rows = [one for one in found if isinstance(one, Rows)]
+        rows = [one for one in found if isinstance(one, SelectedRows)]
         front = found[: len(rows)]
         if not rows or any(one not in rows for one in front) or any(isinstance(one, Node) for one in given[len(rows) :]):
             raise NotFollowed("of an index only places of selected rows that stand first are followed")
         along = tuple(one.along[0] for one in rows if len(one.along) == 1 and not one.columns)
         if len(along) != len(rows) or list(along) != sorted(set(along)) or any(one.chosen != rows[0].chosen for one in rows):
             raise NotFollowed("they are an index, and no longer the places that a mask has")
-        return Place(rows[0].chosen, along, given[len(rows) :])
+        return RowIndex(rows[0].chosen, along, given[len(rows) :])
 
-    def indexed(self, node: Node, x: Node, place: Place) -> Rows:
+    def index_rows(self, node: Node, x: Node, place: RowIndex) -> SelectedRows:
         """The rows `x[place]`."""
         chosen, shape = place.chosen, list(value_of(x).shape)
         for dim, of in enumerate(place.along):
@@ -196,24 +198,24 @@ class Places(WrittenCalls):
                     x = self._call(node, "unsqueeze", x, dim)
             x = self._call(node, "expand", x, [*chosen.dims, *rest])
         value = self._call(node, "reshape", x, [chosen.count, *rest])
-        made = self.zeroed(node, Rows(value, chosen))
+        made = self.fill_unselected(node, SelectedRows(value, chosen))
         if not place.rest:
             return made
         kept = slice(None)
         return replace(made, value=self._call(node, operator.getitem, made.value, (kept, *place.rest)))
 
-    def zeroed(self, node: Node, rows: Rows, fill: object = 0) -> Rows:
+    def fill_unselected(self, node: Node, rows: SelectedRows, fill: object = 0) -> SelectedRows:
         """The rows, with `fill` where they are not selected."""
         if rows.zero and fill == 0:
             return rows
         value = self._call(node, torch.where, self.mask(node, rows), rows.value, self.filling(node, rows, fill))
-        return Rows(value, rows.chosen, zero=fill == 0)
+        return SelectedRows(value, rows.chosen, zero=fill == 0)
 
-    def filling(self, node: Node, rows: Rows, fill: object) -> Any:
+    def filling(self, node: Node, rows: SelectedRows, fill: object) -> Any:
         dtype = value_of(rows.value).dtype
         return bool(fill) if dtype == torch.bool else fill
 
-    def mask(self, node: Node, rows: Rows) -> Node:
+    def mask(self, node: Node, rows: SelectedRows) -> Node:
         return self._call(node, "reshape", rows.chosen.mask, [rows.chosen.count, *[1] * (value_of(rows.value).dim() - 1)])
 
     # Indices that a tensor holds.
@@ -231,7 +233,7 @@ class Places(WrittenCalls):
             raise NotFollowed("a number that a tensor holds says where, behind another index")
         at = self._call(node, operator.add, self.numbers[first].tensor, self._call(node, torch.arange, count))
         if name == "getitem":
-            if is_written_behind(node):
+            if is_changed_later(node):
                 self.write_back(node)
             elif self.outlives(node, x):
                 raise NotFollowed("a view of what a number says is read after its tensor has changed")
@@ -281,7 +283,7 @@ class Places(WrittenCalls):
             if read and changed:
                 return True
             views |= {one} if read and storage_of(one) == memory else set()
-            of = changed_by(one)
+            of = changed_operand(one)
             changed = changed or of is not None and storage_of(of) == memory
         return False
 
@@ -327,7 +329,7 @@ class Places(WrittenCalls):
         name, place = name_of(node), self.place(node, index)
         if place.rest and any(one not in (slice(None), ...) for one in place.rest):
             raise NotFollowed("parts of rows are written")
-        written = self.written(node, y, place, value, adds)
+        written = self.written_part(node, y, place, value, adds)
         if name.endswith("_") or name == "setitem":
             written = self._call(node, "copy_", self.part(node, y, place), written)
             node.replace_all_uses_with(y, propagate_meta=False)
@@ -336,7 +338,7 @@ class Places(WrittenCalls):
             raise NotFollowed("what they are written to is larger than the mask")
         node.replace_all_uses_with(written)
 
-    def part(self, node: Node, y: Node, place: Place) -> Node:
+    def part(self, node: Node, y: Node, place: RowIndex) -> Node:
         """The part of `y` that the mask's indices reach."""
         for dim, of in enumerate(place.along):
             size = place.chosen.dims[of]
@@ -346,16 +348,16 @@ class Places(WrittenCalls):
                 y = self._call(node, "narrow", y, dim, 0, size)
         return y
 
-    def written(self, node: Node, y: Node, place: Place, value: Any, adds: bool) -> Node:
+    def written_part(self, node: Node, y: Node, place: RowIndex, value: Any, adds: bool) -> Node:
         """The value of that part of `y` after the write."""
         chosen, y = place.chosen, self.part(node, y, place)
         rest = list(value_of(y).shape)[len(place.along) :]
         rows = self.rows.get(value) if isinstance(value, Node) else None
-        if isinstance(value, Node) and value in self.begun and (not isinstance(rows, Rows) or rows.chosen != chosen):
+        if isinstance(value, Node) and value in self.begun and (not isinstance(rows, SelectedRows) or rows.chosen != chosen):
             raise NotFollowed("rows of another selection, or a number, are written there")
         at = self._call(node, "reshape", chosen.mask, [*chosen.dims, *[1] * len(rest)])
         given = value
-        if isinstance(rows, Rows):
+        if isinstance(rows, SelectedRows):
             inner = list(value_of(rows.value).shape)[1:]
             if len(inner) > len(rest) or value_of(rows.value).dtype != value_of(y).dtype:
                 raise NotFollowed("they are written as another dtype, or in another shape")
@@ -384,14 +386,14 @@ class Places(WrittenCalls):
         return self._call(node, torch.logical_and, at, self._call(node, torch.eq, before, total))
 
 
-def as_written(node: Node) -> object | None:
+def mask_key(node: Node) -> object | None:
     """A key of a mask, equal for masks computed by equal calls; None if an operand is changed in place."""
-    if is_written_behind(node):
+    if is_changed_later(node):
         return None
     if name_of(node) not in PURE:
         return node
-    given = [as_written(one) for one in node.all_input_nodes]
-    return None if None in given else (node.op, node.target, repr(mapped(node, lambda one: "")), *given)
+    given = [mask_key(one) for one in node.all_input_nodes]
+    return None if None in given else (node.op, node.target, repr(map_arguments(node, lambda one: "")), *given)
 
 
 def first_of(node: Node) -> Node | None:

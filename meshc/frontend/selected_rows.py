@@ -29,17 +29,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from meshc.frontend.expert_tape import ROWS, NotRows, Proof
+from meshc.frontend.expert_tape import ROWS, NotRows, RowProof
 from meshc.frontend.joined_rows import JOINS, JoinedRows, numbers_for_proof, size_for_proof, without_values
 from meshc.frontend.read_numbers import BY_NUMBERS, NUMBERS, TWO
 from meshc.frontend.selected_places import (
     IN_PLACE,
     WRITES,
-    Chosen,
+    DataNumber,
     NotFollowed,
-    Number,
-    Place,
-    Rows,
+    RowIndex,
+    RowSelection,
+    SelectedRows,
     first_of,
     is_by_mask,
     is_unbacked,
@@ -48,8 +48,8 @@ from meshc.frontend.selected_places import (
 )
 from meshc.frontend.side_effects import is_check
 from meshc.frontend.transforms_within import storage_of
-from meshc.frontend.written_behind import changed_by
-from meshc.frontend.written_calls import mapped
+from meshc.frontend.written_behind import changed_operand
+from meshc.frontend.written_calls import map_arguments
 from meshc.ops.signatures import bound, filled
 
 STOPPED: Final = "meshc_stopped"
@@ -64,11 +64,11 @@ def follow_selected_rows(module: GraphModule) -> None:
     """Rewrite the selections of a trace in place. Those that cannot be followed stay, with the reason in their meta (`STOPPED`)."""
     for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
         if any(is_unbacked(node) or is_by_mask(node) for node in body.graph.nodes):
-            _Following(body).run()
+            _RowFollower(body).run()
             body.recompile()
 
 
-class _Following(JoinedRows):
+class _RowFollower(JoinedRows):
     """rows     the `Rows` that stand for each value of selected rows; a tuple for a node with several values
     numbers  the `Number` that stands for each number computed from their count
     begun    by value or number, the selections that it comes from
@@ -91,7 +91,7 @@ class _Following(JoinedRows):
                 self.stopped.add(node)
                 continue
             try:
-                self.read(node) if given else self.begin(node)
+                self.follow_call(node) if given else self.begin(node)
                 self.note_count(node)
             except NotFollowed as why:
                 self.stop(node, str(why))
@@ -124,22 +124,22 @@ class _Following(JoinedRows):
                 return
             if index[0] is not masks[0]:
                 raise NotFollowed("of an index only a mask is followed that stands first, or last behind `:`")
-            chosen = self.chosen(node, index[0])
-            self.rows[node] = self.indexed(node, args[0], Place(chosen, tuple(range(len(chosen.dims))), index[1:]))
+            chosen = self.selection(node, index[0])
+            self.rows[node] = self.index_rows(node, args[0], RowIndex(chosen, tuple(range(len(chosen.dims))), index[1:]))
         elif name == "masked_select":
             named = bound(node.target, args, node.kwargs)
             x, mask = named["input"], named["mask"]
             shape = torch.broadcast_shapes(value_of(x).shape, value_of(mask).shape)
             if tuple(value_of(mask).shape) != tuple(shape):
                 mask = self._call(node, torch.broadcast_to, mask, tuple(shape))
-            chosen = self.chosen(node, mask)
+            chosen = self.selection(node, mask)
             x = self._call(node, torch.broadcast_to, x, tuple(shape))
-            self.rows[node] = self.indexed(node, x, Place(chosen, tuple(range(len(shape)))))
+            self.rows[node] = self.index_rows(node, x, RowIndex(chosen, tuple(range(len(shape)))))
         elif name in ("nonzero", "argwhere") or name == "where" and len(args) == 1 and not node.kwargs:
             self.coordinates(node, args[0], name != "where" and not node.kwargs.get("as_tuple", False))
         elif name == "item" and self.example_of(args[0]).dtype != torch.bool and not value_of(args[0]).is_complex():
             held = self._call(node, "reshape", self._call(node, "clone", self._call(node, "detach", args[0])), [])
-            self.numbers[node] = Number(self.exact(node, held), None)
+            self.numbers[node] = DataNumber(self.exact(node, held), None)
         else:
             raise NotFollowed("")
 
@@ -155,7 +155,7 @@ class _Following(JoinedRows):
 
     # Calls that read selected rows.
 
-    def read(self, node: Node) -> None:
+    def follow_call(self, node: Node) -> None:
         name = name_of(node)
         if node.op == "output":
             raise NotFollowed("the model returns them" if node.graph is self._graph else "")
@@ -170,15 +170,15 @@ class _Following(JoinedRows):
             raise NotFollowed("how many they are decides what is computed")
         if isinstance(value, torch.SymInt | torch.SymFloat):
             self.number(node, name)
-        elif name in JOINS and self.joined(node):
+        elif name in JOINS and self.join_rows(node):
             pass
         elif any(self.is_columns(one) for one in node.all_input_nodes):
             self.rows[node] = self.column(node, name)
-        elif name.startswith("new_") and not is_unbacked(node) and isinstance(self.rows.get(first), Rows):
+        elif name.startswith("new_") and not is_unbacked(node) and isinstance(self.rows.get(first), SelectedRows):
             self.without_rows(node)
         elif name == "getitem" and isinstance(held := self.rows.get(first), tuple):
             self.rows[node] = held[args[1]]
-        elif name in ("getitem", "setitem") and (dim := self.numbered(node)) is not None:
+        elif name in ("getitem", "setitem") and (dim := self.number_position(node)) is not None:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             self.at_number(node, name, index, dim)
         elif name == "setitem" and isinstance(given := args[2], Node) and given in self.numbers and first not in self.begun:
@@ -190,21 +190,21 @@ class _Following(JoinedRows):
             self.take(node, name)
         elif name in SUMMED and self.sums(node):
             pass
-        elif "reduction" in (named := _named(node)) and named["reduction"] != "none":
+        elif "reduction" in (named := _loss_arguments(node)) and named["reduction"] != "none":
             self.loss(node, name, named)
         elif not any(one in self.rows for one in node.all_input_nodes):
             self.by_number(node, name)
         else:
             self.rows[node] = self.each(node, name)
-            if (changed := changed_by(node)) is not None:
+            if (changed := changed_operand(node)) is not None:
                 self.rows |= {one: self.rows[node] for one in self.rows if value_of(one) is value_of(changed)}
 
-    def each(self, node: Node, name: str) -> Rows | tuple[Rows, ...]:
+    def each(self, node: Node, name: str) -> SelectedRows | tuple[SelectedRows, ...]:
         """A call that computes each row independently, applied to all rows."""
         given = [self.rows[one] for one in node.all_input_nodes if one in self.rows]
         if any(isinstance(one, tuple) for one in given):
             raise NotFollowed("places of rows are taken together")
-        rows = [one for one in given if isinstance(one, Rows)]
+        rows = [one for one in given if isinstance(one, SelectedRows)]
         first = next(one for one in node.all_input_nodes if one in self.rows)
         chosen = rows[0].chosen
         if any(one.chosen != chosen for one in rows) or any(
@@ -213,7 +213,7 @@ class _Following(JoinedRows):
             raise NotFollowed("rows that different masks select meet")
         if self.numbers_in(node) and name not in SIZED and name not in BY_NUMBERS:
             raise NotFollowed(f"{name}() takes how many they are")
-        target, changed = node.target, changed_by(node)
+        target, changed = node.target, changed_operand(node)
         if changed is not None:
             target = self.without_writing(node, changed)
         each = self.prove(node, target, name, value_of(first).shape[0])
@@ -223,30 +223,33 @@ class _Following(JoinedRows):
             for one in node.all_input_nodes
         )
         values = {one: self.standing(node, one, weighs) for one in node.all_input_nodes if one in self.rows}
-        args, kwargs = self.given(node, name, lambda one: values[one], self.size_of_all, lambda one: self.numbers[one].tensor)
+        args, kwargs = self.call_arguments(node, name, lambda one: values[one], self.size_of_all, lambda one: self.numbers[one].tensor)
         made = self._call(node, target, *args, **kwargs)
         if isinstance(old, Tensor) and value_of(made).dtype != old.dtype:  # under autocast, which examples are computed without
             with self._mode:
                 made.meta["example_value"] = value_of(made).to(old.dtype)
-        chosen = chosen if each == 1 else self.spread(node, chosen, each)
+        chosen = chosen if each == 1 else self.repeat_selection(node, chosen, each)
         if isinstance(old, tuple | list):
-            return tuple(self.made(node, Rows(self._call(node, operator.getitem, made, at), chosen), weighs) for at in range(len(old)))
+            return tuple(
+                self.zero_after_weight(node, SelectedRows(self._call(node, operator.getitem, made, at), chosen), weighs)
+                for at in range(len(old))
+            )
         if not isinstance(old, Tensor):
             raise NotFollowed("it gives no tensor")
-        found = Rows(made, chosen, along=self.still_along(rows, node, name))
+        found = SelectedRows(made, chosen, along=self.still_along(rows, node, name))
         found = replace(found, columns=len(found.along) > 1 or bool(found.along) and value_of(made).dim() > 1)
-        return self.made(node, found, weighs)
+        return self.zero_after_weight(node, found, weighs)
 
-    def made(self, node: Node, rows: Rows, weighs: bool) -> Rows:
+    def zero_after_weight(self, node: Node, rows: SelectedRows, weighs: bool) -> SelectedRows:
         """The result of a call, with zeros in rows that are not selected if a weight is an operand."""
-        return self.zeroed(node, rows) if weighs and value_of(rows.value).is_floating_point() else rows
+        return self.fill_unselected(node, rows) if weighs and value_of(rows.value).is_floating_point() else rows
 
     def standing(self, node: Node, one: Node, weighs: bool) -> Node:
         rows = self.rows[one]
-        assert isinstance(rows, Rows)
-        return self.zeroed(node, rows).value if weighs and not rows.along else rows.value
+        assert isinstance(rows, SelectedRows)
+        return self.fill_unselected(node, rows).value if weighs and not rows.along else rows.value
 
-    def still_along(self, rows: Sequence[Rows], node: Node, name: str) -> tuple[int, ...]:
+    def still_along(self, rows: Sequence[SelectedRows], node: Node, name: str) -> tuple[int, ...]:
         """The mask's dims of which a result still has the indices: a column of them taken, or reshaped."""
         first = rows[0]
         if len(rows) > 1 or not first.along or name not in ("getitem", "squeeze", "view", "reshape", "flatten", "select", "contiguous"):
@@ -273,10 +276,10 @@ class _Following(JoinedRows):
     def prove(self, node: Node, target: Any, name: str, rows: Any) -> int:
         """Proves that a call computes each of `rows` rows independently; returns the number of results per row. Raises NotFollowed."""
         numbers = numbers_for_proof(rows)
-        with torch.no_grad(), Proof(folded=True) as proof:
+        with torch.no_grad(), RowProof(folded=True) as proof:
             blank = lambda one: without_values(one.meta.get("example_value"), numbers, one in self.rows)  # noqa: E731
             size = partial(size_for_proof, numbers=numbers)
-            args, kwargs = self.given(node, name, blank, size, lambda one: torch.empty((), dtype=torch.int64, device="meta"))
+            args, kwargs = self.call_arguments(node, name, blank, size, lambda one: torch.empty((), dtype=torch.int64, device="meta"))
             args, kwargs = map_arg((args, kwargs), blank)
             try:
                 made = target(*args, **kwargs) if not isinstance(target, str) else getattr(args[0], target)(*args[1:], **kwargs)
@@ -292,7 +295,7 @@ class _Following(JoinedRows):
             raise NotFollowed(f"{name}() gives no row for each row")
         return counts.pop() // (size_for_proof(rows, numbers) if numbers else ROWS)
 
-    def given(
+    def call_arguments(
         self, node: Node, name: str, row: Callable[[Node], Any], size: Callable[[Any], int], tensor: Callable[[Node], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments with the values that stand for rows; their number is a size where the call takes a size, else a tensor."""
@@ -304,9 +307,9 @@ class _Following(JoinedRows):
                 return argument
             return size(value_of(argument)) if name in SIZED else tensor(argument)
 
-        return mapped(node, one)
+        return map_arguments(node, one)
 
-    def numbered(self, node: Node) -> int | None:
+    def number_position(self, node: Node) -> int | None:
         """The first position of an index with a number that data decides; None if there is none."""
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         found = [dim for dim, one in enumerate(index) if any(each in self.numbers for each in _nodes(one))]
@@ -320,7 +323,7 @@ class _Following(JoinedRows):
     def number(self, node: Node, name: str) -> None:
         first = node.all_input_nodes[0]
         held = self.rows.get(first)
-        if isinstance(held, Rows):
+        if isinstance(held, SelectedRows):
             if name not in ("sym_size", "sym_size.int", "size", "sym_numel", "numel") or node.kwargs:
                 raise NotFollowed("a number is read of them")
             of = value_of(first)
@@ -329,13 +332,13 @@ class _Following(JoinedRows):
                 counted = self._call(node, operator.mul, counted, math.prod(value_of(held.value).shape[1:]))
             elif [one % of.dim() for one in node.args[1:] if isinstance(one, int)] != [held.at]:
                 raise NotFollowed("a number is read of them")
-            self.numbers[node] = Number(counted, held.chosen)
+            self.numbers[node] = DataNumber(counted, held.chosen)
             return
         target: Any = node.target
         rows = [self.numbers[one] for one in node.all_input_nodes if one in self.numbers]
         if name in ("sym_float", "sym_int") and len(rows) == 1:
             whole = self._call(node, "to", rows[0].tensor, torch.int64 if name == "sym_int" else torch.float64)
-            self.numbers[node] = Number(whole, rows[0].chosen)
+            self.numbers[node] = DataNumber(whole, rows[0].chosen)
             return
         if node.target not in NUMBERS or node.kwargs or len(rows) != len(node.all_input_nodes):
             raise NotFollowed("what is done with how many there are has no counterpart among tensors")
@@ -346,10 +349,10 @@ class _Following(JoinedRows):
         if target in TWO:
             args = sorted(args, key=lambda one: not isinstance(one, Node))
             made = TWO[target] if all(isinstance(one, Node) for one in args) else made
-        chosen = self.as_many(value_of(node)) or next((one.chosen for one in rows if one.chosen is not None), None)
-        self.numbers[node] = Number(self._call(node, made, *args), chosen)
+        chosen = self.selection_of_size(value_of(node)) or next((one.chosen for one in rows if one.chosen is not None), None)
+        self.numbers[node] = DataNumber(self._call(node, made, *args), chosen)
 
-    def count(self, node: Node, chosen: Chosen) -> Node:
+    def count(self, node: Node, chosen: RowSelection) -> Node:
         return self._call(node, "sum", chosen.mask)
 
     def by_number(self, node: Node, name: str) -> None:
@@ -360,11 +363,11 @@ class _Following(JoinedRows):
         if is_unbacked(node):
             if name not in SIZED:
                 raise NotFollowed(f"{name}() makes a tensor of as many")
-            args, kwargs = self.given(node, name, lambda one: one, self.size_of_all, lambda one: one)
-            chosen = self.as_many(value.shape[0]) if value.dim() else None
+            args, kwargs = self.call_arguments(node, name, lambda one: one, self.size_of_all, lambda one: one)
+            chosen = self.selection_of_size(value.shape[0]) if value.dim() else None
             if chosen is None:
                 raise NotFollowed(f"{name}() makes a tensor of as many")
-            self.rows[node] = Rows(self._call(node, node.target, *args, **kwargs), chosen)
+            self.rows[node] = SelectedRows(self._call(node, node.target, *args, **kwargs), chosen)
             return
         if name not in BY_NUMBERS:
             raise NotFollowed(f"{name}() takes the number itself, and no tensor")
@@ -372,7 +375,7 @@ class _Following(JoinedRows):
             held = {one: self.numbers[one].tensor for one in self.numbers_in(node)}
             if dtype is not None:  # a 0-dim operand does not decide the dtype beside others
                 held = {one: self._call(node, "to", tensor, dtype) for one, tensor in held.items()}
-            args, kwargs = mapped(node, partial(_in_place_of, held))
+            args, kwargs = map_arguments(node, partial(_in_place_of, held))
             made = self._call(node, node.target, *args, **kwargs)
             if value_of(made).dtype == value.dtype and value_of(made).shape == value.shape:
                 node.replace_all_uses_with(made)
@@ -387,7 +390,7 @@ class _Following(JoinedRows):
         first, *more = given
         named: dict[str, Any] = {**dict(zip(("dim", "keepdim"), more, strict=False)), **node.kwargs}
         rows, said = self.rows.get(first), named.get("dim", named.get("axis"))
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, SelectedRows):
             raise NotFollowed("places of rows are taken together")
         dims = value_of(rows.value).dim()
         over = [*range(dims)] if said in (None, [], ()) else said if isinstance(said, list | tuple) else [said]
@@ -395,8 +398,8 @@ class _Following(JoinedRows):
         if 0 not in along:
             return False
         name = name_of(node)
-        blank = self.zeroed(node, rows, fill=1 if name == "all" else 0).value
-        args, kwargs = mapped(node, partial(_in_place_of, {first: blank}))
+        blank = self.fill_unselected(node, rows, fill=1 if name == "all" else 0).value
+        args, kwargs = map_arguments(node, partial(_in_place_of, {first: blank}))
         if name != "mean":
             node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
             return True
@@ -406,7 +409,7 @@ class _Following(JoinedRows):
         return True
 
     def mean(
-        self, node: Node, blank: Node, chosen: Chosen, inner: int, along: Sequence[int], keepdim: bool, dtype: torch.dtype | None
+        self, node: Node, blank: Node, chosen: RowSelection, inner: int, along: Sequence[int], keepdim: bool, dtype: torch.dtype | None
     ) -> Node:
         """The mean over selected rows with `inner` numbers each; torch accumulates half precision in float32."""
         wanted = dtype or value_of(blank).dtype
@@ -434,8 +437,8 @@ class _Following(JoinedRows):
             rows = self.each(each, name)
         finally:
             self._graph.erase_node(each)
-        assert isinstance(rows, Rows)
-        blank = self.zeroed(node, rows).value
+        assert isinstance(rows, SelectedRows)
+        blank = self.fill_unselected(node, rows).value
         shape = value_of(blank).shape
         if reduction == "sum":
             node.replace_all_uses_with(self._call(node, "sum", blank))
@@ -447,20 +450,20 @@ class _Following(JoinedRows):
         """A classification loss: rows that are not selected get the ignored class."""
         x, target = named["input"], named["target"]
         scores, classes = self.rows.get(x), self.rows[target]
-        if not isinstance(scores, Rows) or not isinstance(classes, Rows) or scores.chosen != classes.chosen:
+        if not isinstance(scores, SelectedRows) or not isinstance(classes, SelectedRows) or scores.chosen != classes.chosen:
             raise NotFollowed("rows that different masks select meet")
         ignored = named.get("ignore_index", -100)
         values = {
-            x: self.zeroed(node, scores).value,
-            target: self.zeroed(node, replace(classes, zero=False), fill=ignored).value,
+            x: self.fill_unselected(node, scores).value,
+            target: self.fill_unselected(node, replace(classes, zero=False), fill=ignored).value,
         }
-        args, kwargs = mapped(node, partial(_in_place_of, values))
+        args, kwargs = map_arguments(node, partial(_in_place_of, values))
         if any(one in self.begun for one in (*_nodes(args), *_nodes(kwargs))):
             raise NotFollowed("weights of classes follow from them")
         node.replace_all_uses_with(self._call(node, node.target, *args, **kwargs))
 
 
-def _named(node: Node) -> Mapping[str, Any]:
+def _loss_arguments(node: Node) -> Mapping[str, Any]:
     """The arguments of a function of torch.nn.functional by name, with defaults; {} for any other call."""
     if getattr(node.target, "__module__", "") != "torch.nn.functional":
         return {}

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from meshc.errors import CaptureError
-from meshc.frontend.written_behind import is_written_behind
-from meshc.frontend.written_calls import WrittenCalls
+from meshc.frontend.written_behind import is_changed_later
+from meshc.frontend.written_calls import InsertedCalls
 from meshc.ir.nodes import Source
 
 _AUTOGRAD: Any = torch._C._autograd
@@ -32,7 +32,7 @@ def set_data_in_place(module: GraphModule, source_of: Callable[[Node], Source]) 
     setters = [node for node in module.graph.nodes if node.target is Tensor.set_ and len(node.args) == 2]
     if not setters:
         return
-    written = WrittenCalls(module)
+    written = InsertedCalls(module)
     for node in setters:
         x, y = node.args
         if (why := _shared(module, node, x, y)) is not None:
@@ -63,7 +63,7 @@ def _shared(module: GraphModule, node: Node, x: Node, y: Node) -> None | str:
     held = [one for one in module.graph.nodes if one.op in ("get_attr", "placeholder") and one is not x]
     if any(_memory(one) == _memory(y) for one in held if isinstance(one.meta.get("example_value"), Tensor)):
         return "to the memory of another tensor that it holds or is given"
-    if is_written_behind(y) or any(user is not node and user in later for user in y.users):
+    if is_changed_later(y) or any(user is not node and user in later for user in y.users):
         return "and goes on to use what it is set to"
     if any(user in later for view in _views(x) for user in view.users):
         return "and goes on to use a view of what it was"

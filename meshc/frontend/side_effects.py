@@ -28,9 +28,9 @@ from unittest import mock
 import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
-from meshc.frontend.left_out import left_out
-from meshc.frontend.read_places import Place, all_places_of, constants_of, without_place
-from meshc.frontend.written_behind import changed_by
+from meshc.frontend.left_out import omit_checks
+from meshc.frontend.read_places import ReadPlace, all_places_of, constants_of, without_place
+from meshc.frontend.written_behind import changed_operand
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
 
@@ -58,7 +58,7 @@ TORCHS: Final = "Runtime assertion failed for expression"
 
 
 @dataclass
-class Seen:
+class TraceObservations:
     """The observations of one trace.
 
     changes  lines that change Python state outside of the program
@@ -71,8 +71,8 @@ class Seen:
     changes: list[Source] = field(default_factory=list)
     said: list[tuple[Any, Source, str, Callable[[], None]]] = field(default_factory=list)
     code: tuple[CodeType, ...] = ()
-    places: Sequence[Place] = ()
-    constants: Set[Place] = frozenset()
+    places: Sequence[ReadPlace] = ()
+    constants: Set[ReadPlace] = frozenset()
     without_place: Sequence[str] = ()
 
     def notes(self) -> list[str]:
@@ -80,37 +80,37 @@ class Seen:
         places = dict.fromkeys((place, name) for attempt, place, name, _ in self.said if attempt is last and not _is_stock(place.file))
         found = [f"{place}: {name} was carried out once, while the model was traced; calls of the program do not" for place, name in places]
         if self.changes:
-            found.append(_told(self.changes))
+            found.append(_changes_note(self.changes))
         if self.without_place:
             more = f" and {len(self.without_place) - SHOWN} more" if len(self.without_place) > SHOWN else ""
             found.append(f"{NOT_LOOKED_AT}: {', '.join(self.without_place[:SHOWN])}{more}")
         return found
 
-    def say(self) -> None:
+    def replay_output(self) -> None:
         """Carries out the prints and logs of the last attempt."""
         for attempt, _, _, call in self.said:
             if attempt is self.said[-1][0]:
                 call()
 
 
-def _told(changes: list[Source]) -> str:
+def _changes_note(changes: list[Source]) -> str:
     advice = "return such a value as an output, or keep it in a buffer (register_buffer) and change that in place, as in self.seen.add_(1)"
-    return _listed(f"the model's code changes Python values, {LEFT_OUT} does it", changes, advice)
+    return _lines_note(f"the model's code changes Python values, {LEFT_OUT} does it", changes, advice)
 
 
-def _listed(what: str, places: Sequence[Source], advice: str) -> str:
+def _lines_note(what: str, places: Sequence[Source], advice: str) -> str:
     lines = [f"  {place}: {place.code}" for place in places]
     more = [f"  and {len(lines) - SHOWN} lines more"] if len(lines) > SHOWN else []
     return "\n".join([what, *lines[:SHOWN], *more, f"  what to do: {advice}"])
 
 
-def unchecked(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
+def dropped_checks_note(module: torch.fx.GraphModule, source_of: Callable[[torch.fx.Node], Source]) -> list[str]:
     """A note of the user's lines that assert something of tensor values, which a program leaves out; [] if there are none."""
     bodies = [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]  # with checkpointed regions
     nodes = [node for body in bodies for node in body.graph.nodes if is_check(node) and not _is_torchs(node)]
     places = [place for place in dict.fromkeys(map(source_of, nodes)) if not _is_stock(place.file)]
     advice = "check it before the call, or return the condition as an output and look at that"
-    return [_listed(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
+    return [_lines_note(f"the model's code checks what tensors hold, {LEFT_OUT} does", places, advice)] if places else []
 
 
 def _is_torchs(check: torch.fx.Node) -> bool:
@@ -130,17 +130,17 @@ def leave_out_checks(module: torch.fx.GraphModule) -> None:
     """
     for body in [body for body in module.modules() if isinstance(body, torch.fx.GraphModule)]:
         for node in [node for node in body.graph.nodes if _name(node.target).partition(".")[0] == ASSERTS[-1]]:
-            forget(node)
+            erase_dead_code(node)
         body.recompile()
 
 
-def forget(node: torch.fx.Node) -> None:
+def erase_dead_code(node: torch.fx.Node) -> None:
     """Dead code elimination from one node: erases it if nothing reads it and it changes nothing, then its operands likewise."""
-    if node.op in ("call_function", "call_method") and not node.users and changed_by(node) is None:
+    if node.op in ("call_function", "call_method") and not node.users and changed_operand(node) is None:
         before = dict.fromkeys(node.all_input_nodes)
         node.graph.erase_node(node)
         for one in before:
-            forget(one)
+            erase_dead_code(one)
 
 
 def _name(target: Target) -> str:
@@ -148,11 +148,11 @@ def _name(target: Target) -> str:
 
 
 @contextlib.contextmanager
-def observed() -> Iterator[Seen]:
+def observe_side_effects() -> Iterator[TraceObservations]:
     """A context for tracing that yields its observations; at its end, prints and logs of the model are carried out."""
     from meshc.private import BuiltinVariable, DebuggingVariable, LoggingLoggerVariable, SideEffects, TracingContext
 
-    seen = Seen()
+    seen = TraceObservations()
     write, method, builtin = SideEffects.codegen_update_mutated, LoggingLoggerVariable.call_method, BuiltinVariable.call_function
 
     def account(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,18 +162,18 @@ def observed() -> Iterator[Seen]:
         seen.places, seen.constants, seen.without_place = all_places_of(guards), constants_of(guards), without_place(guards)
         return write(self, *args, **kwargs)
 
-    def called(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def note_print(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _note(seen, tx, getattr(self.value, "__name__", "print"), self.value, args, kwargs)
         return _nothing()
 
-    def logged(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def note_log(self: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name not in METHODS and name != "log":
             return method(self, tx, name, list(args), kwargs)
         if name == "log" or self.value.isEnabledFor(METHODS[name]):
             _note(seen, tx, f"{self.value.name}.{name}", getattr(self.value, name), args, kwargs)
         return _nothing()
 
-    def calculated(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call_builtin(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         found = _text_of_tensors(tx, self.fn, args) if self.fn in TEXTS and not kwargs else None
         return builtin(self, tx, list(args), kwargs) if found is None else found
 
@@ -183,15 +183,15 @@ def observed() -> Iterator[Seen]:
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,  # those of a checkpointed region are reported like any other
         ),
         mock.patch.object(SideEffects, "codegen_update_mutated", account),
-        mock.patch.object(DebuggingVariable, "call_function", called),
-        mock.patch.object(LoggingLoggerVariable, "call_method", logged),
-        mock.patch.object(BuiltinVariable, "call_function", calculated),
-        left_out(),
+        mock.patch.object(DebuggingVariable, "call_function", note_print),
+        mock.patch.object(LoggingLoggerVariable, "call_method", note_log),
+        mock.patch.object(BuiltinVariable, "call_function", call_builtin),
+        omit_checks(),
     ):
         try:
             yield seen
         finally:
-            seen.say()
+            seen.replay_output()
 
 
 def _nothing() -> Any:
@@ -245,7 +245,7 @@ def _is_so(variable: Any, name: str, value: Any) -> bool:
 # --------------------------------------------------------------------------------------------------------------- prints and logs
 
 
-class _Shown:
+class _Placeholder:
     """A traced value in a text: its type, in whatever format."""
 
     def __init__(self, text: str) -> None:
@@ -258,13 +258,13 @@ class _Shown:
         return self.text
 
 
-def _note(seen: Seen, tx: Any, name: str, call: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _note(seen: TraceObservations, tx: Any, name: str, call: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     place = innermost(torch._guards.TracingContext.extract_stack()) or Source()
     given, named = [_value(one) for one in args], {key: _value(one) for key, one in kwargs.items()}
-    seen.said.append((tx.output, place, name, lambda: _say(call, given, named, place)))
+    seen.said.append((tx.output, place, name, lambda: _replay_call(call, given, named, place)))
 
 
-def _say(call: Function, args: list[Any], kwargs: dict[str, Any], place: Source) -> None:
+def _replay_call(call: Function, args: list[Any], kwargs: dict[str, Any], place: Source) -> None:
     if call is print:
         print(*args, **kwargs)
     elif call is warnings.warn:
@@ -272,10 +272,10 @@ def _say(call: Function, args: list[Any], kwargs: dict[str, Any], place: Source)
         warnings.warn_explicit(str(text), category if isinstance(category, type) else UserWarning, place.file, place.line)
     else:
         first = 1 if getattr(call, "__name__", "") == "log" else 0  # the level comes before the text
-        call(*args[:first], "%s", _formatted(args[first:]), **{key: value for key, value in kwargs.items() if key != "stacklevel"})
+        call(*args[:first], "%s", _log_text(args[first:]), **{key: value for key, value in kwargs.items() if key != "stacklevel"})
 
 
-def _formatted(args: Sequence[Any]) -> str:
+def _log_text(args: Sequence[Any]) -> str:
     """`"%d of %s" % (...)`, where a traced value may be in the place of a number."""
     if len(args) < 2:
         return str(args[0]) if args else ""
@@ -313,9 +313,9 @@ def _value(variable: Any) -> Any:
     if variable.is_python_constant():
         return variable.as_python_constant()
     if isinstance(variable, variables.TensorVariable):
-        return _Shown(_tensor(variable.proxy.node.meta.get("example_value")))
+        return _Placeholder(_tensor(variable.proxy.node.meta.get("example_value")))
     if isinstance(variable, variables.SymNodeVariable):
-        return _Shown("a number")
+        return _Placeholder("a number")
     if isinstance(variable, variables.misc.StringFormatVariable):
         values = {key: _value(one) for key, one in variable.sym_kwargs.items()}
         return variable.format_string.format(*[_value(one) for one in variable.sym_args], **values)
@@ -325,7 +325,7 @@ def _value(variable: Any) -> Any:
     if isinstance(variable, variables.ConstDictVariable):
         return {_value(key.vt): _value(one) for key, one in variable.items.items()}
     value = getattr(variable, "value", None)
-    return value if value is not None else _Shown(f"a {variable.python_type_name()}")
+    return value if value is not None else _Placeholder(f"a {variable.python_type_name()}")
 
 
 def _tensor(value: Any) -> str:

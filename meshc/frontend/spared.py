@@ -27,7 +27,7 @@ OBJECTS = 100_000
 
 
 @contextlib.contextmanager
-def unguarded() -> Iterator[None]:
+def without_guards() -> Iterator[None]:
     """A context for one trace without dynamic sizes, in which export builds no guards."""
     from meshc.private import functional_export
 
@@ -36,7 +36,7 @@ def unguarded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unasked() -> Iterator[None]:
+def without_lookups() -> Iterator[None]:
     """A context for one trace without those lookups. Other lookups are answered as ever, except for names of functions in torch's logs."""
     from meshc.private import LocalMapWrappedHigherOrderVariable, dynamo, graph_region_tracker, symbolic_convert
 
@@ -48,14 +48,14 @@ def unasked() -> Iterator[None]:
     with (
         mock.patch.object(symbolic_convert, "get_funcname", _nothing),
         mock.patch.object(dynamo, "lookup_backend", _nothing),  # only compared with a compiled function's backend, under torch.func
-        mock.patch.object(graph_region_tracker, "InputPickler", lambda: _Later(made)),
+        mock.patch.object(graph_region_tracker, "InputPickler", lambda: _LazyObject(made)),
         mock.patch.object(LocalMapWrappedHigherOrderVariable, "should_wrap_in_hop", wraps_if_any),
     ):
         yield
 
 
 @contextlib.contextmanager
-def unwritten() -> Iterator[None]:
+def with_lazy_code() -> Iterator[None]:
     """A context for one trace, in which the code of a graph is written when it is first called or read."""
     from meshc.private import lazy_graph_modules
 
@@ -67,7 +67,7 @@ LOCAL_MAP = "torch.distributed.tensor.experimental._func_map"
 """The module of `local_map`'s results."""
 
 
-class _Later:
+class _LazyObject:
     """An object that is created at the first access to an attribute."""
 
     def __init__(self, made: Any) -> None:
@@ -81,7 +81,7 @@ class _Later:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def isolated_dynamo() -> Iterator[None]:
     """A context for one trace: it sees no sizes of other calls, and what the process has compiled stays compiled."""
     from meshc.private import dynamo, pgo
 
@@ -111,7 +111,7 @@ def fewer_collections() -> Iterator[None]:
         gc.set_threshold(young, *older)
 
 
-def collected() -> None:
+def collect_garbage() -> None:
     """Collect garbage after a compilation that leaves much of it (graphs have reference cycles) to later ones. Does nothing if the user has
     disabled collection."""
     if gc.isenabled():

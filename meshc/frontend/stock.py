@@ -32,7 +32,7 @@ INSTALLED: Final = "_output_capturing_hooks_installed"
 
 
 @contextlib.contextmanager
-def prepared(module: nn.Module) -> Iterator[None]:
+def traceable_stock_models(module: nn.Module) -> Iterator[None]:
     """A context in which a model with `transformers` modules can be traced; other models are left alone. The model's hooks are restored at
     the end."""
     stock = learn_trees(module)
@@ -44,7 +44,13 @@ def prepared(module: nn.Module) -> Iterator[None]:
         with _hooked_once():
             for child in stock:
                 _install_hooks(child)
-        with stock_caches.known(stock), stock_caches.masks(), _own_masks(), _nested_collectors(), stock_rope.followed(stock):
+        with (
+            stock_caches.known_cache_kinds(stock),
+            stock_caches.masks(),
+            _own_masks(),
+            _nested_collectors(),
+            stock_rope.traceable_rope(stock),
+        ):
             yield
     finally:
         for child, known, installed in before:

@@ -32,7 +32,7 @@ DDP: Final = "MULTI_"
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankParts:
     """The part of a batch that each rank passes, where several pass the same one; (): each passes its own, or all pass the whole."""
 
     of_rank: tuple[int, ...] = ()
@@ -70,11 +70,11 @@ def _gather(accelerator: Any, ranks: list[int], values: Any) -> Any:
     return trees.mapped(lambda whole: whole.unflatten(0, (accelerator.num_processes, -1))[ranks].flatten(0, 1), of_all)
 
 
-class Unprepared:
+class PreparedAnswer:
     """The answer to whether Accelerate has prepared a model: no; but where it is about to wrap the model, the model is prepared as one that
     is only evaluated, and the answer is yes."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RankParts) -> None:
         self._parts = parts
 
     def __bool__(self) -> bool:
@@ -102,12 +102,12 @@ class Unprepared:
         return True
 
 
-def tell_accelerate(model: nn.Module, parts: Parts) -> None:
+def tell_accelerate(model: nn.Module, parts: RankParts) -> None:
     """Mark a model, unless Accelerate has already prepared it."""
     if (state := _state()) is not None:
         parts.deal_out(state)
-    if not hasattr(model, MARK) or isinstance(getattr(model, MARK), Unprepared):
-        setattr(model, MARK, Unprepared(parts))
+    if not hasattr(model, MARK) or isinstance(getattr(model, MARK), PreparedAnswer):
+        setattr(model, MARK, PreparedAnswer(parts))
 
 
 def _state() -> Any | None:

@@ -47,7 +47,7 @@ def can_be_padded() -> bool:
 
 
 @contextlib.contextmanager
-def known(modules: Iterable[nn.Module]) -> Iterator[None]:
+def known_cache_kinds(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context with precomputed kinds for the configurations of these modules."""
     ask = _ask()
     if ask is None:
@@ -67,7 +67,7 @@ def known(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fewer(counts: Mapping[int, int]) -> Iterator[None]:
+def fewer_layers(counts: Mapping[int, int]) -> Iterator[None]:
     """A context in which caches of n layers have `counts[n]`; a cache whose layers differ stays as it is."""
     ask = _ask()
     if ask is None or not counts:
@@ -95,7 +95,7 @@ def masks() -> Iterator[None]:
         return
     padding, blocks = (getattr(own, name) for name in PADDED)
 
-    def padded(attention_mask: Tensor | None, kv_length: int, kv_offset: Any) -> Tensor | None:
+    def pad_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: Any) -> Tensor | None:
         if attention_mask is None or not isinstance(kv_offset, Tensor):
             found: Tensor | None = padding(attention_mask, kv_length, kv_offset)
             return found
@@ -107,7 +107,7 @@ def masks() -> Iterator[None]:
             return found
         return F.pad(block_sequence_ids, (0, kv_length), value=-1)
 
-    with mock.patch.object(own, PADDED[0], padded), mock.patch.object(own, PADDED[1], in_blocks):
+    with mock.patch.object(own, PADDED[0], pad_mask), mock.patch.object(own, PADDED[1], in_blocks):
         yield
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from meshc.errors import CaptureError
 from meshc.frontend.expert_capacity import Capacity
-from meshc.frontend.expert_rows import FORM, Form, Layout, routed_sum
-from meshc.frontend.expert_slots import is_stock, spare_of, where_of
+from meshc.frontend.expert_rows import FORM, ExpertForm, Layout, routed_sum
+from meshc.frontend.expert_slots import copies_per_rank, expert_slots_of, is_stock
 from meshc.frontend.grouped_calls import grouped_calls
 from meshc.frontend.listed_experts import is_listed, is_of_all
 
@@ -58,7 +58,7 @@ def formed_experts(
         for path, each in module.named_modules():
             if not is_stock(each) and not is_listed(each):
                 continue
-            form = Form(groups(path), bound, batch, None if is_of_all(each) else capacity, spare_of(each))
+            form = ExpertForm(groups(path), bound, batch, None if is_of_all(each) else capacity, copies_per_rank(each))
             if form.count > 1 or form.capacity is not None:
                 each.__dict__[FORM] = form
                 marked.append(each)
@@ -93,12 +93,12 @@ def forward(self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_we
             "transformers has already spread the experts of this model over ranks; "  # in one line, which the tracer's error quotes
             "what to do: build it without transformers' own expert parallelism, as on one device, and meshc splits it"
         )
-    form: Form = getattr(self, FORM, Form())
-    count, where = self.down_proj.shape[0], where_of(cast(nn.Module, self))
-    return routed_sum(partial(_made, self), hidden_states, top_k_index, top_k_weights, count, form, where=where)
+    form: ExpertForm = getattr(self, FORM, ExpertForm())
+    count, where = self.down_proj.shape[0], expert_slots_of(cast(nn.Module, self))
+    return routed_sum(partial(_experts_output, self), hidden_states, top_k_index, top_k_weights, count, form, where=where)
 
 
-def _made(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:
+def _experts_output(self: _Experts, hidden_states: Tensor, routed: Layout) -> Tensor:
     """The experts' output for the tokens, weighed and summed."""
     weights = routed.weights
     up = "gate_up_proj" if self.has_gate else "up_proj"

@@ -30,7 +30,7 @@ def follows_length(model: object) -> bool:
 
 
 @contextlib.contextmanager
-def followed(modules: Iterable[nn.Module]) -> Iterator[None]:
+def traceable_rope(modules: Iterable[nn.Module]) -> Iterator[None]:
     """A context in which these modules can be traced."""
     with contextlib.ExitStack() as stack:
         for owner in {type(module) for module in modules if _kind(module) in KINDS}:

@@ -160,45 +160,56 @@ def _decaying(kept: Tensor, terms: Tensor, first: Tensor | None) -> Tensor:
     return torch.ops.meshc.recurrence(kept, terms, None, 1)
 
 
-def _drawn(*shape: int) -> Tensor:
+def _sample_values(*shape: int) -> Tensor:
     """Sample values without regularity, independent of a generator's state."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * 1.7 + count).reshape(shape)
 
 
-def _scanned(function: Function) -> list[Tensor]:
-    x, dt, b, c = _drawn(2, 3, 5), _drawn(2, 3, 5), _drawn(2, 4, 5), _drawn(2, 4, 5)
-    more = {"D": _drawn(3), "z": _drawn(2, 3, 5), "delta_bias": _drawn(3), "delta_softplus": True, "return_last_state": True}
+def _sample_scan(function: Function) -> list[Tensor]:
+    x, dt, b, c = _sample_values(2, 3, 5), _sample_values(2, 3, 5), _sample_values(2, 4, 5), _sample_values(2, 4, 5)
+    more = {
+        "D": _sample_values(3),
+        "z": _sample_values(2, 3, 5),
+        "delta_bias": _sample_values(3),
+        "delta_softplus": True,
+        "return_last_state": True,
+    }
     plain = {"use_mambapy": False, "use_associative_scan": False}
-    return [*function(x, dt, -_drawn(3, 4).exp(), b, c, **more, **plain), function(x, dt, _drawn(3, 4), b, c, **plain)]
+    return [*function(x, dt, -_sample_values(3, 4).exp(), b, c, **more, **plain), function(x, dt, _sample_values(3, 4), b, c, **plain)]
 
 
-def _convolved(function: Function) -> list[Tensor]:
-    x, weight = _drawn(2, 3, 5), _drawn(3, 4)
-    return [function(x, weight, _drawn(3), activation="silu"), function(x, weight)]
+def _sample_convolution(function: Function) -> list[Tensor]:
+    x, weight = _sample_values(2, 3, 5), _sample_values(3, 4)
+    return [function(x, weight, _sample_values(3), activation="silu"), function(x, weight)]
 
 
-def _corrected(function: Function) -> list[Tensor]:
-    query, key, value, state = _drawn(2, 7, 2, 3), _drawn(2, 7, 2, 3) / 2, _drawn(2, 7, 4, 5), _drawn(2, 4, 3, 5)
-    g, beta = -_drawn(2, 7, 4).exp(), _drawn(2, 7, 4).sigmoid()
+def _sample_delta_rule(function: Function) -> list[Tensor]:
+    query, key, value, state = (
+        _sample_values(2, 7, 2, 3),
+        _sample_values(2, 7, 2, 3) / 2,
+        _sample_values(2, 7, 4, 5),
+        _sample_values(2, 4, 3, 5),
+    )
+    g, beta = -_sample_values(2, 7, 4).exp(), _sample_values(2, 7, 4).sigmoid()
     more = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     plain, nothing = function(query, key, value, g, beta)
     return [*function(query, key, value, g=g, beta=beta, chunk_size=4, **more), plain, *(() if nothing is None else (nothing,))]
 
 
-def _averaged(function: Function) -> list[Tensor]:
-    decay, first, key, value = _drawn(3), _drawn(3), _drawn(2, 5, 3) * 3, _drawn(2, 5, 3)
-    state = _drawn(2, 3), _drawn(2, 3).exp(), _drawn(2, 3)
+def _sample_average(function: Function) -> list[Tensor]:
+    decay, first, key, value = _sample_values(3), _sample_values(3), _sample_values(2, 5, 3) * 3, _sample_values(2, 5, 3)
+    state = _sample_values(2, 3), _sample_values(2, 3).exp(), _sample_values(2, 3)
     plain, nothing = function(decay, first, key, value)
     (made, last), (more, later) = function(decay, first, key, value, return_state=True), function(decay, first, key, value, state)
     return [plain, made, *last, more, *later, *(() if nothing is None else (nothing,))]
 
 
 STANDING: dict[str, tuple[Function, Callable[[Function], list[Tensor]]]] = {
-    "mamba_selective_scan": (selective_scan, _scanned),
-    "causal_conv1d_fn": (short_convolution, _convolved),
-    "torch_chunk_gated_delta_rule": (gated_delta_rule, _corrected),
-    "rwkv_linear_attention": (decaying_average, _averaged),
+    "mamba_selective_scan": (selective_scan, _sample_scan),
+    "causal_conv1d_fn": (short_convolution, _sample_convolution),
+    "torch_chunk_gated_delta_rule": (gated_delta_rule, _sample_delta_rule),
+    "rwkv_linear_attention": (decaying_average, _sample_average),
 }
 """Name in a model's module -> (the function that replaces it, a sample call of either)."""
 _found: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()

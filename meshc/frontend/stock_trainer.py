@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from meshc.frontend.stock_accelerate import Parts
+from meshc.frontend.stock_accelerate import RankParts
 
 MARK: Final = "_is_distributed_loading_by_transformers"
 SAVES: Final = "_save_optimizer_and_scheduler"
@@ -40,11 +40,11 @@ DEEP: Final = 32
 """Most frames between the Trainer and the model's call: torch's, and those of contexts around forward."""
 
 
-class Split:
+class SplitAnswer:
     """The answer to whether a model was split at load time: yes; but a Trainer that asks at the end of its `__init__`, to refuse
     checkpoints with an optimizer, gets no, and saves by `save_by_all`."""
 
-    def __init__(self, parts: Parts, save_by_all: Callable[[Any], None]) -> None:
+    def __init__(self, parts: RankParts, save_by_all: Callable[[Any], None]) -> None:
         self._parts, self._save_by_all = parts, save_by_all
 
     def __bool__(self) -> bool:
@@ -59,32 +59,32 @@ class Split:
         return False
 
 
-def tell_trainer(model: nn.Module, parts: Parts, save_by_all: Callable[[Any], None]) -> None:
+def tell_trainer(model: nn.Module, parts: RankParts, save_by_all: Callable[[Any], None]) -> None:
     """Mark the transformers modules of a model."""
     for module in model.modules():
         if hasattr(type(module), MARK):
-            setattr(module, MARK, Split(parts, save_by_all))
+            setattr(module, MARK, SplitAnswer(parts, save_by_all))
 
 
-def is_told(model: nn.Module) -> bool:
-    return any(isinstance(vars(module).get(MARK), Split) for module in model.modules())
+def is_marked(model: nn.Module) -> bool:
+    return any(isinstance(vars(module).get(MARK), SplitAnswer) for module in model.modules())
 
 
-def as_trainer_counts(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
+def with_trainer_counts(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
     """`call` of a model, such that the Trainer trains and evaluates as on one device. `parts`: parts of a batch, of which each rank passes
     one."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        trainer = _asking() if kwargs.get(ITEMS) is not None else None
+    def call_with_count(*args: Any, **kwargs: Any) -> Any:
+        trainer = _calling_trainer() if kwargs.get(ITEMS) is not None else None
         if trainer is None:
             return call(*args, **kwargs)
         items = kwargs.pop(ITEMS)
         averaged = trainer.args.average_tokens_across_devices
         if kwargs.get("labels") is not None:
             kwargs[ITEMS] = _of_whole_batch(trainer, items if averaged else trainer.accelerator.gather(items).sum(), parts)
-        return _divided(call(*args, **kwargs), trainer.accelerator.num_processes // trainer.get_tp_size() if averaged else 1)
+        return _divide_loss(call(*args, **kwargs), trainer.accelerator.num_processes // trainer.get_tp_size() if averaged else 1)
 
-    return counted
+    return call_with_count
 
 
 def _of_whole_batch(trainer: Any, items: Tensor, parts: int) -> Tensor:
@@ -94,7 +94,7 @@ def _of_whole_batch(trainer: Any, items: Tensor, parts: int) -> Tensor:
     return items * (of_trainer * parts / trainer.accelerator.num_processes)
 
 
-def _asking() -> Any | None:
+def _calling_trainer() -> Any | None:
     """The Trainer whose own `compute_loss` calls the model; None for any other caller."""
     frame = sys._getframe(2)
     for _ in range(DEEP):
@@ -106,7 +106,7 @@ def _asking() -> Any | None:
     return None
 
 
-def _divided(output: Any, times: int) -> Any:
+def _divide_loss(output: Any, times: int) -> Any:
     """A model's output with the loss divided; unchanged without a loss."""
     if isinstance(output, dict) and output.get("loss") is not None:
         output["loss"] = output["loss"] / times

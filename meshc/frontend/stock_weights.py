@@ -26,16 +26,16 @@ from meshc.private import found
 CONVERSIONS = "transformers.conversion_mapping:get_model_conversion_mapping"
 
 
-def as_the_model_has_them(model: nn.Module, files: Weights) -> Weights:
+def weights_by_model_names(model: nn.Module, files: Weights) -> Weights:
     """Files of a stock model under the model's names; those of another model unchanged."""
     if not type(model).__module__.startswith("transformers."):
         return files
     from transformers import PreTrainedModel
 
-    return _Converted(model, files) if isinstance(model, PreTrainedModel) else files
+    return _ConvertedWeights(model, files) if isinstance(model, PreTrainedModel) else files
 
 
-class _Converted:
+class _ConvertedWeights:
     """`Weights` under the model's names; a tensor that the model does not have keeps its name."""
 
     def __init__(self, model: Any, files: Weights) -> None:
@@ -66,10 +66,10 @@ class _Converted:
                 self._converters[target] = by_pattern[pattern]
                 self._sources.setdefault(target, []).append((name, pattern))
         for first in self._sources:
-            for target, value in self._converted(first, lambda name: torch.empty(self._files.shape(name), device="meta")).items():
+            for target, value in self._convert(first, lambda name: torch.empty(self._files.shape(name), device="meta")).items():
                 self._made[target] = first, tuple(value.shape)
 
-    def _converted(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def _convert(self, first: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """All tensors converted together with `first`, by the model's names. Raises StateError."""
         converter = copy.deepcopy(self._converters[first])
         for name, pattern in self._sources[first]:
@@ -98,5 +98,5 @@ class _Converted:
         first = self._made[name][0]
         if self._last[0] != first:
             self._last = "", {}  # freed before the next one is built
-            self._last = first, self._converted(first, self._files.tensor)
+            self._last = first, self._convert(first, self._files.tensor)
         return self._last[1][name]

@@ -54,7 +54,7 @@ class Symbols:
         """
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
-        return sized(sympy.expand(self._translated(value.node.expr)), value.node.hint)
+        return sized(sympy.expand(self._translate(value.node.expr)), value.node.hint)
 
     def shape(self, shape: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
         return tuple(self.open(extent) for extent in shape)
@@ -66,7 +66,7 @@ class Symbols:
         for guard in env.guards if env is not None else ():
             if _of_a_kernel(guard):
                 continue
-            expr = self._translated(guard.expr)
+            expr = self._translate(guard.expr)
             if expr is sympy.true or expr is True:
                 continue
             sign = _RELATIONS.get(type(expr).__name__)
@@ -79,16 +79,16 @@ class Symbols:
             if sign is None:
                 raise CompileError(f"the model asks of its dynamic sizes that {guard.expr}, which no check of meshc's says")
             if expr.lhs.is_Symbol and expr.rhs.is_Integer and sign in _BOUNDS:
-                ranges[str(expr.lhs)] = _narrowed(ranges[str(expr.lhs)], sign, int(expr.rhs))
+                ranges[str(expr.lhs)] = _narrow(ranges[str(expr.lhs)], sign, int(expr.rhs))
             else:
                 found[f"{text(expr.lhs)} {sign} {text(expr.rhs)}"] = None
         return tuple(ranges.values()), tuple(found)
 
-    def _translated(self, expr: sympy.Expr) -> sympy.Expr:
+    def _translate(self, expr: sympy.Expr) -> sympy.Expr:
         return _as_sympy(expr, self._names())
 
 
-def _narrowed(size: Dynamic, sign: str, bound: int) -> Dynamic:
+def _narrow(size: Dynamic, sign: str, bound: int) -> Dynamic:
     if sign in ("<", "<="):
         return replace(size, high=min(size.high, bound - (sign == "<")))
     return replace(size, low=max(size.low, bound + (sign == ">")))

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule, Node
 
-from meshc.frontend.side_effects import forget, is_check
+from meshc.frontend.side_effects import erase_dead_code, is_check
 from meshc.ops import ctc
 
 
@@ -56,7 +56,7 @@ def _in_rows(loss: Node) -> None:
     assert isinstance(targets, Node) and isinstance(lengths, Node)
     if _value(targets).dim() == 2:
         return
-    picked = _picked(targets)
+    picked = _mask_selection(targets)
     with loss.graph.inserting_before(loss):
         if picked is not None and _counts(lengths, picked[1]):
             rows = _call(loss, ctc.chosen_in_front, *picked)
@@ -77,7 +77,7 @@ def _forget_with_checks(targets: Node) -> None:
     if all(node.users or node is targets or is_check(node) for node in found):
         for node in reversed([*found][1:]):
             node.graph.erase_node(node)
-        forget(targets)
+        erase_dead_code(targets)
 
 
 def _call(loss: Node, function: Callable[..., Any], *args: Node) -> Node:
@@ -90,7 +90,7 @@ def _value(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def _picked(targets: Node) -> tuple[Node, Node] | None:
+def _mask_selection(targets: Node) -> tuple[Node, Node] | None:
     """(x, mask) of a list selected by `x.masked_select(mask)` or `x[mask]`, if both are [rows, s]; None for any other list."""
     name = getattr(targets.target, "__name__", targets.target)
     if name not in ("masked_select", "getitem") or len(targets.args) != 2:

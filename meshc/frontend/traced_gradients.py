@@ -33,8 +33,8 @@ def traced_gradients() -> Iterator[None]:
 
     functions, tensors = variables.TorchInGraphFunctionVariable, variables.TensorVariable
     with (
-        mock.patch.object(functions, "call_function", _calling(functions.call_function)),
-        mock.patch.object(tensors, "method_requires_grad_", _asking(tensors.method_requires_grad_)),
+        mock.patch.object(functions, "call_function", _call_handler(functions.call_function)),
+        mock.patch.object(tensors, "method_requires_grad_", _requires_grad_handler(tensors.method_requires_grad_)),
     ):
         yield
 
@@ -54,7 +54,7 @@ def leaf_of(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def _calling(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _call_handler(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo's handler of torch calls, which also traces gradients and `requires_grad=True`."""
 
     def call(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +92,7 @@ def _gradient(tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", GRADIENT, *dynamo_utils.proxy_args_kwargs(args, named)))
 
 
-def _asking(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _requires_grad_handler(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`requires_grad_` that makes leaves of computed tensors and inputs; parameters are as they are outside."""
 
     def become_leaf(self: Any, tx: Any, requires_grad: Any = True) -> Any:

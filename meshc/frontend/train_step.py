@@ -91,7 +91,7 @@ class TrainStep:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedFunction:
     """A function to trace, called as function(module, **kwargs). `signature` names its inputs."""
 
     module: nn.Module
@@ -107,10 +107,10 @@ class Traced:
             return None
 
 
-def traced_step(step: TrainStep) -> Traced:
+def traced_step(step: TrainStep) -> TracedFunction:
     """The function whose output is the loss, or {"loss": loss, "metrics": {name: tensor}}."""
     if step.loss is None:
-        return Traced(step.model, lambda module, *args, **kwargs: loss_of(module(*args, **kwargs)), step.model.forward)
+        return TracedFunction(step.model, lambda module, *args, **kwargs: loss_of(module(*args, **kwargs)), step.model.forward)
     loss = step.loss
     signature = StepSignature(step.model.forward, loss)
     positional, star, takes = signature.positional, signature.star, signature.takes
@@ -122,7 +122,7 @@ def traced_step(step: TrainStep) -> Traced:
         return loss_and_metrics(loss(output, *args[places:], **mine))
 
     function.refused = signature.shared  # type: ignore[attr-defined]
-    return Traced(step.model, function, signature)
+    return TracedFunction(step.model, function, signature)
 
 
 def loss_of(output: object) -> Tensor:

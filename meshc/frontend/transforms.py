@@ -26,13 +26,17 @@ AROUND: Final[tuple[tuple[Callable[[], bool], str, str], ...]] = (
         'what to do: leave torch.compile out; a program whose operators are compiled by it is meshc.compile(..., backend="inductor")',
     ),
     (lambda: torch._C._functorch.peek_interpreter_stack() is not None, "a transform of torch.func (grad, vmap, jvp, ...)", _INSIDE),
-    (lambda: _proxied(), "a trace of operators (torch.export, make_fx)", _PLAIN.format(instead="print(program) shows the program's own")),
+    (
+        lambda: _is_proxy_tracing(),
+        "a trace of operators (torch.export, make_fx)",
+        _PLAIN.format(instead="print(program) shows the program's own"),
+    ),
     (lambda: torch.jit.is_tracing(), "torch.jit.trace", _PLAIN.format(instead="program.save(path) stores the program")),
 )
 """(whether the transform is around the call, its name, what to do)."""
 
 
-def _proxied() -> bool:
+def _is_proxy_tracing() -> bool:
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracer is not None and tracer.get_proxy_mode() is not None
 

@@ -21,7 +21,7 @@ from meshc.frontend.frames import is_torch, is_users
 from meshc.frontend.known_outcomes import is_sized_by_values
 from meshc.frontend.selected_places import is_by_mask, is_unbacked
 from meshc.frontend.selected_rows import STOPPED
-from meshc.frontend.written_behind import changed_by
+from meshc.frontend.written_behind import changed_operand
 from meshc.ir import Source
 from meshc.private import FakeTensor, HigherOrderOperator
 
@@ -210,7 +210,7 @@ _BY_VALUES: Final = r"^(bincount|histogram|histogramdd)\b"
 """Calls whose result has no known shape before the values, even where the model implies one: bincount(x).view(8)."""
 
 
-def explained(error: Exception, signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> MeshcError:
+def explain_error(error: Exception, signature: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> MeshcError:
     """The error to raise for an error of torch's tracer."""
     if isinstance(error, MeshcError):
         return error
@@ -227,7 +227,7 @@ def explained(error: Exception, signature: Callable[..., object], args: Sequence
         return InputError(unfit)
     frame = user_frame(text, [(f.filename, f.lineno or 0, f.name) for f in getattr(error, "real_stack", None) or ()])
     where = f"\n  in your model: {frame[0]}:{frame[1]} in {frame[2]}" if frame else ""
-    returned = _returned(text)
+    returned = _output_message(text)
     if returned:
         return CaptureError(returned)
     raised = re.search(r"raised exception (\w+)\((?:[(\[]+ConstantVariable\(str: )?(['\"])(.*)\2\)", text)  # in brackets in torch 2.11
@@ -276,7 +276,7 @@ def refuse_changed(error: RuntimeError, graph: GraphModule, source_of: Callable[
         return
     shape = tuple(int(size) for size in found[1].split(",") if size.strip())
     bodies = [child for child in graph.modules() if isinstance(child, GraphModule)]
-    pairs = [(node, changed_by(node)) for body in bodies for node in body.graph.nodes]
+    pairs = [(node, changed_operand(node)) for body in bodies for node in body.graph.nodes]
     lines = dict.fromkeys(f"\n  {_place(source_of(node))}" for node, operand in pairs if operand is not None and _shape(operand) == shape)
     raise CaptureError(
         f"the model changes a tensor of shape {list(shape)} in place that backward reads{''.join(lines)}\n"
@@ -291,7 +291,7 @@ def _shape(node: Node) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
+def without_log_echo() -> Iterator[None]:
     """A context for a trace, without torch's log message beside an error that it raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_is_no_echo)
@@ -305,7 +305,7 @@ def _is_no_echo(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("failed while attempting to run meta")
 
 
-def _returned(text: str) -> str:
+def _output_message(text: str) -> str:
     """The message for an output of a class that torch cannot flatten; "" for any other error."""
     found = re.search(r"unrecognized type (\w+)\((\w*)\) at output", text)
     if found is None:
@@ -335,7 +335,7 @@ def user_frame(text: str, further: Sequence[Frame] = ()) -> Frame | None:
 
 def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> None:
     """Raises CaptureError, with each first such call, if a value or a size of the graph depends on tensor values."""
-    faults = [_content(node, source_of) for node in (*_unbacked(graph), *_by_values(graph), *_branching(graph))]
+    faults = [_content(node, source_of) for node in (*_unbacked_calls(graph), *_by_values(graph), *_branching(graph))]
     if faults:
         raise CaptureError(
             "the model cannot be compiled, since tensors decide what it computes:\n  "
@@ -344,7 +344,7 @@ def refuse_values(graph: GraphModule, source_of: Callable[[Node], Source]) -> No
         )
 
 
-def _unbacked(graph: GraphModule) -> Iterator[Node]:
+def _unbacked_calls(graph: GraphModule) -> Iterator[Node]:
     """Calls with such a result whose operands have none."""
     for body in [child for child in graph.modules() if isinstance(child, GraphModule)]:
         for node in body.graph.nodes:

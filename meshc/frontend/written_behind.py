@@ -25,14 +25,14 @@ BY_STRIDES: Final[tuple[object, ...]] = ("reshape", "flatten", "contiguous", tor
 """Calls that return a view or a copy, depending on their operand's strides."""
 
 
-def is_written_behind(value: Node) -> bool:
+def is_changed_later(value: Node) -> bool:
     """Whether a value's memory is written by a later call, or would be with other strides. A call of an unknown kind that returns its
     operand is taken to change it."""
     seen, waiting = {value}, [value]
     while waiting:
         one = waiting.pop()
         for user in one.users:
-            if changed_by(user) is one:
+            if changed_operand(user) is one:
                 return True
             shares = user.target in BY_STRIDES or storage_of(user) is not None and storage_of(user) == storage_of(one)
             if user not in seen and shares:
@@ -41,7 +41,7 @@ def is_written_behind(value: Node) -> bool:
     return False
 
 
-def changed_by(call: Node) -> Node | None:
+def changed_operand(call: Node) -> Node | None:
     """The operand that a call changes in place; None if it changes none."""
     out, first = call.kwargs.get("out"), call.args[0] if call.args else None
     if isinstance(out, Node):

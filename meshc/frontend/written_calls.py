@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from meshc.private import FakeTensor
 
 
-class WrittenCalls:
+class InsertedCalls:
     """Inserts calls into one graph. Raises StopIteration for a graph without tensors."""
 
     def __init__(self, module: GraphModule) -> None:
@@ -33,7 +33,7 @@ class WrittenCalls:
             return getattr(given[0], target)(*given[1:], **named) if op == "call_method" else target(*given, **named)
 
 
-def mapped(node: Node, function: Callable[[Node], Any]) -> tuple[Any, Any]:
+def map_arguments(node: Node, function: Callable[[Node], Any]) -> tuple[Any, Any]:
     """The arguments of a call, with `function` applied to nodes."""
     given: Any = (node.args, node.kwargs)
     args, kwargs = map_arg(given, function)

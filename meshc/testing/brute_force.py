@@ -22,12 +22,12 @@ from meshc.ir.graph import placeholders, results_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition import partition
-from meshc.passes.partition.turns import Pricing
+from meshc.passes.partition.turns import TurnPricing
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token
-from meshc.passes.phases.names import Names
+from meshc.passes.phases.names import FactorNames
 from meshc.passes.place.factorize import factorize
-from meshc.passes.place.spread import spread
+from meshc.passes.place.spread import sharding_by_tokens
 from meshc.passes.rules.partial import Deferral, deferrals
 from meshc.passes.rules.roles import check_roles
 from meshc.passes.rules.rule import Turns
@@ -74,7 +74,7 @@ class OneOp:
     graph: Graph
     node: Node
     factors: Factors
-    names: Names
+    names: FactorNames
     tensors: list[Tensor]
     expected: list[Tensor | None]
     defined: bool
@@ -126,7 +126,7 @@ def build(sample: Sample) -> OneOp:
         set_record(view, Record(tuple(shape), torch.float64))
     graph.output(tuple(result for result in results if result is not None))
     factors = factorize(graph)
-    names = Names({factor: f"f{factor}" for factor in factors.size})
+    names = FactorNames({factor: f"f{factor}" for factor in factors.size})
     return OneOp(graph, node, factors, names, tensors, expected, sample.defined)
 
 
@@ -169,13 +169,13 @@ def run(
     waiting = () if partial is None else partial.positions
     wanted = []
     for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
-        want = spread(assignment.whole(value), dims, chosen)
+        want = sharding_by_tokens(assignment.whole(value), dims, chosen)
         wanted.append(replace(want, partial=waits if position in waiting else ()))
     given = []
     for index, dims in enumerate(instance.results):
         over = dict.fromkeys((axis, how) for token, how in instance.sums[index].items() for axis in chosen.get(token, ()))
         over.update(dict.fromkeys(left))
-        given.append(replace(spread(assignment.whole((node, index)), dims, chosen), partial=tuple(over)))
+        given.append(replace(sharding_by_tokens(assignment.whole((node, index)), dims, chosen), partial=tuple(over)))
         assignment.given[(node, index)] = given[-1]
     if instance.kind != "layout":
         assignment.wanted[node], assignment.chosen[node] = tuple(wanted), chosen
@@ -254,7 +254,7 @@ def prove(sample: Sample, most_pairs: int | None = None) -> int:
 
 def _turns(one: OneOp, mesh: Mesh, chosen: Chosen) -> list[Turns]:
     """In how many parts its steps may be taken in turn, if they are split."""
-    pricing = Pricing(one.factors, mesh, {axis.name: axis.size for axis in mesh.axes}, for_mesh(mesh))
+    pricing = TurnPricing(one.factors, mesh, {axis.name: axis.size for axis in mesh.axes}, for_mesh(mesh))
     return [way for way in pricing.ways(one.instance, chosen) if way is not None]
 
 

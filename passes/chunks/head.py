@@ -21,9 +21,9 @@ from meshc.ir import is_getitem, record, records, value_of
 from meshc.ir.graph import made_of, made_only_of, read_by
 from meshc.ir.keys import is_a
 from meshc.ir.spmd import CHUNK
-from meshc.passes.phases.chunked import Chunked
+from meshc.passes.phases.chunked import ChunkedHead
 from meshc.passes.phases.factors import Factors, Token
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.plan.faults import refuse_faults
 
 _FAULT: Final = (
@@ -50,26 +50,26 @@ MOST: Final = 32
 """Chunks, where nobody says how many."""
 
 
-def unsaid(placed: Placed, count: int) -> Chunked | None:
+def unsaid(placed: PlacedModel, count: int) -> ChunkedHead | None:
     """What would run in so many chunks, where nobody has said whether it is to. None: there is no such head."""
     request = placed.request
     if not request.train or request.chunks is not None or placed.plan.chunks:
         return None
-    return chunked(placed.again(replace(request, chunks=count))).chunked
+    return chunked(placed.restart_for_request(replace(request, chunks=count))).chunked
 
 
-def tall(placed: Placed, head: Chunked) -> frozenset[Node]:
+def tall(placed: PlacedModel, head: ChunkedHead) -> frozenset[Node]:
     """The operators of a head that make a value as tall as its product: of these there is a chunk at a time."""
     return frozenset(node for node in head.nodes if _is_tall(node, head, placed.factors))
 
 
-def chunked(placed: Placed) -> Placed:
+def chunked(placed: PlacedModel) -> PlacedModel:
     """With what runs in chunks, as the request has it or the last line of the plan about a head. Raises PlanError for lines about none."""
     request, lines = placed.request, placed.plan.chunks
     if request.chunks == 1 or (request.chunks is None and not lines):
         return placed
     if not request.train:
-        return placed.noting(*(f"{line.where}: {_NO_STEP}" for line in lines))
+        return placed.with_notes(*(f"{line.where}: {_NO_STEP}" for line in lines))
     joint = placed.joint
     learned = made_only_of(joint.graph, [node for key, node in joint.placeholders().items() if is_a(key, "parameter")])
     found = [one for node in _last(joint.graph) if (one := _product(node, placed.factors, learned)) is not None]
@@ -80,7 +80,7 @@ def chunked(placed: Placed) -> Placed:
     if not cut:
         return placed
     head, count = max(cut, key=lambda pair: pair[0].size)
-    chunks = Chunked(count, head.node, head.tokens, head.features, _operators(joint.graph, head, placed.factors))
+    chunks = ChunkedHead(count, head.node, head.tokens, head.features, _operators(joint.graph, head, placed.factors))
     return replace(placed, chunked=chunks, sizes={**placed.sizes, CHUNK: count})
 
 
@@ -136,7 +136,7 @@ def _backward(graph: Graph, head: Product, factors: Factors) -> frozenset[Node]:
     return frozenset(node for node in made_of(reads, backward) if backward(node))
 
 
-def _is_tall(node: Node, head: Product | Chunked, factors: Factors) -> bool:
+def _is_tall(node: Node, head: Product | ChunkedHead, factors: Factors) -> bool:
     value = value_of(node) if is_getitem(node) else (node, 0)
     row = {factor for dim in factors.dims.get(value, ()) for factor in dim}
     return not row.isdisjoint(head.tokens) and not row.isdisjoint(head.features)

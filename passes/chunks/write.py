@@ -29,7 +29,7 @@ from meshc.ir import KEY, Record, has_record, leaves, record, records, set_recor
 from meshc.ir.graph import call, copied_node, output_of, read_by
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import CHUNK
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class NotInChunks(MeshcError):
     """Why a head cannot run in chunks, in words that name a line of the model: it then runs whole."""
 
 
-def write_chunks(lowered: Lowered) -> Lowered:
+def write_chunks(lowered: LoweredProgram) -> LoweredProgram:
     """Raises NotInChunks where a chunk needs what is made of all of them, or what is made of them is as large as the product itself."""
     chunked = lowered.placed.chunked
     if chunked is None:

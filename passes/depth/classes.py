@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from meshc.passes.depth.probe import UNKNOWN, Log, Origin, Row
-from meshc.passes.depth.said import Said
-from meshc.passes.depth.shown import shown
+from meshc.passes.depth.probe import UNKNOWN, Log, Origin, RecordedCall
+from meshc.passes.depth.said import LayerSettings
+from meshc.passes.depth.shown import comparable_value
 from meshc.passes.phases.depth import INSIDE
 
 HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,7 +31,7 @@ Parts = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """`layers` layers from `first` on that repeat with `period`: each is equal to the one a period before, except the first `ends` layers
     and the block behind these, which have none before them. The `ends` layers at both ends may be anything: they are captured, with two
     blocks from inside."""
@@ -59,35 +59,35 @@ class Run:
 class Layers:
     """The layers of one list, for comparison."""
 
-    def __init__(self, path: str, modules: Sequence[nn.Module], log: Log, said: Said) -> None:
+    def __init__(self, path: str, modules: Sequence[nn.Module], log: Log, said: LayerSettings) -> None:
         self.path = path
         values = log.values()
         parts: dict[int, list[Parts]] = {}
-        self.faces = [_Face.of(path, number, module, log, values, said, parts) for number, module in enumerate(modules)]
+        self.faces = [_LayerSignature.of(path, number, module, log, values, said, parts) for number, module in enumerate(modules)]
 
-    def runs(self, whole_ends: bool) -> list[Run]:
+    def runs(self, whole_ends: bool) -> list[LayerRun]:
         """The runs in order. Each is the one from its first layer that leaves out most, unless one from the next layer on leaves out more:
         then its first layer stands alone (T5's first layer computes what all others are passed). `whole_ends`: a whole block is captured
         at each end."""
-        found: list[Run] = []
+        found: list[LayerRun] = []
         first = 0
         while first < len(self.faces):
             best = self._best(first, whole_ends)
             if 0 < best.left_out < (after := self._best(first + 1, whole_ends)).left_out:
-                found, best = [*found, Run(first)], after
+                found, best = [*found, LayerRun(first)], after
             found.append(best)
             first = best.first + best.layers
         return found
 
-    def _best(self, first: int, whole_ends: bool) -> Run:
+    def _best(self, first: int, whole_ends: bool) -> LayerRun:
         """The run from layer `first` on that leaves out most."""
         return max(self._from(first, whole_ends), key=lambda run: (run.left_out, -run.period))
 
-    def _from(self, first: int, whole_ends: bool) -> list[Run]:
-        found = [Run(first)]
+    def _from(self, first: int, whole_ends: bool) -> list[LayerRun]:
+        found = [LayerRun(first)]
         for period in range(1, (len(self.faces) - first - 2) // (len(INSIDE) + 1) + 1):
             ends = period if whole_ends else 1
-            found.append(Run(first, self._layers(first, period, ends), period, ends))
+            found.append(LayerRun(first, self._layers(first, period, ends), period, ends))
         return found
 
     def _layers(self, first: int, period: int, ends: int) -> int:
@@ -102,7 +102,7 @@ class Layers:
     def _step(self, one: int, other: int) -> tuple[int, ...] | None:
         """The differences between the integers of two equal layers; None if the layers are not equal."""
         a, b = self.faces[one], self.faces[other]
-        if not a.same(b) or not all(alike(x, y, other - one) for x, y in zip(a.origins, b.origins, strict=True)):
+        if not a.same(b) or not all(is_same_origin(x, y, other - one) for x, y in zip(a.origins, b.origins, strict=True)):
             return None
         return tuple(y - x for x, y in zip(a.integers, b.integers, strict=True))
 
@@ -117,7 +117,7 @@ class Layers:
         return f"{self.path}.1 and {self.path}.2 are given other things"
 
 
-def alike(one: Origin, other: Origin, apart: int) -> bool:
+def is_same_origin(one: Origin, other: Origin, apart: int) -> bool:
     """Whether two layers, `apart` apart, read the same: one tensor, or results from equally many layers back."""
     if one == other:
         return one != UNKNOWN
@@ -125,7 +125,7 @@ def alike(one: Origin, other: Origin, apart: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Face:
+class _LayerSignature:
     """Signature of one layer for comparison.
 
     parts     named parts that do not depend on other layers, one object for equal layers of a list;  body: their hash
@@ -140,8 +140,8 @@ class _Face:
 
     @classmethod
     def of(
-        cls, path: str, number: int, module: nn.Module, log: Log, values: Sequence[int], said: Said, known: dict[int, list[Parts]]
-    ) -> _Face:
+        cls, path: str, number: int, module: nn.Module, log: Log, values: Sequence[int], said: LayerSettings, known: dict[int, list[Parts]]
+    ) -> _LayerSignature:
         """`known`: the parts of the layers before, by hash, so that equal parts become one object and compare fast."""
         prefix = f"{path}.{number}"
         calls, origins = _calls(log.layers.get((path, number), []), prefix, (path, number), values)
@@ -164,7 +164,7 @@ class _Face:
             known.setdefault(body, []).append(found := parts)
         return cls(body, found, origins, tuple(integers))
 
-    def same(self, other: _Face) -> bool:
+    def same(self, other: _LayerSignature) -> bool:
         """Whether two layers are equal, apart from the values of `origins`, of which they have equally many."""
         if self.body != other.body or len(self.origins) != len(other.origins):
             return False
@@ -172,7 +172,7 @@ class _Face:
 
 
 def _calls(
-    rows: Sequence[Row], prefix: str, place: tuple[str, int], values: Sequence[int]
+    rows: Sequence[RecordedCall], prefix: str, place: tuple[str, int], values: Sequence[int]
 ) -> tuple[tuple[Any, ...], tuple[Origin, ...]]:
     found, origins = [], list[Origin]()
     for row in rows:
@@ -194,8 +194,8 @@ def _calls(
 
 def _attributes(name: str, module: nn.Module, integers: list[int]) -> tuple[Any, ...]:
     """A module's class and its attributes other than parameters and modules. Integers are appended to `integers`."""
-    held = tuple((key, shown(value, integers)) for key, value in sorted(vars(module).items()) if key not in PARTS)
-    hooks = tuple((key, tuple(shown(hook, integers) for hook in getattr(module, key).values())) for key in HOOKS)
+    held = tuple((key, comparable_value(value, integers)) for key, value in sorted(vars(module).items()) if key not in PARTS)
+    hooks = tuple((key, tuple(comparable_value(hook, integers) for hook in getattr(module, key).values())) for key in HOOKS)
     return name, type(module), held, hooks
 
 

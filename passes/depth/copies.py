@@ -20,10 +20,10 @@ from torch.fx.node import map_arg
 from meshc.ir import KEY, Record, records
 from meshc.ir.graph import placeholders, results_of
 from meshc.passes.depth.blocks import NAMED, Blocks
-from meshc.passes.depth.draws import call_of, with_call
+from meshc.passes.depth.draws import call_argument, with_call
 from meshc.passes.depth.equal import same_records, twins
-from meshc.passes.depth.mentions import Elsewhere, Mentions
-from meshc.passes.depth.order import grown
+from meshc.passes.depth.mentions import LayerRenaming, Mentions
+from meshc.passes.depth.order import order_with_copies
 from meshc.passes.depth.series import Series
 from meshc.passes.depth.unequal import Unequal
 from meshc.program.program import Port
@@ -32,7 +32,7 @@ SEQUENCE = "seq_nr"
 
 
 @dataclass(frozen=True)
-class Whole:
+class GrownGraph:
     """The whole model's graph.
 
     kept    captured node -> its node in `graph`
@@ -48,12 +48,12 @@ class Whole:
     draws: int
 
 
-def copy_of(name: str, number: int) -> str:
+def copy_name(name: str, number: int) -> str:
     """The name of a copy of a value of the global view."""
     return f"{name}__{number}" if number else name
 
 
-class Growing:
+class GraphGrower:
     """Builds the whole model's graph. Raises Unequal.
     pairs  for a per-rank graph: names of values of the global view in block 1 -> in block 2; None for the global view itself"""
 
@@ -66,10 +66,10 @@ class Growing:
         self.made = Graph()
         self.kept: dict[Node, Node] = {}
         self.copies: dict[Node, dict[int, Node]] = {node: {} for node in self.twins}
-        self.sequence = Steps((one.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE)) for one, twin in self.twins.items())
-        self.calls = Steps((_call(one), _call(twin.other)) for one, twin in self.twins.items())
+        self.sequence = NumberSteps((one.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE)) for one, twin in self.twins.items())
+        self.calls = NumberSteps((_call(one), _call(twin.other)) for one, twin in self.twins.items())
 
-    def run(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> Whole:
+    def run(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> GrownGraph:
         self._refuse_readers()
         ports = dict(zip(placeholders(self.graph), inputs, strict=True))
         pairs = [(one, twin.other) for one, twin in self.twins.items() if one in ports]
@@ -77,7 +77,7 @@ class Growing:
         entering = Ports(((ports[one], ports[other]) for one, other in pairs), self.mentions)
         entered: list[Port] = []
         partner = {one: twin.other for one, twin in self.twins.items()}
-        for node, number in grown([node for node in self.graph.nodes if node.op != "output"], self.blocks, partner, self.count):
+        for node, number in order_with_copies([node for node in self.graph.nodes if node.op != "output"], self.blocks, partner, self.count):
             name = self._name(node, number, called)
             if number:
                 self.copies[node][number] = self._copy(node, number, name)
@@ -86,13 +86,13 @@ class Growing:
             if node in ports:
                 entered.append(entering.copy(ports[node], ports[partner[node]], number) if number else entering.later(ports[node]))
         left = self._results(outputs)
-        return Whole(self.made, tuple(entered), tuple(left), self.kept, self.copies, self.calls.step * self.count)
+        return GrownGraph(self.made, tuple(entered), tuple(left), self.kept, self.copies, self.calls.step * self.count)
 
     def _name(self, node: Node, number: int, called: Series) -> str:
         """A node's new name: in a per-rank graph as in one that was captured whole; in the global view so that names of the captured part
         stay valid."""
         if self.pairs is None:
-            return copy_of(node.name, number)
+            return copy_name(node.name, number)
         if node.op != "placeholder":
             return re.sub(r"_\d+$", "", node.name)
         return called.copy(node.name, self.twins[node].other.name, number) if number else called.later(node.name)
@@ -154,7 +154,7 @@ class Growing:
             raise Unequal(f"{reader.name} reads {node.name} of a layer that comes after it")
         return found
 
-    def _make(self, node: Node, name: str, there: Callable[[Node], Node], call: int | None, layers: Elsewhere) -> Node:
+    def _make(self, node: Node, name: str, there: Callable[[Node], Node], call: int | None, layers: LayerRenaming) -> Node:
         if node.op == "placeholder":
             return self.made.placeholder(name)
         given = with_call(node, call) if call is not None else node.args
@@ -166,17 +166,17 @@ class Growing:
             made.kwargs = map_arg(node.kwargs, there)
         return made
 
-    def _describe(self, made: Node, node: Node, number: int, layers: Elsewhere, sequence: int | None) -> None:
+    def _describe(self, made: Node, node: Node, number: int, layers: LayerRenaming, sequence: int | None) -> None:
         found = tuple(self._record(record, number, layers) for record in records(node))
         made.meta[KEY] = found if isinstance(node.meta[KEY], tuple) else found[0]
         if sequence is not None:
             made.meta[SEQUENCE] = sequence
 
-    def _record(self, record: Record, number: int, layers: Elsewhere) -> Record:
+    def _record(self, record: Record, number: int, layers: LayerRenaming) -> Record:
         of = record.of
         if number and of:
             value, dot, index = of.partition(".")
-            of = copy_of(value, number) + dot + index if self.pairs is not None and value in self.pairs else of
+            of = copy_name(value, number) + dot + index if self.pairs is not None and value in self.pairs else of
         return layers.record(record, of)
 
     # ---------------------------------------------------------------------------------------------------------------- the results
@@ -195,7 +195,7 @@ class Growing:
         blocks = {place: self.blocks[node] for place, node in enumerate(results) if node in self.blocks}
         leaving = Ports(((outputs[one], outputs[other]) for one, other in partner.items()), self.mentions)
         made, left = list[Node](), list[Port]()
-        for place, number in grown(range(len(results)), blocks, partner, self.count):
+        for place, number in order_with_copies(range(len(results)), blocks, partner, self.count):
             node, port = results[place], outputs[place]
             made.append(self.copies[node][number] if number else self.kept[node])
             left.append(leaving.copy(port, outputs[partner[place]], number) if number else leaving.later(port))
@@ -233,7 +233,7 @@ class Ports:
     def later(self, port: Port) -> Port:
         return self._port(port, self.keys.later(port.key).partition(":")[2], self.of.later(port.of), self.mentions.later())
 
-    def _port(self, port: Port, name: str, of: str, layers: Elsewhere) -> Port:
+    def _port(self, port: Port, name: str, of: str, layers: LayerRenaming) -> Port:
         sharding = None if port.sharding is None else layers.sharding(port.sharding)
         return replace(port, name=name, of=of, sharding=sharding)
 
@@ -242,7 +242,7 @@ def _record(port: Port) -> Record:
     return Record(port.shape, port.dtype, port.sharding, phase=f"{port.kind} {port.requires_grad}")
 
 
-class Steps:
+class NumberSteps:
     """Numbers that grow by one step from block to block, unless all blocks have the same. `pairs`: those of block 1 and of block 2."""
 
     def __init__(self, pairs: Iterable[tuple[int | None, int | None]]) -> None:
@@ -264,5 +264,5 @@ class Steps:
 
 
 def _call(node: Node) -> int | None:
-    place = call_of(node)
+    place = call_argument(node)
     return None if place is None or place >= len(node.args) else node.args[place]  # type: ignore[return-value]

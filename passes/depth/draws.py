@@ -9,7 +9,7 @@ from torch.fx import Node
 from meshc.private import OpOverload
 
 
-def call_of(node: Node) -> int | None:
+def call_argument(node: Node) -> int | None:
     """The argument's index; None for operators that draw no random numbers."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "meshc":
         return None
@@ -18,6 +18,6 @@ def call_of(node: Node) -> int | None:
 
 def with_call(node: Node, number: Any) -> tuple[Any, ...]:
     """The arguments, with `number` as the call's number."""
-    place = call_of(node)
+    place = call_argument(node)
     assert place is not None
     return (*node.args[:place], number, *node.args[place + 1 :])

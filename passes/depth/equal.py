@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from meshc.ir import Record, exactly, op_name, records
 from meshc.passes.depth.blocks import Blocks
-from meshc.passes.depth.draws import call_of, with_call
+from meshc.passes.depth.draws import call_argument, with_call
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
 
@@ -38,15 +38,15 @@ class Twin:
     draws: int = 0
 
 
-def read(node: Node) -> list[Node]:
+def operands_in_order(node: Node) -> list[Node]:
     """The operands, in the order in which `map_arg` meets them."""
     found: list[Node] = []
 
-    def met(operand: Node) -> Node:
+    def record_operand(operand: Node) -> Node:
         found.append(operand)
         return operand
 
-    map_arg((node.args, node.kwargs), met)
+    map_arg((node.args, node.kwargs), record_operand)
     return found
 
 
@@ -62,19 +62,19 @@ def twins(graph: Graph, blocks: Blocks, mentions: Mentions, of: Mapping[str, str
     found = [_twin(a, b, places, mentions, of) for a, b in zip(one, other, strict=False)]
     if len(one) != len(other):
         longer = max(one, other, key=len)
-        raise Unequal(f"{_said(longer[min(len(one), len(other))])} has no equal in the next layer")
+        raise Unequal(f"{_describe_operator(longer[min(len(one), len(other))])} has no equal in the next layer")
     return found
 
 
 def _twin(one: Node, other: Node, places: Mapping[Node, tuple[int, int]], mentions: Mentions, of: Mapping[str, str]) -> Twin:
     if one.op != other.op or (one.op != "placeholder" and one.target is not other.target):
-        raise Unequal(f"{_said(one)}, where the next layer has {_said(other)}")
-    said = [(a, b) for a, b in zip(texts(one), texts(other), strict=False) if a != b]
-    fixed = same_records(records(one), records(other), mentions, lambda name: of.get(name, name), _said(one), said)
+        raise Unequal(f"{_describe_operator(one)}, where the next layer has {_describe_operator(other)}")
+    said = [(a, b) for a, b in zip(string_arguments(one), string_arguments(other), strict=False) if a != b]
+    fixed = same_records(records(one), records(other), mentions, lambda name: of.get(name, name), _describe_operator(one), said)
     draws = 0
     if _without_nodes(one) != _without_nodes(other):
         draws = _numbers_apart(one, other)
-    mine, theirs = read(one), read(other)
+    mine, theirs = operands_in_order(one), operands_in_order(other)
     reads = tuple(_reads(one, a, b, places) for a, b in zip(mine, theirs, strict=True))
     return Twin(one, other, reads, fixed, draws)
 
@@ -82,19 +82,19 @@ def _twin(one: Node, other: Node, places: Mapping[Node, tuple[int, int]], mentio
 def _reads(node: Node, one: Node, other: Node, places: Mapping[Node, tuple[int, int]]) -> Relative | None:
     if one is other:
         if places.get(one, (None,))[0] in (1, 2):
-            raise Unequal(f"{_said(node)} reads {one.name} of a layer inside, and so does the next layer")
+            raise Unequal(f"{_describe_operator(node)} reads {one.name} of a layer inside, and so does the next layer")
         return None
     if one not in places or other not in places:
-        raise Unequal(f"{_said(node)} reads {_said(one)}, in the next layer {_said(other)}")
+        raise Unequal(f"{_describe_operator(node)} reads {_describe_operator(one)}, in the next layer {_describe_operator(other)}")
     (block, place), (after, place_after) = places[one], places[other]
     if after - block != 1 or block not in (0, 1, 2):
-        raise Unequal(f"{_said(node)} reads what is {abs(block - 1)} layers away, in the next layer {abs(after - 2)}")
+        raise Unequal(f"{_describe_operator(node)} reads what is {abs(block - 1)} layers away, in the next layer {abs(after - 2)}")
     if block == 1 and place != place_after:
-        raise Unequal(f"{_said(node)} reads {_said(one)}, in the next layer {_said(other)}")
+        raise Unequal(f"{_describe_operator(node)} reads {_describe_operator(one)}, in the next layer {_describe_operator(other)}")
     return block - 1, place_after if block == 0 else place  # as a layer inside counts them: the first and the last have others beside
 
 
-def texts(node: Node) -> list[str]:
+def string_arguments(node: Node) -> list[str]:
     """The string arguments, which may mention layers (a check has its message)."""
     return [argument for argument in node.args if isinstance(argument, str)]
 
@@ -106,12 +106,12 @@ def _without_nodes(node: Node) -> object:
 
 
 def _numbers_apart(one: Node, other: Node) -> int:
-    place = call_of(one)
+    place = call_argument(one)
     if place is None or place >= len(one.args) or place >= len(other.args):
-        raise Unequal(f"{_said(one)} and {_said(other)} of the next layer have other arguments")
+        raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
     blank = [exactly(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)]  # these take no texts
     if blank[0] != blank[1]:
-        raise Unequal(f"{_said(one)} and {_said(other)} of the next layer have other arguments")
+        raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
     return int(other.args[place]) - int(one.args[place])  # type: ignore[arg-type]
 
 
@@ -161,7 +161,7 @@ def _differing(wanted: Record, found: Record) -> str:
     return "padding known to be zero differs in the next layer"
 
 
-def _said(node: Node) -> str:
+def _describe_operator(node: Node) -> str:
     """An operator's description in messages."""
     if node.op == "placeholder":
         return node.name

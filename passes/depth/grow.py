@@ -16,30 +16,30 @@ from torch.fx import Graph
 
 from meshc.ir import Source, records
 from meshc.passes.depth.blocks import Blocks, blocks_of, local_blocks_of
-from meshc.passes.depth.copies import Growing, Whole
+from meshc.passes.depth.copies import GraphGrower, GrownGraph
 from meshc.passes.depth.equal import twins
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.depth.unnamed import NAME, Unnamed, unnamed
+from meshc.passes.depth.unnamed import NAME, UnnamedFactors, unnamed_factors
 from meshc.passes.phases.depth import Stretch
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.traced import Joint
 from meshc.program.program import Stage
 
 
-def grow(lowered: Lowered) -> Lowered:
+def grow(lowered: LoweredProgram) -> LoweredProgram:
     """Raises Unequal."""
     depth = lowered.depth
     if depth is None:
         return lowered
     (stage,) = lowered.stages.values()
     joint = lowered.placed.joint
-    local = Whole(stage.graph, lowered.inputs, lowered.outputs, {}, {}, 0)
+    local = GrownGraph(stage.graph, lowered.inputs, lowered.outputs, {}, {}, 0)
     count = sum(NAME.fullmatch(name) is not None for name in lowered.placed.names.of.values())
     for stretch in depth.stretches:
         _refuse_some_checkpointed(stage.graph, stretch)
     for stretch in reversed(depth.stretches):  # from the back, so that what stands before keeps its numbers
-        local, count = _grown(local, joint, stretch, count)
+        local, count = _grow_stretch(local, joint, stretch, count)
     paths = [path for index, path in enumerate(depth.output.paths()) if index not in depth.output.plain]
     if paths != [port.name for port in local.outputs if port.kind == "output"]:
         raise Unequal("outputs of the model are called otherwise than its code calls them")
@@ -60,14 +60,14 @@ def _refuse_some_checkpointed(graph: Graph, stretch: Stretch) -> None:
         raise Unequal(f"some layers of {stretch.path} are checkpointed, and others not")
 
 
-def _grown(local: Whole, joint: Joint, stretch: Stretch, count: int) -> tuple[Whole, int]:
+def _grow_stretch(local: GrownGraph, joint: Joint, stretch: Stretch, count: int) -> tuple[GrownGraph, int]:
     """The per-rank graph with the copies of one stretch, and the number of unnamed factors in it. `count`: their number before."""
     mentions = Mentions(stretch)
     blocks, pairs = pairs_of(joint, mentions)
     by_name = {node.name: blocks.get(node) for node in joint.graph.nodes}
     local_blocks = local_blocks_of(local.graph, local.inputs, by_name, mentions)
-    mentions = Mentions(stretch, _unnamed(local.graph, local_blocks, count, stretch.left_out))
-    made = Growing(local.graph, local_blocks, mentions, pairs).run(local.inputs, local.outputs)
+    mentions = Mentions(stretch, _find_unnamed_factors(local.graph, local_blocks, count, stretch.left_out))
+    made = GraphGrower(local.graph, local_blocks, mentions, pairs).run(local.inputs, local.outputs)
     return replace(made, draws=made.draws + local.draws), count + len(mentions.unnamed.next) * stretch.left_out
 
 
@@ -77,7 +77,7 @@ def pairs_of(joint: Joint, mentions: Mentions) -> tuple[Blocks, dict[str, str]]:
     return blocks, {twin.one.name: twin.other.name for twin in twins(joint.graph, blocks, mentions, {})}
 
 
-def _unnamed(graph: Graph, blocks: Blocks, count: int, copies: int) -> Unnamed:
+def _find_unnamed_factors(graph: Graph, blocks: Blocks, count: int, copies: int) -> UnnamedFactors:
     one, other = ([node for node in graph.nodes if blocks.get(node) == block] for block in (1, 2))
     rows = [pair for a, b in zip(one, other, strict=False) for pair in zip(records(a), records(b), strict=False)]
-    return unnamed(((mine.sharding, theirs.sharding) for mine, theirs in rows), count, copies)
+    return unnamed_factors(((mine.sharding, theirs.sharding) for mine, theirs in rows), count, copies)

@@ -14,18 +14,18 @@ from functools import lru_cache
 
 from meshc.ir import Record, Source
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.depth.unnamed import NAME, Unnamed
+from meshc.passes.depth.unnamed import NAME, UnnamedFactors
 from meshc.passes.phases.depth import Stretch
 
 
 class Mentions:
     """Mentions of layers of one stretch's list. `unnamed`: factors that are called by numbers of their own."""
 
-    def __init__(self, stretch: Stretch, unnamed: Unnamed | None = None) -> None:
-        self.stretch, self.unnamed = stretch, unnamed or Unnamed()
+    def __init__(self, stretch: Stretch, unnamed: UnnamedFactors | None = None) -> None:
+        self.stretch, self.unnamed = stretch, unnamed or UnnamedFactors()
         self._pattern = re.compile(rf"(?<![\w.]){re.escape(stretch.path)}\.(\d+)(?![^.\s,;:\]\[/])")
         self._split = lru_cache(maxsize=None)(self._pattern.split)
-        self._made: dict[tuple[frozenset[int], int], Elsewhere] = {}
+        self._made: dict[tuple[frozenset[int], int], LayerRenaming] = {}
         self._named: dict[int, tuple[Sharding, bool]] = {}
 
     def block(self, name: str) -> int | None:
@@ -43,14 +43,14 @@ class Mentions:
         """Numbers of the layers that a text mentions, in order."""
         return tuple(map(int, self._split(text)[1::2]))
 
-    def _elsewhere(self, number: Callable[[int], int], factors: Callable[[str], str]) -> Elsewhere:
-        def said(text: str) -> str:
+    def _build_renaming(self, number: Callable[[int], int], factors: Callable[[str], str]) -> LayerRenaming:
+        def rename_text(text: str) -> str:
             parts = self._split(text)
             if len(parts) > 1:
                 text = "".join(f"{self.stretch.path}.{number(int(part))}" if index % 2 else part for index, part in enumerate(parts))
             return factors(text)
 
-        return Elsewhere(said, self._names)
+        return LayerRenaming(rename_text, self._names)
 
     def _names(self, sharding: Sharding) -> bool:
         """Whether the sharding has factors that are named by a layer or by a number; few have."""
@@ -63,27 +63,27 @@ class Mentions:
 
     # ---------------------------------------------------------------------------------------------------------- from layers to others
 
-    def next(self, fixed: frozenset[int]) -> Elsewhere:
+    def next(self, fixed: frozenset[int]) -> LayerRenaming:
         """From block 1 to block 2; layers of `fixed` stay."""
-        return self._elsewhere(lambda layer: layer if layer in fixed else layer + self.stretch.period, self.unnamed.one_further)
+        return self._build_renaming(lambda layer: layer if layer in fixed else layer + self.stretch.period, self.unnamed.one_further)
 
-    def later(self) -> Elsewhere:
+    def later(self) -> LayerRenaming:
         """From the captured layers to the whole model."""
-        return self._kept(frozenset(), 0, self._later)
+        return self._cached_renaming(frozenset(), 0, self._later)
 
-    def inside(self, fixed: frozenset[int], number: int) -> Elsewhere:
+    def inside(self, fixed: frozenset[int], number: int) -> LayerRenaming:
         """From block 1 to its copy `number` in the whole model."""
         period = self.stretch.period
-        return self._kept(fixed, number, lambda layer: self._later(layer) if layer in fixed else layer + number * period)
+        return self._cached_renaming(fixed, number, lambda layer: self._later(layer) if layer in fixed else layer + number * period)
 
-    def other(self, fixed: frozenset[int]) -> Elsewhere:
+    def other(self, fixed: frozenset[int]) -> LayerRenaming:
         """From block 2 to its place in the whole model."""
         further = self.stretch.left_out * self.stretch.period
-        return self._kept(fixed, -1, lambda layer: self._later(layer) if layer in fixed else layer + further)
+        return self._cached_renaming(fixed, -1, lambda layer: self._later(layer) if layer in fixed else layer + further)
 
-    def _kept(self, fixed: frozenset[int], number: int, layers: Callable[[int], int]) -> Elsewhere:
+    def _cached_renaming(self, fixed: frozenset[int], number: int, layers: Callable[[int], int]) -> LayerRenaming:
         if (fixed, number) not in self._made:
-            self._made[fixed, number] = self._elsewhere(layers, lambda text: self.unnamed.in_copy(text, max(0, number)))
+            self._made[fixed, number] = self._build_renaming(layers, lambda text: self.unnamed.in_copy(text, max(0, number)))
         return self._made[fixed, number]
 
     def _later(self, layer: int) -> int:
@@ -92,7 +92,7 @@ class Mentions:
 
 
 @dataclass
-class Elsewhere:
+class LayerRenaming:
     """Rewrites texts, records and shardings for the same values in other layers, memoised. `said` rewrites a text; `named`: whether a
     sharding mentions layers at all."""
 

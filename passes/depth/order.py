@@ -16,7 +16,7 @@ from typing import TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 
-def grown(
+def order_with_copies(
     items: Sequence[Item], blocks: Mapping[Item, int | None], partner: Mapping[Item, Item], copies: int
 ) -> Iterator[tuple[Item, int]]:
     """The sequence with copies: (item, 0) for each original, (item of block 1, d) for its d-th copy.

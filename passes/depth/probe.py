@@ -23,13 +23,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshc.frontend.capture import Root, fake_tensors, prepared
+from meshc.frontend.capture import Root, fake_tensors, traceable_model
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ops.random_calls import is_random
-from meshc.passes.depth.shown import shown
-from meshc.passes.depth.untouched import untouched
+from meshc.passes.depth.shown import comparable_value
+from meshc.passes.depth.untouched import preserve_python_state
 from meshc.passes.phases.request import Request
 
 Place = tuple[str, int]
@@ -53,7 +53,7 @@ LEAST: Final = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class RecordedCall:
     """One call: `what` is the function, its arguments with tensors as their types, and the state that it ran in; `origins` are those of the
     tensors."""
 
@@ -71,9 +71,9 @@ class Log:
     given    objects among the arguments, kept alive since they are compared by identity
     """
 
-    outside: list[Row] = field(default_factory=list)
+    outside: list[RecordedCall] = field(default_factory=list)
     calls: list[tuple[Place, int]] = field(default_factory=list)
-    layers: dict[Place, list[Row]] = field(default_factory=dict)
+    layers: dict[Place, list[RecordedCall]] = field(default_factory=dict)
     leaves: list[Origin | None] = field(default_factory=list)
     output: OutputTree | None = None
     given: list[Any] = field(default_factory=list)
@@ -94,11 +94,11 @@ def probe(request: Request, lists: Sequence[str]) -> Log:
     """Log of the request's call, by layers of `lists`. Raises whatever the model's code raises on tensors without values."""
     module = request.module
     with (
-        untouched(module, (request.function, request.signature)) as there,
-        prepared(module),
+        preserve_python_state(module, (request.function, request.signature)) as there,
+        traceable_model(module),
         fake_tensors(module, None) as (held, _),
     ):
-        recorder = _Recorder()
+        recorder = _CallRecorder()
         for number, tensor in enumerate(there):
             recorder.name(tensor, ("held", number))
         for name, tensor in held.items():
@@ -125,13 +125,13 @@ def probe(request: Request, lists: Sequence[str]) -> Log:
         plain = {index: leaf for index, leaf in enumerate(found) if not isinstance(leaf, torch.Tensor)}
         recorder.log.leaves = [recorder.origin(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in found]
         recorder.log.output = OutputTree(tree, plain)
-        return settled(recorder.log)
+        return assign_rows_between(recorder.log)
 
 
-def settled(log: Log) -> Log:
+def assign_rows_between(log: Log) -> Log:
     """The log with calls between one layer and the next moved to the start of the next one's rows, numbered below 0."""
     moved: dict[int, Origin] = {}
-    ahead: dict[Place, list[Row]] = {}
+    ahead: dict[Place, list[RecordedCall]] = {}
     for ((path, number), start), (place, end) in zip(log.calls, log.calls[1:], strict=False):
         if place == (path, number + 1) and place not in ahead:
             ahead[place] = log.outside[start:end]
@@ -146,13 +146,13 @@ def settled(log: Log) -> Log:
             return (*moved.get(origin[1], ("outside", len(order))), *origin[2:])
         return origin
 
-    def renamed(rows: Sequence[Row]) -> list[Row]:
-        return [Row(row.what, tuple(map(of, row.origins))) for row in rows]
+    def rename_origins(rows: Sequence[RecordedCall]) -> list[RecordedCall]:
+        return [RecordedCall(row.what, tuple(map(of, row.origins))) for row in rows]
 
     return Log(
-        renamed([log.outside[row] for row in order]),
+        rename_origins([log.outside[row] for row in order]),
         [(place, sum(row not in moved or moved[row][0] == "outside" for row in range(before))) for place, before in log.calls],
-        {place: renamed([*ahead.get(place, ()), *rows]) for place, rows in log.layers.items()},
+        {place: rename_origins([*ahead.get(place, ()), *rows]) for place, rows in log.layers.items()},
         [leaf and of(leaf) for leaf in log.leaves],
         log.output,
         log.given,
@@ -165,7 +165,7 @@ def _like(leaf: Any, grad: bool) -> Any:
     return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta").requires_grad_(grad and leaf.requires_grad)
 
 
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.log = Log()
@@ -193,42 +193,42 @@ class _Recorder(TorchFunctionMode):
         """A context in which calls inside the lists' layers, hooks included, are recorded by layer."""
         layers = [(layer, (path, number)) for path in lists for number, layer in enumerate(module.get_submodule(path).children())]
         for layer, place in layers:
-            layer.__dict__["_call_impl"] = self._within(place, layer._call_impl)
+            layer.__dict__["_call_impl"] = self._wrap_layer(place, layer._call_impl)
         try:
             own: Any = vars(torch.autograd.Function)["apply"]
-            with mock.patch.object(torch.autograd.Function, "apply", classmethod(self._function(own.__func__))):
+            with mock.patch.object(torch.autograd.Function, "apply", classmethod(self._wrap_autograd_apply(own.__func__))):
                 yield
         finally:
             for layer, _ in layers:
                 layer.__dict__.pop("_call_impl", None)
 
-    def _within(self, place: Place, call: Callable[..., Any]) -> Callable[..., Any]:
-        def entered(*args: Any, **kwargs: Any) -> Any:
+    def _wrap_layer(self, place: Place, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_layer(*args: Any, **kwargs: Any) -> Any:
             if self.at is not None:
                 return call(*args, **kwargs)
             self.log.calls.append((place, len(self.log.outside)))
-            self.log.layers.setdefault(place, []).append(Row(("called",), ()))
+            self.log.layers.setdefault(place, []).append(RecordedCall(("called",), ()))
             self.at = place
             try:
                 return call(*args, **kwargs)
             finally:
                 self.at = None
 
-        return entered
+        return call_layer
 
-    def _function(self, apply: Any) -> Callable[..., Any]:
+    def _wrap_autograd_apply(self, apply: Any) -> Callable[..., Any]:
         """Records calls of user-defined autograd functions with their arguments, since their backward is not run here. Those of registered
         operators are skipped: the operators have been recorded."""
 
-        def applied(kind: type, *args: Any, **kwargs: Any) -> Any:
+        def apply_recording(kind: type, *args: Any, **kwargs: Any) -> Any:
             if kind.__module__.startswith("torch._library."):
                 return apply(kind, *args, **kwargs)
             tensors: list[torch.Tensor] = []
-            given = self._shown((args, kwargs), tensors)
-            self._rows().append(Row(("function", kind, given), tuple(map(self.origin, tensors))))
+            given = self._plain_data((args, kwargs), tensors)
+            self._rows().append(RecordedCall(("function", kind, given), tuple(map(self.origin, tensors))))
             return apply(kind, *args, **kwargs)
 
-        return applied
+        return apply_recording
 
     # ------------------------------------------------------------------------------------------------------------------ the calls
 
@@ -239,18 +239,18 @@ class _Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         with torch._C.DisableTorchFunction():  # the recorder's own queries are not recorded
-            given = self._shown((args, kwargs), tensors)
-            what, origins = (_named(function), given, _state()), tuple(map(self.origin, tensors))  # before it writes into them
+            given = self._plain_data((args, kwargs), tensors)
+            what, origins = (_function_identity(function), given, _state()), tuple(map(self.origin, tensors))  # before it writes into them
             key = self._key(function, name, kwargs, what, tensors)
-            result = self._again(key)
+            result = self._find_result(key)
         if result is None:
             result = function(*args, **kwargs)
-            self._know(key, result)
+            self._store_result(key, result)
         made = [one for one in _leaves(result) if isinstance(one, torch.Tensor)]
         if name == "__get__" and not made:
             return result
         rows = self._rows()
-        rows.append(Row(what, origins))
+        rows.append(RecordedCall(what, origins))
         written = [args[0]] if args and _writes(name) else [kwargs["out"]] if "out" in kwargs else []
         for place, one in enumerate((*made, *written)):
             if isinstance(one, torch.Tensor) and (id(one) not in self.origins or any(one is other for other in written)):
@@ -268,48 +268,48 @@ class _Recorder(TorchFunctionMode):
             return None
         return what, tuple((one.stride(), one.storage_offset()) for one in of)
 
-    def _again(self, key: object) -> torch.Tensor | None:
+    def _find_result(self, key: object) -> torch.Tensor | None:
         try:
             known = self.known.get(key)
         except TypeError:  # an unhashable argument
             return None
         return None if known is None else known()
 
-    def _know(self, key: object, result: object) -> None:
+    def _store_result(self, key: object, result: object) -> None:
         if key is not None and type(result) is torch.Tensor and id(result) not in self.origins and result.device.type == "meta":
             with contextlib.suppress(TypeError):
-                self.known[key] = partial(_another, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
+                self.known[key] = partial(_empty_like_result, tuple(result.shape), result.stride(), result.dtype, result.requires_grad)
 
     def _rows(self) -> list[Any]:
         return self.log.outside if self.at is None else self.log.layers[self.at]
 
-    def _shown(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+    def _plain_data(self, value: Any, tensors: list[torch.Tensor]) -> Any:
         """An argument as plain data, tensors as their types; the tensors are appended to `tensors`."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
         if isinstance(value, list | tuple):
-            return tuple(self._shown(item, tensors) for item in value)
+            return tuple(self._plain_data(item, tensors) for item in value)
         if isinstance(value, dict):
-            return tuple((key, self._shown(item, tensors)) for key, item in value.items())
+            return tuple((key, self._plain_data(item, tensors)) for key, item in value.items())
         if isinstance(value, slice):
-            return ("slice", *(self._shown(item, tensors) for item in (value.start, value.stop, value.step)))
+            return ("slice", *(self._plain_data(item, tensors) for item in (value.start, value.stop, value.step)))
         if isinstance(value, int | float | complex | str | bytes | type(None)):
             return (type(value).__name__, repr(value))
         if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
             return value
         self.log.given.append(value)
         integers: list[int] = []
-        return (shown(value, integers), tuple(integers))
+        return (comparable_value(value, integers), tuple(integers))
 
 
-def _another(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+def _empty_like_result(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
     """An empty meta tensor like the memoised result of an operator."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return made.requires_grad_().clone() if requires_grad else made
 
 
-def _named(function: Any) -> Any:
+def _function_identity(function: Any) -> Any:
     """The identity of a function; getters of attributes are created anew each time, so by name."""
     owner = getattr(function, "__self__", None)
     return (function.__name__, getattr(owner, "__name__", "")) if getattr(function, "__name__", "") == "__get__" else function

@@ -14,26 +14,26 @@ from dataclasses import replace
 from torch import nn
 
 from meshc.frontend.listed_experts import is_listed
-from meshc.passes.depth.classes import Layers, Run, alike
-from meshc.passes.depth.probe import LEAST, UNKNOWN, Log, Origin, Row, probe
-from meshc.passes.depth.said import Said
-from meshc.passes.depth.slice import sliced
+from meshc.passes.depth.classes import LayerRun, Layers, is_same_origin
+from meshc.passes.depth.probe import LEAST, UNKNOWN, Log, Origin, RecordedCall, probe
+from meshc.passes.depth.said import LayerSettings
+from meshc.passes.depth.slice import slice_layers
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.depth import Depth, Stretch
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.request import Request
 
 
-def with_depth(outset: Outset, whole_ends: bool = False) -> Outset:
+def with_depth(outset: CompilationPhase, whole_ends: bool = False) -> CompilationPhase:
     """The phase with the captured depth, or with a note of why all layers are captured."""
     if outset.request.depth == "whole":
         return outset
     if any(str(name).isdecimal() for place in outset.request.numbers for _, name in place.steps):
-        return outset.noting(whole_note("a number that is an input is one layer's"))
+        return outset.with_notes(whole_note("a number that is an input is one layer's"))
     try:
         return replace(outset, depth=prove(outset.request, whole_ends))
     except Unequal as difference:
-        return outset.noting(whole_note(difference))
+        return outset.with_notes(whole_note(difference))
 
 
 def whole_note(difference: object) -> str:
@@ -46,17 +46,17 @@ def prove(request: Request, whole_ends: bool = False) -> Depth | None:
     lists = [*_lists(request.module)]
     if not lists or request.dynamic:
         return None
-    whole, said = _log(request, lists, "its code does what tensors without values cannot"), Said(request)
+    whole, said = _log(request, lists, "its code does what tensors without values cannot"), LayerSettings(request)
     faces = {path: Layers(path, [*request.module.get_submodule(path).children()], whole, said) for path in lists}
     runs = {path: layers.runs(whole_ends) for path, layers in faces.items()}
     runs = {path: found for path, found in runs.items() if any(run.left_out for run in found)}
     if not runs:
         raise Unequal(next(iter(faces.values())).difference())
-    captured = {path: _captured(found) for path, found in runs.items()}
+    captured = {path: _captured_layers(found) for path, found in runs.items()}
     stretches = tuple(stretch for path, found in runs.items() for stretch in _stretches(path, found))
     assert whole.output is not None
     depth = Depth(stretches, captured, whole.output)
-    with sliced(request.module, depth):
+    with slice_layers(request.module, depth):
         part = _log(request, lists, "its code does not go over its lists alone: with fewer layers in them it raises")
         cut = {path: Layers(path, [*request.module.get_submodule(path).children()], part, said.among(depth)) for path in lists}
     numbers = {path: _numbers(found) for path, found in runs.items()}
@@ -89,7 +89,7 @@ def _lists(module: nn.Module) -> Iterator[str]:
             yield path
 
 
-def _captured(runs: list[Run]) -> tuple[int, ...]:
+def _captured_layers(runs: list[LayerRun]) -> tuple[int, ...]:
     """Numbers of the captured layers: of each run the layers ahead, two blocks, and the layers behind. Where the list's only shortened run
     is its last, as many layers from the front, so that each keeps its number in the list."""
     numbers: list[int] = []
@@ -100,7 +100,7 @@ def _captured(runs: list[Run]) -> tuple[int, ...]:
     return tuple(range(len(numbers))) if longest == [runs[-1]] else tuple(numbers)
 
 
-def _numbers(runs: list[Run]) -> dict[int, int]:
+def _numbers(runs: list[LayerRun]) -> dict[int, int]:
     """The layers that are not left out, counted from both ends of each run: number in the list -> number among the captured ones."""
     found: dict[int, int] = {}
     for run, first in _captured_first(runs):
@@ -112,14 +112,14 @@ def _numbers(runs: list[Run]) -> dict[int, int]:
     return found
 
 
-def _stretches(path: str, runs: list[Run]) -> Iterator[Stretch]:
+def _stretches(path: str, runs: list[LayerRun]) -> Iterator[Stretch]:
     for run, first in _captured_first(runs):
         if run.left_out:
             behind = run.layers - run.left_out - run.seam - run.period
             yield Stretch(path, first, run.period, run.blocks, run.ends, behind)
 
 
-def _captured_first(runs: list[Run]) -> Iterator[tuple[Run, int]]:
+def _captured_first(runs: list[LayerRun]) -> Iterator[tuple[LayerRun, int]]:
     """Each run with the number of its first layer among the captured ones."""
     first = 0
     for run in runs:
@@ -139,7 +139,7 @@ def _compare_layers(whole: Mapping[str, Layers], part: Mapping[str, Layers], num
         for number, kept in row.items():
             mine, theirs = whole[path].faces[number], part[path].faces[kept]
             origins = zip(mine.origins, theirs.origins, strict=False)
-            if not mine.same(theirs) or not all(_is(x, y, numbers) or alike(x, y, kept - number) for x, y in origins):
+            if not mine.same(theirs) or not all(_is_same_origin(x, y, numbers) or is_same_origin(x, y, kept - number) for x, y in origins):
                 raise Unequal(f"{path}.{number} is given other things where there are fewer layers")
 
 
@@ -147,19 +147,23 @@ def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
     """Both models do the same outside the layers. Raises Unequal."""
     for mine, other in zip(whole.outside, part.outside, strict=False):
         if mine.what != other.what:
-            raise Unequal(f"outside the layers {_told(mine)} is another call where there are fewer of them")
+            raise Unequal(f"outside the layers {_call_name(mine)} is another call where there are fewer of them")
         for x, y in zip(mine.origins, other.origins, strict=True):
             if x == UNKNOWN:
-                raise Unequal(f"outside the layers {_told(mine)} reads a tensor that was not made by a function of torch")
-            if not _is(x, y, numbers):
-                raise Unequal(f"outside the layers {_told(mine)} reads {_said(x)}, and {_said(y)} where there are fewer of them")
+                raise Unequal(f"outside the layers {_call_name(mine)} reads a tensor that was not made by a function of torch")
+            if not _is_same_origin(x, y, numbers):
+                raise Unequal(
+                    f"outside the layers {_call_name(mine)} reads {_origin_text(x)}, and {_origin_text(y)} where there are fewer of them"
+                )
     if len(whole.outside) != len(part.outside):
         longer = max(whole.outside, part.outside, key=len)
-        raise Unequal(f"outside the layers {_told(longer[min(len(whole.outside), len(part.outside))])} is called once for each of them")
+        raise Unequal(
+            f"outside the layers {_call_name(longer[min(len(whole.outside), len(part.outside))])} is called once for each of them"
+        )
     calls = [((path, numbers[path][number]), rows) for (path, number), rows in whole.calls if number in numbers[path]]
     if calls != part.calls:
         raise Unequal("the layers are not called in their order, once each")
-    leaves = [_moved(leaf, numbers) for leaf in whole.leaves if leaf is not None]
+    leaves = [_origin_in_part(leaf, numbers) for leaf in whole.leaves if leaf is not None]
     if UNKNOWN in leaves or [leaf for leaf in leaves if leaf != LEFT_OUT] != [leaf for leaf in part.leaves if leaf is not None]:
         raise Unequal("the output is made of other values where there are fewer layers")
 
@@ -167,12 +171,12 @@ def _compare_outside(whole: Log, part: Log, numbers: Numbers) -> None:
 LEFT_OUT: Origin = ("left out",)
 
 
-def _is(origin: Origin, other: Origin, numbers: Numbers) -> bool:
+def _is_same_origin(origin: Origin, other: Origin, numbers: Numbers) -> bool:
     """Whether an origin in the whole model is `other` in the part."""
-    return origin != UNKNOWN and _moved(origin, numbers) == other
+    return origin != UNKNOWN and _origin_in_part(origin, numbers) == other
 
 
-def _moved(origin: Origin, numbers: Numbers) -> Origin:
+def _origin_in_part(origin: Origin, numbers: Numbers) -> Origin:
     """An origin of the whole model, as the part has it."""
     if origin[0] == "layer" and origin[1] in numbers:
         number = numbers[origin[1]].get(origin[2])
@@ -185,12 +189,12 @@ def _moved(origin: Origin, numbers: Numbers) -> Origin:
     return origin
 
 
-def _told(row: Row) -> str:
+def _call_name(row: RecordedCall) -> str:
     named = row.what[0]
     return str(getattr(named, "__name__", named[0] if isinstance(named, tuple) else named))
 
 
-def _said(origin: Origin) -> str:
+def _origin_text(origin: Origin) -> str:
     if origin[0] == "layer":
         return f"what {origin[1]}.{origin[2]} makes"
     return " ".join(map(str, origin[:2]))

@@ -24,7 +24,7 @@ DIMS = 4
 """Dims of parameters whose factors are called `<name>.<dim>`."""
 
 
-class Said:
+class LayerSettings:
     """Settings of layers in one request."""
 
     def __init__(self, request: Request) -> None:
@@ -42,12 +42,12 @@ class Said:
         if any(NAME.fullmatch(text) for text in texts):
             raise Unequal("the plan names a dim by a number that goes by the layers (f0, f1, ...)")
         texts = [text for text in texts if re.search(r"[.*?\[]", text)]
-        self.patterns = [*dict.fromkeys((text,) for text in texts), *_by_what_they_say(self.lines)]
+        self.patterns = [*dict.fromkeys((text,) for text in texts), *_group_patterns(self.lines)]
 
-    def among(self, depth: Depth) -> Said:
+    def among(self, depth: Depth) -> LayerSettings:
         """The same settings for the captured layers, by their numbers among these."""
         found = copy.copy(self)
-        said = _by_what_they_say(captured_lines(self.lines, depth))
+        said = _group_patterns(captured_lines(self.lines, depth))
         found.patterns = [*self.patterns[: len(self.patterns) - len(said)], *said]
         return found
 
@@ -61,7 +61,7 @@ class Said:
         return groups, fixed, matches
 
 
-def _by_what_they_say(lines: Iterable[Line]) -> list[tuple[str, ...]]:
+def _group_patterns(lines: Iterable[Line]) -> list[tuple[str, ...]]:
     """Patterns of lines, grouped: lines that differ in their pattern alone are one group."""
     found: dict[object, dict[str, None]] = {}
     for line in lines:

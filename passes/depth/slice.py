@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from meshc.frontend.stock_caches import fewer
+from meshc.frontend.stock_caches import fewer_layers
 from meshc.passes.phases.depth import Depth
 
 
 @contextlib.contextmanager
-def sliced(module: nn.Module, depth: Depth | None) -> Iterator[None]:
+def slice_layers(module: nn.Module, depth: Depth | None) -> Iterator[None]:
     """Captured layers are renumbered. Does nothing if all layers are captured."""
     captured = {} if depth is None else depth.captured
     lists = [(module.get_submodule(path), numbers) for path, numbers in captured.items()]
@@ -27,7 +27,7 @@ def sliced(module: nn.Module, depth: Depth | None) -> Iterator[None]:
         for (each, numbers), layers in zip(lists, whole, strict=True):
             found = list(layers.values())
             each.__dict__["_modules"] = {str(place): found[number] for place, number in enumerate(numbers)}
-        with fewer(_front([*captured.values()], [len(layers) for layers in whole])):
+        with fewer_layers(_front([*captured.values()], [len(layers) for layers in whole])):
             yield
     finally:
         for (each, _), layers in zip(lists, whole, strict=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.fx import Node
 
-from meshc.frontend.read_places import ATTRIBUTE, ITEM, MODEL, Place, Step
+from meshc.frontend.read_places import ATTRIBUTE, ITEM, MODEL, ReadPlace, Step
 from meshc.ir import records
 from meshc.ir.graph import placeholders
 from meshc.passes.depth.blocks import blocks_of
@@ -26,7 +26,7 @@ from meshc.program.program import Port
 
 
 @dataclass(frozen=True)
-class Standing:
+class LayerMultiplicity:
     """
     block  node of a stretch -> (number of the stretch, number of the block in it)
     place  node of a stretch -> index of its layer within the block
@@ -49,9 +49,9 @@ class Standing:
         return self._seam.get(self.one(node))
 
 
-def standing_of(joint: Joint, depth: Depth | None) -> Standing:
+def multiplicity_of(joint: Joint, depth: Depth | None) -> LayerMultiplicity:
     """Multiplicities in the captured global view. Raises Unequal where two inner blocks differ."""
-    found = Standing(count=dict(counts_of(joint, depth)))
+    found = LayerMultiplicity(count=dict(counts_of(joint, depth)))
     nodes, ports = [*joint.graph.nodes], dict(zip(placeholders(joint.graph), joint.inputs, strict=True))
     for number, stretch in enumerate(depth.stretches if depth is not None else ()):
         mentions = Mentions(stretch)
@@ -59,13 +59,13 @@ def standing_of(joint: Joint, depth: Depth | None) -> Standing:
         pairs = {twin.one: twin.other for twin in twins(joint.graph, blocks, mentions, {})}
         inside = {node: (number, block) for node, block in blocks.items() if 0 <= block < CAPTURED}
         found.block.update(inside)
-        found.place.update((node, stretch.place(mentions.layer(_named(node, joint, ports)) or 0)) for node in inside)
+        found.place.update((node, stretch.place(mentions.layer(_owner_name(node, joint, ports)) or 0)) for node in inside)
         found.twin.update((other, one) for one, other in pairs.items())
         found._seam.update(seams(nodes, blocks, pairs))
     return found
 
 
-def _named(node: Node, joint: Joint, ports: Mapping[Node, Port]) -> str:
+def _owner_name(node: Node, joint: Joint, ports: Mapping[Node, Port]) -> str:
     """The parameter or module by which a node belongs to a layer."""
     if node in ports:
         return ports[node].of or ports[node].name
@@ -90,7 +90,7 @@ def whole_names(depth: Depth | None, name: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def whole_places(depth: Depth | None, model: nn.Module, places: Sequence[Place]) -> tuple[Place, ...]:
+def whole_places(depth: Depth | None, model: nn.Module, places: Sequence[ReadPlace]) -> tuple[ReadPlace, ...]:
     """Places of Python values that a trace of the captured layers has read, in the whole model: captured layers under their own numbers,
     and for each layer left out the places of the inner layers, of which it is a copy."""
     found = list(places)
@@ -105,8 +105,8 @@ def whole_places(depth: Depth | None, model: nn.Module, places: Sequence[Place])
 
 
 def _of_layers(
-    place: Place, steps: Sequence[Step], numbers: Sequence[int], inside: Collection[int], left_out: Sequence[int]
-) -> Iterator[Place]:
+    place: ReadPlace, steps: Sequence[Step], numbers: Sequence[int], inside: Collection[int], left_out: Sequence[int]
+) -> Iterator[ReadPlace]:
     """A place in a layer of the list at `steps`, for all layers that it stands for; any other place unchanged."""
     at = len(steps)
     if place.root != MODEL or place.steps[:at] != steps or len(place.steps) <= at or place.steps[at][0] != ITEM:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from meshc.ir.sharding import Sharding
-from meshc.passes.depth.order import grown
+from meshc.passes.depth.order import order_with_copies
 from meshc.passes.depth.unequal import Unequal
 
 NAME: Final = re.compile(r"\bf(\d+)\b(?!\.)")
 
 
 @dataclass(frozen=True)
-class Unnamed:
+class UnnamedFactors:
     """
     next    number of a block's factor -> its number in the next block
     names   (number, copy) -> number in the whole model; copy 0: of what is captured
@@ -41,7 +41,7 @@ class Unnamed:
         return NAME.sub(lambda found: f"f{self.names.get((int(found[1]), copy), self.names.get((int(found[1]), 0), found[1]))}", text)
 
 
-def unnamed(pairs: Iterable[tuple[Sharding | None, Sharding | None]], count: int, copies: int) -> Unnamed:
+def unnamed_factors(pairs: Iterable[tuple[Sharding | None, Sharding | None]], count: int, copies: int) -> UnnamedFactors:
     """`pairs`: shardings in block 1, and of the same values in block 2; `count`: the number of unnamed factors. Raises Unequal."""
     following: dict[int, int] = {}
     for one, other in pairs:
@@ -52,9 +52,9 @@ def unnamed(pairs: Iterable[tuple[Sharding | None, Sharding | None]], count: int
             if a and b and a[1] != b[1] and following.setdefault(int(a[1]), int(b[1])) != int(b[1]):
                 raise Unequal(f"dims that nothing names ({mine.factor}) do not go on from layer to layer")
     if not following:
-        return Unnamed()
+        return UnnamedFactors()
     if set(following) & set(following.values()) or len(set(following.values())) < len(following):
         raise Unequal("dims that nothing names are shared by neighbouring layers")
     blocks = dict.fromkeys(following, 1) | dict.fromkeys(following.values(), 2)
-    order = grown(range(count), blocks, following, copies)
-    return Unnamed(following, {found: place for place, found in enumerate(order)})
+    order = order_with_copies(range(count), blocks, following, copies)
+    return UnnamedFactors(following, {found: place for place, found in enumerate(order)})

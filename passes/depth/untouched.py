@@ -30,9 +30,9 @@ LIBRARIES: Final = ("torch", "numpy", "builtins", "typing", "collections", "func
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module, functions: tuple[Callable[..., Any], ...] = ()) -> Iterator[list[torch.Tensor]]:
+def preserve_python_state(module: nn.Module, functions: tuple[Callable[..., Any], ...] = ()) -> Iterator[list[torch.Tensor]]:
     """Yields the tensors that were found. `functions`: what is called beside the model."""
-    kept = Kept()
+    kept = PythonState()
     for value in (module, *functions):
         kept.add(value)
     with _quiet(), _generators():
@@ -42,7 +42,7 @@ def untouched(module: nn.Module, functions: tuple[Callable[..., Any], ...] = ())
             kept.restore()
 
 
-class Kept:
+class PythonState:
     """A snapshot of mutable Python state. Subclasses of dict and list are read and written by the base class's methods, past their own."""
 
     def __init__(self) -> None:

@@ -9,25 +9,25 @@ from dataclasses import replace
 from functools import partial
 
 from meshc.passes.depth.blocks import blocks_of
-from meshc.passes.depth.copies import Growing
+from meshc.passes.depth.copies import GraphGrower
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.later import Later
+from meshc.passes.phases.later import LazyValue
 from meshc.passes.phases.traced import Joint
 from meshc.program.program import Port
 
 
-def view_of(joint: Joint, depth: Depth | None) -> Later[Joint]:
+def view_of(joint: Joint, depth: Depth | None) -> LazyValue[Joint]:
     """Grown on first use, since most compilations need none. Raises Unequal then."""
-    return Later((lambda: joint) if depth is None else partial(_grown, joint, depth))
+    return LazyValue((lambda: joint) if depth is None else partial(_grow_view, joint, depth))
 
 
-def _grown(joint: Joint, depth: Depth) -> Joint:
+def _grow_view(joint: Joint, depth: Depth) -> Joint:
     """The whole model's graph; its ports have no shardings."""
     for stretch in reversed(depth.stretches):
         mentions = Mentions(stretch)
         plain = replace(joint, inputs=_without_shardings(joint.inputs), outputs=_without_shardings(joint.outputs))
-        made = Growing(plain.graph, blocks_of(plain, mentions), mentions).run(plain.inputs, plain.outputs)
+        made = GraphGrower(plain.graph, blocks_of(plain, mentions), mentions).run(plain.inputs, plain.outputs)
         updates = {made.kept[node]: mentions.later().text(name) for node, name in joint.updates.items()}
         for node, row in made.copies.items():
             if node in joint.updates:

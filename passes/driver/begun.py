@@ -19,8 +19,8 @@ from meshc.ir.graph import copied
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.run import run, run_all
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.plan.plan import Plan
@@ -34,12 +34,12 @@ ALIKE: Final = (str, int, float, Plan)
 """What says all that it is as text."""
 
 
-def begin(placed: Placed, hook: Hook | None) -> Lowered:
+def begin(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """From the plan on, all before `recompute`."""
     return run_all(pipeline.GROWN, partitioned(placed, hook), hook)
 
 
-def partitioned(placed: Placed, hook: Hook | None) -> Lowered:
+def partitioned(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """From the plan on, those of the layers that are captured."""
     return run(pipeline.PARTITION, run_all(pipeline.PLACE, placed, hook), hook)
 
@@ -48,8 +48,8 @@ def partitioned(placed: Placed, hook: Hook | None) -> Lowered:
 class _Beginning:
     """`placed`: what it began with, `left` what came of that, and `heard` what a hook is to hear of it."""
 
-    placed: Placed
-    left: Lowered
+    placed: PlacedModel
+    left: LoweredProgram
     heard: Heard
 
 
@@ -61,7 +61,7 @@ class Begun:
     kept: list[_Beginning] = field(default_factory=list)
     """What was asked for last comes first."""
 
-    def begin(self, placed: Placed, hook: Hook | None) -> Lowered:
+    def begin(self, placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
         """The same; of what was asked lately, what is there."""
         one = next((each for each in self.kept if _alike(placed, each.placed)), None)
         if one is None:
@@ -75,11 +75,11 @@ class Begun:
         return replace(left, request=request, placed=replace(left.placed, request=request), stages=stages)
 
 
-def _alike(one: Placed, other: Placed) -> bool:
+def _alike(one: PlacedModel, other: PlacedModel) -> bool:
     """Whether they begin alike: all but what is asked later is the same, or says the same."""
     mine, others = ((each.request, each) for each in (one, other))
     asked = [each.name for each in fields(Request) if each.name not in ASKED_LATER]
-    given = [each.name for each in fields(Placed) if each.name not in OWN]
+    given = [each.name for each in fields(PlacedModel) if each.name not in OWN]
     return _equal(mine[0], others[0], asked) and _equal(mine[1], others[1], given) and str(one.plan) == str(other.plan)
 
 

@@ -36,9 +36,9 @@ from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
 from meshc.passes.driver.priced_recipes import PricedRecipe, assigned, priced, recipes_for, under
 from meshc.passes.driver.run import run
 from meshc.passes.driver.search import SLOWER, may_recompute
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.single import Hook, say
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.single import Hook, report_progress
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.overlap import HIDDEN
 from meshc.passes.planner.played import played_seconds
@@ -74,7 +74,7 @@ def open_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(entry.axis for entry in plan.axes if entry.auto)
 
 
-def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> Lowered:
+def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> LoweredProgram:
     """What is left of the best candidate. `plain`: all passes from the plan on, without what keeps a budget; `allowed`: what is left of a
     search that found nothing, of whose request a change is searched for. Raises NothingFits if none keeps the budget, with the least
     that one holds."""
@@ -84,7 +84,7 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowe
     start = time.process_time()
     axes = open_axes(placed.plan)
     with part("searching for a plan"):
-        say(f"a plan for {', '.join(axes)}")
+        report_progress(f"a plan for {', '.join(axes)}")
         search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes, allowed=allowed or Allowance())
         _refuse_beaten(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
@@ -98,14 +98,14 @@ def choose(placed: Placed, lower: Lower, hook: Hook | None, plain: Lower, allowe
     if taken is None:
         raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed))
     taken.heard.tell(hook)
-    left = as_asked(taken.lowered, placed, axes).noting(finding.note(taken.weighed))
+    left = as_asked(taken.lowered, placed, axes).with_notes(finding.note(taken.weighed))
     left = replace(left, weighed=tuple(judge.table()))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values()) + finding.solved_s
     seconds = {"solve": finding.solved_s, "choose": max(0.0, time.process_time() - start - spent)}
     return replace(left, seconds={**left.seconds, **seconds})
 
 
-def _refuse_beaten(placed: Placed, search: Search) -> None:
+def _refuse_beaten(placed: PlacedModel, search: Search) -> None:
     """Where no plan can be as fast as the one that is known. Stages share the work of a step at best in equal parts."""
     beaten_s, pipeline_axis = placed.request.beaten_s, placed.mesh.pipeline_axis
     if beaten_s is None:
@@ -126,7 +126,7 @@ class _Finding:
     solved_s     CPU seconds of choices: the model, and its solutions
     """
 
-    placed: Placed
+    placed: PlacedModel
     axes: tuple[str, ...]
     judge: Judge
     search: Search
@@ -329,6 +329,6 @@ def _played(found: Found) -> float:
     return played_seconds(found.model, found.pick)
 
 
-def _weighed(name: str, placed: Placed, found: Found) -> Weighed:
+def _weighed(name: str, placed: PlacedModel, found: Found) -> Weighed:
     seconds = float(found.model.seconds(found.pick))
     return Weighed(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_played(found))

@@ -13,7 +13,7 @@ import torch
 from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
 from meshc.frontend.dynamic import DynamicDims
 from meshc.frontend.faults import phase as part
-from meshc.frontend.leftovers import given_up
+from meshc.frontend.leftovers import clean_up_compilation
 from meshc.frontend.spared import fewer_collections
 from meshc.passes.chunks.write import NotInChunks
 from meshc.passes.depth.unequal import Unequal
@@ -30,15 +30,15 @@ from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
 from meshc.passes.driver.within_budget import within_budget
 from meshc.passes.lower.specialise import specialise
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.outset import begin as outset_of
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.phases.traced import Joint, TracedModel
 from meshc.passes.place.batch import refuse_other_joint
-from meshc.passes.place.one_row import compare, opened, reopened, settle, why_whole
+from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.passes.trace import parts
 from meshc.plan.expert_groups import splits
@@ -49,34 +49,34 @@ REFUSED: Final = 6
 """Beginnings that are remembered while changes are tried of what is refused: about as many as there are changes."""
 
 
-def compile_program(request: Request, hook: Hook | None = None, traced: Traced | None = None) -> tuple[PlainProgram, Lowered]:
+def compile_program(request: Request, hook: Hook | None = None, traced: TracedModel | None = None) -> tuple[PlainProgram, LoweredProgram]:
     """Run all passes, or with `traced` those that are left. `hook(name, phase)` is called after each one (dumps, verification). Raises
     MeshcError and nothing else, but for what a hook raises."""
-    with given_up(), fewer_collections():
+    with clean_up_compilation(), fewer_collections():
         if traced is None:
             return joined(request, partial(_compiled_whole, hook), _whole_forward)
         assert replace(request, optimizer=None) == replace(traced.request, optimizer=None)
         if still(traced, request):
             with contextlib.suppress(Unequal):
-                return _compiled(traced.beside(request), hook)
+                return _compiled(traced.copy_for_request(request), hook)
         return compile_program(replace(request, depth="whole"), hook)
 
 
-def _compiled_whole(hook: Hook | None, request: Request) -> tuple[PlainProgram, Lowered]:
+def _compiled_whole(hook: Hook | None, request: Request) -> tuple[PlainProgram, LoweredProgram]:
     return at_depth(lambda outset, told: _compiled(_traced(outset, told), told), request, hook)
 
 
-def _compiled(traced: Traced, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
+def _compiled(traced: TracedModel, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, LoweredProgram]:
     try:
         return _of_factors(factored(traced, hook), hook, following)
     except NothingFits as error:
         raise error.tried() from None
 
 
-def _of_factors(placed: Placed, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
+def _of_factors(placed: PlacedModel, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, LoweredProgram]:
     placed = with_heads_apart(placed)
     if placed.depth is not None:
-        if opened(placed) is not None:
+        if rows_to_open(placed) is not None:
             raise Unequal("its batch has one row, which is to be split")
         return _planned(placed, hook, following)
     try:
@@ -88,31 +88,31 @@ def _of_factors(placed: Placed, hook: Hook | None, following: Following | None =
     return _planned(placed, hook, following)
 
 
-def trace(request: Request) -> Traced:
+def trace(request: Request) -> TracedModel:
     """What passes leave that know nothing of the optimizer, for several programs of requests that differ in it alone. Tracing is most of
     the time of a compilation."""
-    with given_up(), fewer_collections():
+    with clean_up_compilation(), fewer_collections():
         return at_depth(_traced, request, None)
 
 
-def trace_open(request: Request, dims: DynamicDims) -> Traced:
+def trace_open(request: Request, dims: DynamicDims) -> TracedModel:
     """What a trace of the request leaves with these sizes open, before any pass looks at them as numbers. Which layers stand for all is
     proved at the request's own sizes."""
 
-    def traced(outset: Outset, hook: Hook | None) -> Traced:
+    def traced(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
         wanted = replace(outset, request=replace(outset.request, dynamic=dims))
         return run_all(pipeline.OPERATORS, run(pipeline.CAPTURE, wanted, hook), hook)
 
-    with given_up(), fewer_collections(), torch.set_grad_enabled(request.grad):
+    with clean_up_compilation(), fewer_collections(), torch.set_grad_enabled(request.grad):
         return at_depth(traced, request, None)
 
 
 def compile_traced(
-    traced: Traced, hook: Hook | None = None, following: Following | None = None
-) -> tuple[PlainProgram, Lowered] | None:
+    traced: TracedModel, hook: Hook | None = None, following: Following | None = None
+) -> tuple[PlainProgram, LoweredProgram] | None:
     """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced. `following`: what they did
     at other sizes."""
-    with given_up(), fewer_collections():
+    with clean_up_compilation(), fewer_collections():
         if not still(traced, traced.request):
             return None
         with contextlib.suppress(Unequal):
@@ -120,30 +120,30 @@ def compile_traced(
     return None
 
 
-def partition_traced(traced: Traced) -> Lowered:
+def partition_traced(traced: TracedModel) -> LoweredProgram:
     """The passes behind a trace up to `partition`, of a request that leaves nothing open."""
     with fewer_collections():
         return partitioned(with_heads_apart(factored(traced)), None)
 
 
-def place(request: Request) -> Placed:
+def place(request: Request) -> PlacedModel:
     """What passes leave that know of no mesh and no plan, for `compile_beside`."""
-    with given_up(), fewer_collections():
+    with clean_up_compilation(), fewer_collections():
         return joined(request, _placed, _whole_forward)
 
 
-def _placed(request: Request) -> Placed:
+def _placed(request: Request) -> PlacedModel:
     return at_depth(lambda outset, hook: factored(_traced(outset, hook), hook), request, None)
 
 
-def compile_beside(placed: Placed, request: Request) -> tuple[PlainProgram, Lowered]:
+def compile_beside(placed: PlacedModel, request: Request) -> tuple[PlainProgram, LoweredProgram]:
     """What has its factors, on a mesh and by a plan of this request."""
     wanted = outset_of(request)
-    with given_up(), fewer_collections():
+    with clean_up_compilation(), fewer_collections():
         if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # its experts were traced in other groups
             return compile_program(request)
         with contextlib.suppress(Unequal):
-            return _of_factors(placed.again(request), None)
+            return _of_factors(placed.restart_for_request(request), None)
         return compile_program(replace(request, depth="whole"))
 
 
@@ -152,15 +152,15 @@ def whole_view(request: Request) -> Joint:
     return run(pipeline.UPDATE, trace(replace(request, depth="whole"))).operators()
 
 
-def factored(traced: Traced, hook: Hook | None = None) -> Placed:
+def factored(traced: TracedModel, hook: Hook | None = None) -> PlacedModel:
     """With its update and its factors."""
     return run(pipeline.FACTORIZE, run(pipeline.UPDATE, traced, hook), hook)
 
 
-def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
+def lowered(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgram:
     """By the request's plan; of a pipeline, in the way that is found to be best."""
     request = said(placed.request)
-    placed = placed.asked(request) if request is not placed.request else placed
+    placed = placed.with_request(request) if request is not placed.request else placed
     if open_axes(placed.plan):
         return choose(placed, _within_budget, hook, _lowered)
     try:
@@ -171,22 +171,22 @@ def lowered(placed: Placed, hook: Hook | None = None) -> Lowered:
     return left
 
 
-def _within_budget(placed: Placed, hook: Hook | None) -> Lowered:
+def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
     again = placed.request.memory_budget is not None
     return within_budget(placed, hook, partial(_lowered, begun=Begun()) if again else _lowered)
 
 
-def _lowered(placed: Placed, hook: Hook | None, begun: Begun | None = None) -> Lowered:
+def _lowered(placed: PlacedModel, hook: Hook | None, begun: Begun | None = None) -> LoweredProgram:
     """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why. `begun`: what may have begun alike."""
     try:
         return _as_asked(placed, hook, begun)
     except NotInChunks as why:
-        whole = _as_asked(placed.again(replace(placed.request, chunks=1)), hook, begun)
-        return whole.noting(f"the head and loss run whole, and not in chunks: {why}")
+        whole = _as_asked(placed.restart_for_request(replace(placed.request, chunks=1)), hook, begun)
+        return whole.with_notes(f"the head and loss run whole, and not in chunks: {why}")
 
 
-def _as_asked(placed: Placed, hook: Hook | None, begun: Begun | None) -> Lowered:
+def _as_asked(placed: PlacedModel, hook: Hook | None, begun: Begun | None) -> LoweredProgram:
     request = placed.request
     if has_choice(request):
         cut = search(placed, hook)
@@ -195,21 +195,21 @@ def _as_asked(placed: Placed, hook: Hook | None, begun: Begun | None) -> Lowered
     return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
 
 
-def _cut(grown: Lowered, hook: Hook | None) -> Lowered:
+def _cut(grown: LoweredProgram, hook: Hook | None) -> LoweredProgram:
     return run_all((pipeline.RECOMPUTE, *pipeline.PARTS, pipeline.STAGES), grown, hook)
 
 
-def _followed(placed: Placed, hook: Hook | None, following: Following) -> Lowered:
+def _followed(placed: PlacedModel, hook: Hook | None, following: Following) -> LoweredProgram:
     """As `lowered`, of what leaves nothing to choose."""
 
-    def rest(left: Lowered) -> Lowered:
+    def rest(left: LoweredProgram) -> LoweredProgram:
         cut = _cut(run_all(pipeline.GROWN, left, hook), hook)
         return run_all(pipeline.LOWER, run(pipeline.CUT, cut, hook), hook)
 
     return following.lowered(partitioned(placed, hook), rest)
 
 
-def _traced(outset: Outset, hook: Hook | None) -> Traced:
+def _traced(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
     if parts.means(outset.request):
         with part("finding the batch"):
             forward = _whole_forward(outset.request)
@@ -218,24 +218,24 @@ def _traced(outset: Outset, hook: Hook | None) -> Traced:
     return run_all(pipeline.TRACE, run(pipeline.CAPTURE, outset, hook), hook)
 
 
-def _whole_forward(request: Request) -> Placed:
+def _whole_forward(request: Request) -> PlacedModel:
     """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
     with torch.no_grad():
         return factored(_traced(outset_of(parts.whole_forward(request)), None))
 
 
-def _open_rows(placed: Placed, hook: Hook | None) -> Placed | None:
+def _open_rows(placed: PlacedModel, hook: Hook | None) -> PlacedModel | None:
     """Where a batch has one row that is to be split, of a trace with its size open, which must mean the same; None where none has."""
-    rows = opened(placed)
+    rows = rows_to_open(placed)
     if rows is None:
         return None
-    again = factored(_traced(reopened(placed.request, rows), hook), hook)
+    again = factored(_traced(begin_with_open_rows(placed.request, rows), hook), hook)
     with part("comparing one row with several"):
         compare(placed.traced, again.traced)
     return again
 
 
-def _planned(placed: Placed, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, Lowered]:
+def _planned(placed: PlacedModel, hook: Hook | None, following: Following | None = None) -> tuple[PlainProgram, LoweredProgram]:
     """The passes that read the plan."""
     left = _followed(placed, hook, following) if following is not None and may_follow(placed) else lowered(placed, hook)
     with part("putting the program together"):
@@ -245,7 +245,7 @@ def _planned(placed: Placed, hook: Hook | None, following: Following | None = No
         return instance.put(program, left.opened.values), settle(left)
 
 
-def specialised(program: PlainProgram, left: Lowered, received: Collection[str]) -> PlainProgram:
+def specialised(program: PlainProgram, left: LoweredProgram, received: Collection[str]) -> PlainProgram:
     """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
 
     `left` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of

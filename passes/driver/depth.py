@@ -18,16 +18,16 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.pipeline import GROW
 from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.outset import Outset, begin
+from meshc.passes.phases.outset import CompilationPhase, begin
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Traced
-from meshc.passes.place.batch import JoinedElsewhere
+from meshc.passes.phases.traced import TracedModel
+from meshc.passes.place.batch import WrongJoinDim
 
 Answer = TypeVar("Answer")
 
 
-def still(traced: Traced, request: Request) -> bool:
+def still(traced: TracedModel, request: Request) -> bool:
     """Whether what was left out of a trace stays so under a request with another optimizer."""
     if traced.depth is None:
         return True
@@ -41,12 +41,12 @@ def _same(one: Depth, other: Depth | None) -> bool:
     return other is not None and (one.stretches, one.captured) == (other.stretches, other.captured)
 
 
-def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request, hook: Hook | None) -> Answer:
+def at_depth(compiled: Callable[[CompilationPhase, Hook | None], Answer], request: Request, hook: Hook | None) -> Answer:
     """What `compiled` makes of the request. `hook` may be told of passes more than once, the last time of all."""
     outset = with_depth(begin(request))
     whole = False
 
-    def told(name: str, phase: Outset) -> None:
+    def told(name: str, phase: CompilationPhase) -> None:
         nonlocal whole
         whole = whole or name == GROW.name
         if hook is not None:
@@ -63,8 +63,8 @@ def at_depth(compiled: Callable[[Outset, Hook | None], Answer], request: Request
                 raise
             return compiled(wider, told)
     except Unequal as difference:
-        outset = outset.noting(whole_note(difference))
-    except (NothingFits, JoinedElsewhere):
+        outset = outset.with_notes(whole_note(difference))
+    except (NothingFits, WrongJoinDim):
         raise
     except MeshcError:
         if whole:

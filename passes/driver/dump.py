@@ -29,11 +29,11 @@ from meshc.ir.functions import Target
 from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.phases.traced import Joint, TracedModel
 from meshc.plan.recipes import explain
 from meshc.program.program import Stage
 from meshc.text.show import print_program, print_stage, print_type, value_names
@@ -52,7 +52,7 @@ def dumper(path: str | Path) -> Hook:
     folder = Path(path)
     done: list[str] = []
 
-    def write(name: str, phase: Outset) -> None:
+    def write(name: str, phase: CompilationPhase) -> None:
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         if not done:
@@ -73,7 +73,7 @@ def _clear(folder: Path) -> None:
                     old.unlink()
 
 
-def plan_text(phase: Outset) -> str:
+def plan_text(phase: CompilationPhase) -> str:
     """Mesh, what each axis does and where that comes from, notes so far."""
     lines = [f"mesh {phase.mesh}", "", explain(phase.plan, phase.mesh)]
     if phase.request.count > 1:
@@ -83,15 +83,15 @@ def plan_text(phase: Outset) -> str:
     return "\n".join(lines) + "\n"
 
 
-def phase_text(name: str, phase: Outset) -> str:
+def phase_text(name: str, phase: CompilationPhase) -> str:
     """The text of what a pass left: torch's graph, the global view, or what each rank runs."""
-    if isinstance(phase, Lowered):
+    if isinstance(phase, LoweredProgram):
         count = sum(spmd.is_collective(node.target) for stage in phase.stages.values() for node in stage.graph.nodes)
         head = f"# after {name}: what each of {phase.mesh.world_size} ranks runs, {count} collectives"
         return f"{head}\n\n{print_program(phase.as_program())}"
-    if isinstance(phase, Placed):
+    if isinstance(phase, PlacedModel):
         return _global_text(name, phase.joint, partial(_sharding, phase), phase.assignment.reasons if phase.assignment is not None else {})
-    assert isinstance(phase, Traced)
+    assert isinstance(phase, TracedModel)
     if phase.joint is not None:
         return _global_text(name, phase.joint)
     graph = phase.model.module.graph
@@ -132,7 +132,7 @@ def _values(node: Node) -> list[tuple[Node, int]]:
     return [ir.value_of(node)] if ir.is_getitem(node) else [(node, index) for index in range(len(ir.records(node)))]
 
 
-def _sharding(placed: Placed, value: Value, found: Record) -> Sharding | None:
+def _sharding(placed: PlacedModel, value: Value, found: Record) -> Sharding | None:
     """How a value lies; where nothing has an opinion yet, its factors."""
     if found.dtype is None or value not in placed.factors.dims:
         return None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshc.ir import calls
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.place import work
 from meshc.program.program import Info, PlainProgram
 from meshc.text.allowed import refusal, spelling
 
 
-def finish(lowered: Lowered) -> PlainProgram:
+def finish(lowered: LoweredProgram) -> PlainProgram:
     """The program that the phases have come to."""
     request, placed = lowered.request, lowered.placed
     model = lowered.model
@@ -30,7 +30,7 @@ def finish(lowered: Lowered) -> PlainProgram:
     )  # fmt: skip
 
 
-def _pipeline_asked(lowered: Lowered) -> Info:
+def _pipeline_asked(lowered: LoweredProgram) -> Info:
     """What compiling a pipeline again takes; of a function the schedule that it has made."""
     request, pipeline = lowered.request, lowered.pipeline
     if pipeline is None:
@@ -42,7 +42,7 @@ def _pipeline_asked(lowered: Lowered) -> Info:
     return asked
 
 
-def _unlisted(lowered: Lowered) -> list[str]:
+def _unlisted(lowered: LoweredProgram) -> list[str]:
     """A note for each operator that a saved program may not name."""
     targets = {node.target for stage in lowered.stages.values() for node in calls(stage.graph)}
     why = "is no operator that a saved program may name: this one runs here and cannot be saved"

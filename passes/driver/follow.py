@@ -24,7 +24,7 @@ from typing import Any, Final
 from torch.fx import Graph, Node
 
 from meshc.errors import MeshcError
-from meshc.frontend.spared import collected
+from meshc.frontend.spared import collect_garbage
 from meshc.ir import KEY, Record, Source
 from meshc.ir.graph import copied_node
 from meshc.ir.likeness import like
@@ -32,8 +32,8 @@ from meshc.ir.trail import NotAlike, Trail, is_followed
 from meshc.passes.depth.grow import pairs_of
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.driver.search import has_choice
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.program.program import Stage
 
 MOST: Final = 4
@@ -42,7 +42,7 @@ SIZES: Final = "sizes"
 """What putting a size in is called among the passes, where seconds are told."""
 
 
-def may_follow(placed: Placed) -> bool:
+def may_follow(placed: PlacedModel) -> bool:
     """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves."""
     request, plan = placed.request, placed.plan
     budget = request.memory_budget is not None or request.host_budget is not None
@@ -54,11 +54,11 @@ def may_follow(placed: Placed) -> bool:
 class Following:
     """What was followed of one trace. `near`: what `partition` leaves at another size, near one; None where there is none to be had."""
 
-    def __init__(self, near: Callable[[Lowered], Lowered | None]) -> None:
+    def __init__(self, near: Callable[[LoweredProgram], LoweredProgram | None]) -> None:
         self.near = near
         self.followed: list[_Followed] = []
 
-    def lowered(self, partitioned: Lowered, rest: Callable[[Lowered], Lowered]) -> Lowered:
+    def lowered(self, partitioned: LoweredProgram, rest: Callable[[LoweredProgram], LoweredProgram]) -> LoweredProgram:
         """What `rest`, the passes behind `partition`, would leave."""
         if partitioned.placed.chunked is not None:
             return rest(partitioned)
@@ -74,7 +74,7 @@ class Following:
                     found = one.at(partitioned, apart)
                     self.followed.append(one)
                     del near
-                    collected()
+                    collect_garbage()
                     return found
         return rest(partitioned)
 
@@ -86,7 +86,7 @@ class _Followed:
     left    what the passes have left of it, with followed numbers
     """
 
-    def __init__(self, partitioned: Lowered, apart: Apart, near: Apart, rest: Callable[[Lowered], Lowered]) -> None:
+    def __init__(self, partitioned: LoweredProgram, apart: Apart, near: Apart, rest: Callable[[LoweredProgram], LoweredProgram]) -> None:
         """Raises NotAlike."""
         self.apart, self.trail = apart, Trail()
         if apart.skeleton != near.skeleton:
@@ -101,7 +101,7 @@ class _Followed:
         self.given, self.left = len(partitioned.notes), _Left(rest(_opened(partitioned, given)))
         self.plain = {value for value, place in zip(apart.numbers, self.open, strict=True) if place is None}
 
-    def at(self, partitioned: Lowered, apart: Apart) -> Lowered:
+    def at(self, partitioned: LoweredProgram, apart: Apart) -> LoweredProgram:
         """What the passes would leave of what `partition` has left at another size. Raises NotAlike, or Unequal of layers."""
         start = time.process_time()
         if apart.skeleton != self.apart.skeleton:
@@ -129,7 +129,7 @@ class Apart:
     numbers: Sequence[Any]
 
 
-def _apart(lowered: Lowered) -> Apart:
+def _apart(lowered: LoweredProgram) -> Apart:
     numbers: list[Any] = []
     known: Known = {}
     stages = [
@@ -223,7 +223,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
-def _opened(lowered: Lowered, numbers: Iterator[Any]) -> Lowered:
+def _opened(lowered: LoweredProgram, numbers: Iterator[Any]) -> LoweredProgram:
     """What `partition` has left with other numbers, in the order in which `_apart` tells them."""
 
     def put(value: Any) -> Any:
@@ -247,7 +247,7 @@ def _copied(graph: Graph, put: Callable[[Any], Any]) -> Graph:
 class _Left:
     """What passes have left, with followed numbers in it; `held`: where these are."""
 
-    def __init__(self, left: Lowered) -> None:
+    def __init__(self, left: LoweredProgram) -> None:
         self.left = left
         stages = [*left.stages.values(), *([] if left.backward is None else [left.backward])]
         nodes = [node for stage in stages for node in stage.graph.nodes if node.op != "output"]

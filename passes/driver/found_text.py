@@ -8,26 +8,26 @@ from dataclasses import replace
 from meshc.passes.depth.standing import whole_names
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run_all
-from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.written.layers import Line, of_layers
 from meshc.passes.written.write import difference, write
 from meshc.plan.plan import Plan
 
 
-def with_text(placed: Placed, axes: Sequence[str], choices: Choices) -> Placed:
+def with_text(placed: PlacedModel, axes: Sequence[str], choices: AxisChoices) -> PlacedModel:
     """With choices for `axes`, and the plan that says them in the place of the request's, unless that comes to something else."""
     decided = run_all(pipeline.PLACE, replace(placed, choices=choices))
     plan = _of_all_layers(write(decided, axes), placed.plan, placed.depth)
     found = difference(replace(decided, plan=plan))
     if found:
-        return replace(placed, choices=choices).noting(_no_text(axes, found))
-    return replace(placed.asked(replace(placed.request, plan=plan)), choices=choices)
+        return replace(placed, choices=choices).with_notes(_no_text(axes, found))
+    return replace(placed.with_request(replace(placed.request, plan=plan)), choices=choices)
 
 
-def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
+def as_asked(lowered: LoweredProgram, placed: PlacedModel, axes: Sequence[str]) -> LoweredProgram:
     """Of choices, under the request as it was, with the plan that says them; in parts of a batch, too, it must come to the same."""
     if lowered.placed.choices is None:
         return lowered
@@ -35,7 +35,7 @@ def as_asked(lowered: Lowered, placed: Placed, axes: Sequence[str]) -> Lowered:
     if lowered.sizes == placed.sizes or lowered.plan == placed.plan:
         return lowered
     found = difference(lowered.placed)
-    return replace(lowered, plan=placed.plan).noting(_no_text(axes, found)) if found else lowered
+    return replace(lowered, plan=placed.plan).with_notes(_no_text(axes, found)) if found else lowered
 
 
 def _of_all_layers(plan: Plan, given: Plan, depth: Depth | None) -> Plan:

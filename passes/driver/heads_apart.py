@@ -16,7 +16,7 @@ from dataclasses import replace
 from meshc.errors import PlanError
 from meshc.ir.mesh import Axis, Mesh
 from meshc.passes.driver.choose import open_axes
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.written.shared_keys import lines_for_keys
 from meshc.plan.by_group import GROUP, SHARED, parts_by_group
 from meshc.plan.by_name import HEADS, parts_by_name
@@ -24,7 +24,7 @@ from meshc.plan.by_node import with_axes_apart
 from meshc.plan.products import factor_of, parts_of, settled, taken_apart
 
 
-def with_heads_apart(placed: Placed) -> Placed:
+def with_heads_apart(placed: PlacedModel) -> PlacedModel:
     """With such axes taken apart, and a note for each that the plan did not ask for; as it is where there is none. Where a search has axes
     to decide about, or another program has settled how parameters lie, what was asked for is taken apart alone.
 
@@ -36,7 +36,7 @@ def with_heads_apart(placed: Placed) -> Placed:
     return _by_name(_by_group(placed))
 
 
-def _by_product(placed: Placed) -> Placed:
+def _by_product(placed: PlacedModel) -> PlacedModel:
     apart = taken_apart(placed.plan)
     parts: dict[str, tuple[Axis, ...]] = {}
     entries = {entry.axis: entry for entry in placed.plan.axes}
@@ -59,43 +59,43 @@ def _by_product(placed: Placed) -> Placed:
     if not apart:
         return placed
     settled_plan = placed.plan.having(entries.values())
-    return _on(placed.again(replace(placed.request, plan=settled_plan)), parts)
+    return _on(placed.restart_for_request(replace(placed.request, plan=settled_plan)), parts)
 
 
-def _by_group(placed: Placed) -> Placed:
+def _by_group(placed: PlacedModel) -> PlacedModel:
     parts = parts_by_group(placed.plan, placed.mesh, _sizes(placed, SHARED[0]), _sizes(placed, GROUP[0]))
     told = _on(placed, parts)
     for heads, group in parts.values():
         plan = told.plan + lines_for_keys(told, heads.name, group.name)
-        told = told.again(replace(told.request, plan=plan))
-    return told.noting(*(
+        told = told.restart_for_request(replace(told.request, plan=plan))
+    return told.with_notes(*(
         f"{axis}: taken apart into {heads} and {group}: {heads.name} splits the {heads.size} key-value heads, {group.name} the heads of "
         "queries that share each; its ranks have the same keys and values"
         for axis, (heads, group) in parts.items()
     ))  # fmt: skip
 
 
-def _by_name(placed: Placed) -> Placed:
+def _by_name(placed: PlacedModel) -> PlacedModel:
     heads = _sizes(placed, HEADS, but=GROUP[0])
     parts = parts_by_name(placed.plan, placed.mesh, heads)
     counts = ", ".join(map(str, sorted({*heads})))
-    return _on(placed, parts).noting(*(
+    return _on(placed, parts).with_notes(*(
         f"{axis}: taken apart into {rest} and {part}: {placed.mesh.size(axis)} ranks do not divide {counts} heads, {part.size} do; along "
         f"{rest.name} positions stay split in attention too"
         for axis, (rest, part) in parts.items()
     ))  # fmt: skip
 
 
-def _sizes(placed: Placed, name: str, but: str = "") -> list[int]:
+def _sizes(placed: PlacedModel, name: str, but: str = "") -> list[int]:
     """Of the factors that are called so, and not `but` as well."""
     sizes = placed.factors.size
     return [placed.real(sizes[factor]) for factor, also in placed.names.also.items() if name in also and but not in also]
 
 
-def _on(placed: Placed, parts: Mapping[str, tuple[Axis, ...]]) -> Placed:
+def _on(placed: PlacedModel, parts: Mapping[str, tuple[Axis, ...]]) -> PlacedModel:
     if not parts:
         return placed
     mesh = placed.mesh
     axes = [one for axis in mesh.axes for one in parts.get(axis.name, (axis,))]
     finer = Mesh.from_axes(axes, mesh.device_type, mesh.ranks)
-    return placed.again(replace(placed.request, mesh=finer, plan=with_axes_apart(placed.plan, parts)))
+    return placed.restart_for_request(replace(placed.request, mesh=finer, plan=with_axes_apart(placed.plan, parts)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.single import Hook
 
 
@@ -10,9 +10,9 @@ class Heard:
     """Passes that have run, each with the phase that it left."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[str, Outset]] = []
+        self.steps: list[tuple[str, CompilationPhase]] = []
 
-    def hook(self, name: str, phase: Outset) -> None:
+    def hook(self, name: str, phase: CompilationPhase) -> None:
         self.steps.append((name, phase))
 
     def tell(self, hook: Hook | None) -> None:

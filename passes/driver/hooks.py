@@ -18,11 +18,11 @@ from meshc.ir import spmd
 from meshc.passes.driver.compile import whole_view
 from meshc.passes.driver.dump import dumper
 from meshc.passes.driver.pipeline import GROW
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port, Stage
 from meshc.text.show import print_program, print_stage
@@ -62,7 +62,7 @@ def hook(checker: Checker) -> Hook | None:
     if not wanted:
         return None
 
-    def call(name: str, phase: Outset) -> None:
+    def call(name: str, phase: CompilationPhase) -> None:
         for one in wanted:
             one(name, phase)
 
@@ -80,7 +80,7 @@ def _verifier(checker: Checker) -> Hook:
     """Checks each pass that has changed what would be run, so that none is blamed for another."""
     checked = ""
 
-    def verify(name: str, phase: Outset) -> None:
+    def verify(name: str, phase: CompilationPhase) -> None:
         nonlocal checked
         if name == GROW.name and phase.depth is not None:
             _begin_whole(checker, phase)
@@ -88,11 +88,11 @@ def _verifier(checker: Checker) -> Hook:
         if text in ("", checked):
             return  # the same as before
         try:
-            if isinstance(phase, Lowered):
+            if isinstance(phase, LoweredProgram):
                 checker.check_program(name, phase.as_program(), phase.parts)
-            elif isinstance(phase, Placed | Traced) and (joint := phase.joint) is not None:
+            elif isinstance(phase, PlacedModel | TracedModel) and (joint := phase.joint) is not None:
                 checker.check_graph(name, joint.graph, joint.inputs, joint.outputs, joint.constants)
-            elif isinstance(phase, Traced):
+            elif isinstance(phase, TracedModel):
                 checker.check_calls(name, phase.model, phase.mesh.device_type)
         except Exception as error:
             kind = "" if isinstance(error, VerifyError) else f"{type(error).__name__}: "
@@ -102,21 +102,21 @@ def _verifier(checker: Checker) -> Hook:
     return verify
 
 
-def _begin_whole(checker: Checker, phase: Outset) -> None:
+def _begin_whole(checker: Checker, phase: CompilationPhase) -> None:
     """The truth from `grow` on is the whole model's, traced layer by layer; what has grown of the global view is compared with it."""
-    assert isinstance(phase, Lowered)
+    assert isinstance(phase, LoweredProgram)
     checker.begin_again()
     for name, joint in (("capture", whole_view(phase.request)), (GROW.name, phase.joint)):
         checker.check_graph(name, joint.graph, joint.inputs, joint.outputs, joint.constants)
 
 
-def _run_by(phase: Outset) -> str:
+def _run_by(phase: CompilationPhase) -> str:
     """The text of what would be run: of torch's calls, of the graph of operators, of the stages and their schedule."""
-    if isinstance(phase, Lowered):
+    if isinstance(phase, LoweredProgram):
         return print_program(phase.as_program())
-    if isinstance(phase, Placed | Traced) and (joint := phase.joint) is not None:
+    if isinstance(phase, PlacedModel | TracedModel) and (joint := phase.joint) is not None:
         return print_stage(Stage("main", joint.graph, tuple(p.key for p in joint.inputs), tuple(p.key for p in joint.outputs)))
-    if isinstance(phase, Traced):
+    if isinstance(phase, TracedModel):
         return "\n".join(str(body.graph) for body in phase.model.module.modules() if isinstance(body, GraphModule))
     return ""
 
@@ -124,7 +124,7 @@ def _run_by(phase: Outset) -> str:
 def _logger(level: str) -> Hook:
     told = 0
 
-    def log(name: str, phase: Outset) -> None:
+    def log(name: str, phase: CompilationPhase) -> None:
         nonlocal told
         left = f", leaves {_size(phase)}" if level == "debug" else ""
         print(f"meshc: {name} {phase.seconds.get(name, 0.0):.2f} s{left}", file=sys.stderr)
@@ -135,12 +135,12 @@ def _logger(level: str) -> Hook:
     return log
 
 
-def _size(phase: Outset) -> str:
-    if isinstance(phase, Lowered):
+def _size(phase: CompilationPhase) -> str:
+    if isinstance(phase, LoweredProgram):
         nodes = [node for stage in phase.stages.values() for node in stage.graph.nodes]
         count = sum(spmd.is_collective(node.target) for node in nodes)
         return f"{len(nodes)} values a rank in {len(phase.stages)} stages, {count} collectives"
-    assert isinstance(phase, Placed | Traced)
-    traced = phase.traced if isinstance(phase, Placed) else phase
+    assert isinstance(phase, PlacedModel | TracedModel)
+    traced = phase.traced if isinstance(phase, PlacedModel) else phase
     graph = phase.joint.graph if phase.joint is not None else traced.model.module.graph
     return f"{len(graph.nodes)} values"

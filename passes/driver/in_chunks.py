@@ -23,8 +23,8 @@ from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import calls, local_bytes, record, records, spmd
 from meshc.passes.chunks.head import MOST, unsaid
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.program.program import Stage
 
 FEW: Final = 2
@@ -40,7 +40,7 @@ LITTLE: Final = 0.005
 """The share of a call that recomputing values may take, and no chunks are tried for it."""
 
 
-def logits(placed: Placed) -> int:
+def logits(placed: PlacedModel) -> int:
     """Bytes of a rank's logits in float32, if all ranks share them. 0 where there is no head that could run in chunks, or somebody has said
     whether it is to."""
     found = unsaid(placed, SOME)
@@ -102,18 +102,18 @@ def _take_much(whole: Tried, last: Tried) -> bool:
     return saved_s > 0.5 * (whole.recompute_s - last.recompute_s) * (1 / FEW - 1 / SOME) / (1 - 1 / SOME)
 
 
-def recompute_s(left: Lowered) -> float:
+def recompute_s(left: LoweredProgram) -> float:
     """Seconds of a call for what it recomputes, one after another; of a pipeline, of the stage that takes most for it."""
     device, runs = for_mesh(left.mesh), memory.runs(left.as_program())
     return max(runs[name] * sum(_recomputed(stage, left, device)) for name, stage in left.stages.items())
 
 
-def is_pressed(left: Lowered) -> bool:
+def is_pressed(left: LoweredProgram) -> bool:
     """Whether other ways to run a pipeline hold too much."""
     return any(one.holds is not None and one.seconds is None and one.dropped for one in left.tried)
 
 
-def _recomputed(stage: Stage, left: Lowered, device: Device) -> Iterator[float]:
+def _recomputed(stage: Stage, left: LoweredProgram, device: Device) -> Iterator[float]:
     for node in calls(stage.graph):
         if records(node)[0].again:
             yield collective_seconds(node, left.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)

@@ -18,19 +18,19 @@ import torch
 from meshc.errors import CaptureError, CompileError, CompilerFault, MeshcError
 from meshc.ir import trees
 from meshc.ir.paths import input_names
-from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.request import Joined, Request
-from meshc.passes.place.batch import JoinedElsewhere, refuse_other_joint
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.request import JoinedInputs, Request
+from meshc.passes.place.batch import WrongJoinDim, refuse_other_joint
 
 Answer = TypeVar("Answer")
 
 
-def joined(request: Request, run: Callable[[Request], Answer], forward: Callable[[Request], Placed]) -> Answer:
+def joined(request: Request, run: Callable[[Request], Answer], forward: Callable[[Request], PlacedModel]) -> Answer:
     """What `run` makes of the request, its parts joined along the batch. forward: the forward graph of a request with its factors. Raises
     CompileError where it is not clear which dim that is, and what `run` raises."""
     try:
         return run(request)
-    except JoinedElsewhere as found:
+    except WrongJoinDim as found:
         dims = found.dims
     except (CaptureError, CompileError) as error:
         if type(error) not in (CaptureError, CompileError, CompilerFault):  # what says more, as of a plan that does not fit
@@ -43,8 +43,8 @@ def joined(request: Request, run: Callable[[Request], Answer], forward: Callable
             raise raised from error
     try:
         return run(along(request, dims))
-    except JoinedElsewhere as again:
-        raise again.unsettled() from None
+    except WrongJoinDim as again:
+        raise again.ambiguity_error() from None
 
 
 def _with_dims(error: MeshcError, request: Request) -> MeshcError:
@@ -59,7 +59,7 @@ def _with_dims(error: MeshcError, request: Request) -> MeshcError:
     )
 
 
-def _dims_of_part(request: Request, forward: Callable[[Request], Placed]) -> Mapping[str, int | None]:
+def _dims_of_part(request: Request, forward: Callable[[Request], PlacedModel]) -> Mapping[str, int | None]:
     """Where a rank's part by itself has the batch; nothing if that is where parts were joined already, or it does not trace either. Raises
     CompileError where it is not clear."""
     joined = request.joined
@@ -71,7 +71,7 @@ def _dims_of_part(request: Request, forward: Callable[[Request], Placed]) -> Map
         return {}
     try:
         refuse_other_joint(request, placed.names.batch)
-    except JoinedElsewhere as found:
+    except WrongJoinDim as found:
         return found.dims
     return {}
 
@@ -90,4 +90,4 @@ def along(request: Request, dims: Mapping[str, int | None]) -> Request:
             leaf = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
         made.append(leaf)
     args, kwargs = trees.unflatten(made, spec)
-    return replace(request, args=args, kwargs=kwargs, joined=Joined(dict(dims), joined.ranks))
+    return replace(request, args=args, kwargs=kwargs, joined=JoinedInputs(dict(dims), joined.ranks))

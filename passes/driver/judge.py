@@ -29,10 +29,10 @@ from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.nothing_fits import Trying, nothing_fits
 from meshc.passes.driver.search import SLOWER
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.single import Hook, say
-from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.single import Hook, report_progress
+from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
 
@@ -41,7 +41,7 @@ FAR: Final = 0.15
 """By how much the estimate of a first answer must be above a plan elsewhere for no other question to be asked."""
 UNLIKE: Final = 'equal layers would lie in ways that do not repeat; Options(depth="whole") takes them one by one'
 
-Lower = Callable[[Placed, "Hook | None"], Lowered]
+Lower = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Candidate:
     """A plan whose program is there."""
 
     weighed: Weighed
-    lowered: Lowered
+    lowered: LoweredProgram
     heard: Heard
 
     @property
@@ -70,7 +70,7 @@ class Judge:
     ratio     seconds of a call for each that was estimated: of stages, as those of the last candidate were
     """
 
-    placed: Placed
+    placed: PlacedModel
     lower: Lower
     budget: int | None
     best: Candidate | None = None
@@ -79,7 +79,7 @@ class Judge:
     refused: list[MeshcError] = field(default_factory=list)
     unequal: Unequal | None = None
     slower: list[Weighed] = field(default_factory=list)
-    closest: Lowered | None = None
+    closest: LoweredProgram | None = None
 
     def __post_init__(self) -> None:
         request = self.placed.request
@@ -123,10 +123,10 @@ class Judge:
 
     # ----------------------------------------------------------------------------------------------------------------------------- made
 
-    def weigh(self, weighed: Weighed, placed: Placed, near: bool = True) -> int | None:
+    def weigh(self, weighed: Weighed, placed: PlacedModel, near: bool = True) -> int | None:
         """Through all passes. Bytes that the rank holds which needs most; None: it cannot be, for another reason. Raises Unequal, unless
         layers were held to decide alike (`near`)."""
-        say(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
+        report_progress(f"a plan: candidate {len(self.lowered) + len(self.refused) + 1}, {weighed.name}")
         try:
             found = attempt(partial(self._candidate, weighed, placed))
         except Unequal as unequal:
@@ -136,7 +136,7 @@ class Judge:
                 self.unequal = unequal
             self.drop(weighed, UNLIKE)
             return None
-        if isinstance(found, Refused):
+        if isinstance(found, Refusal):
             if isinstance(found.error, Beaten):
                 self.slower.append(replace(weighed, dropped=SLOWER))
                 self.ratio = found.error.least_s / weighed.estimated if weighed.estimated else self.ratio
@@ -152,7 +152,7 @@ class Judge:
             self.best = candidate
         return most.total
 
-    def _candidate(self, weighed: Weighed, placed: Placed) -> tuple[Candidate, RankBytes]:
+    def _candidate(self, weighed: Weighed, placed: PlacedModel) -> tuple[Candidate, RankBytes]:
         heard = Heard()
         lowered = self.lower(placed, heard.hook)
         weighed, most = weigh(weighed, lowered.as_program(), for_mesh(placed.mesh))

@@ -22,7 +22,7 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.errors import PlanError
 from meshc.passes.driver.would_do import Found
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.weighed import Weighed
 
@@ -66,8 +66,8 @@ class NothingFits(PlanError):
 
 
 def nothing_fits(
-    placed: Placed, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes], weighed: Sequence[Weighed] = (),
-    values: Sequence[str] = (), trying: Trying | None = None,
+    placed: PlacedModel, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes],
+    weighed: Sequence[Weighed] = (), values: Sequence[str] = (), trying: Trying | None = None,
 ) -> NothingFits:  # fmt: skip
     """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
     lines about the largest at the peak of the program that holds least."""
@@ -82,7 +82,7 @@ def nothing_fits(
     return _Told(placed, budget, closest, told, values, tuple(weighed)).before(trying)
 
 
-def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence[str], trying: Trying) -> NothingFits:
+def by_this_plan(placed: PlacedModel, budget: int, holds: RankBytes, values: Sequence[str], trying: Trying) -> NothingFits:
     """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
     policy = placed.request.remat
     again = "" if policy in (None, "none") else f", although backward recomputes what Options(remat={policy!r}) says"
@@ -90,7 +90,7 @@ def by_this_plan(placed: Placed, budget: int, holds: RankBytes, values: Sequence
     return _Told(placed, budget, holds, start, values).before(trying)
 
 
-def of_stages(error: DoesNotFit, placed: Placed, budget: int, values: Sequence[str], trying: Trying) -> NothingFits:
+def of_stages(error: DoesNotFit, placed: PlacedModel, budget: int, values: Sequence[str], trying: Trying) -> NothingFits:
     """Of a pipeline: no schedule, number of microbatches or cut that was tried keeps the budget."""
     *start, parts = str(error).splitlines()
     return _Told(placed, budget, error.need.most, "\n".join(start), values, said=parts.strip()).before(trying)
@@ -100,7 +100,7 @@ def of_stages(error: DoesNotFit, placed: Placed, budget: int, values: Sequence[s
 class _Told:
     """What is said beside what was tried. `holds`: of the program that holds least; `said`: what that is made of, where known."""
 
-    placed: Placed
+    placed: PlacedModel
     budget: int
     holds: RankBytes
     start: str

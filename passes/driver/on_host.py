@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshc.passes.driver import in_chunks
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.plan.offload_lines import PARAMS, STATE
 from meshc.plan.plan import Plan
 
 
-def pressed(left: Lowered, seconds: float, held: int, budget: int) -> bool:
+def pressed(left: LoweredProgram, seconds: float, held: int, budget: int) -> bool:
     """Whether something might be gained: the budget is not kept, or keeping it takes time."""
     return held > budget or in_chunks.recompute_s(left) >= in_chunks.LITTLE * seconds
 
 
-def plans(left: Lowered) -> Iterator[Plan]:
+def plans(left: LoweredProgram) -> Iterator[Plan]:
     """The program's own; then with lines that it does not have yet, each with all of those before it."""
     plan = left.plan
     yield plan

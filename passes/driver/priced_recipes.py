@@ -15,12 +15,12 @@ from functools import partial
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run_all
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Option
 from meshc.passes.planner.survey import searched_axes
-from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import by_role
@@ -44,11 +44,11 @@ class PricedRecipe:
         return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.played)
 
 
-def under(placed: Placed, plan: Plan) -> Placed:
-    return placed.asked(replace(placed.request, plan=plan))
+def under(placed: PlacedModel, plan: Plan) -> PlacedModel:
+    return placed.with_request(replace(placed.request, plan=plan))
 
 
-def recipes_for(placed: Placed, axes: Sequence[str]) -> Iterator[PricedRecipe]:
+def recipes_for(placed: PlacedModel, axes: Sequence[str]) -> Iterator[PricedRecipe]:
     """Those that the axes may take, beside what is given for others."""
     given = {entry.axis: entry for entry in placed.plan.axes}
     for name, entries in combinations(axes, step=bool(placed.joint.updates), local=placed.request.inputs == "local"):
@@ -56,12 +56,12 @@ def recipes_for(placed: Placed, axes: Sequence[str]) -> Iterator[PricedRecipe]:
         yield PricedRecipe(name, placed.plan.having(said.values()), all(entry == by_role(entry.axis) for entry in entries))
 
 
-def assigned(placed: Placed, axes: Sequence[str], recipes: Iterable[PricedRecipe]) -> dict[str, Assignment]:
+def assigned(placed: PlacedModel, axes: Sequence[str], recipes: Iterable[PricedRecipe]) -> dict[str, Assignment]:
     """What each decides, of those that can be and have a price."""
     if set(axes) != set(searched_axes(placed)):
         return {}
     found = {one.name: attempt(partial(run_all, pipeline.PLACE[:2], under(placed, one.plan))) for one in recipes}
-    return {name: one.decided() for name, one in found.items() if not isinstance(one, Refused)}
+    return {name: one.require_assignment() for name, one in found.items() if not isinstance(one, Refusal)}
 
 
 def priced(search: Search, recipes: Iterable[PricedRecipe], decided: Mapping[str, Assignment]) -> list[PricedRecipe]:

@@ -18,13 +18,13 @@ from meshc.frontend.faults import phase as part
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.run import run, run_all
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.recompute.in_stages import InStages
 from meshc.passes.recompute.recompute import settled
-from meshc.passes.stages.attempt import Refused
-from meshc.passes.stages.cut_stages import Uncut
-from meshc.passes.stages.fit import Need
-from meshc.passes.stages.shape import Shape
+from meshc.passes.stages.attempt import Refusal
+from meshc.passes.stages.cut_stages import UncutProgram
+from meshc.passes.stages.fit import MemoryNeed
+from meshc.passes.stages.shape import PipelineShape
 
 ROUNDS: Final = 3
 
@@ -39,30 +39,30 @@ class Recomputing(Generic[Fitting]):
     judged  what comes of a shape, and how many values are recomputed for it
     """
 
-    step: Lowered
-    uncut: Uncut
+    step: LoweredProgram
+    uncut: UncutProgram
     heard: Heard
     budget: int
-    judged: Callable[[Uncut, Shape, Heard, int], Fitting | Refused | Need]
+    judged: Callable[[UncutProgram, PipelineShape, Heard, int], Fitting | Refusal | MemoryNeed]
 
-    def best(self, shape: Shape, need: Need) -> list[Fitting]:
+    def best(self, shape: PipelineShape, need: MemoryNeed) -> list[Fitting]:
         """What fits of a shape that needs too much; and of the cuts that are then better, if there are others."""
         found, left = self._of(shape, need)
-        if isinstance(found, Refused | Need):
+        if isinstance(found, Refusal | MemoryNeed):
             return []
         other = next((one for one, _ in left.shapes.can if one.name == shape.name), shape)
         if other.cuts == shape.cuts:
             return [found]
         whole = self.judged(self.uncut, other, self.heard.copied(), 0)
-        again = self._of(other, whole)[0] if isinstance(whole, Need) else whole
-        return [found, *([] if isinstance(again, Refused | Need) else [again])]
+        again = self._of(other, whole)[0] if isinstance(whole, MemoryNeed) else whole
+        return [found, *([] if isinstance(again, Refusal | MemoryNeed) else [again])]
 
-    def _of(self, shape: Shape, need: Need) -> tuple[Fitting | Refused | Need, Uncut]:
+    def _of(self, shape: PipelineShape, need: MemoryNeed) -> tuple[Fitting | Refusal | MemoryNeed, UncutProgram]:
         """The first answer that is no Need, or that of the last round."""
         stages = InStages(self.step, self.uncut.places(shape), settled(self.step))
         kept, fewest = stages.most, stages.least
         most: dict[int, int] = {}
-        answer: Fitting | Refused | Need = need
+        answer: Fitting | Refusal | MemoryNeed = need
         uncut = self.uncut
         for turn in range(ROUNDS):
             over = {at: held - self.budget for at, held in enumerate(need.ranks) if held > self.budget and kept[at] > fewest[at]}
@@ -75,13 +75,13 @@ class Recomputing(Generic[Fitting]):
             heard = self.heard.before(pipeline.RECOMPUTE.name)
             uncut = self._uncut(step, heard)
             answer = self.judged(uncut, shape, heard, again)
-            if not isinstance(answer, Need):
+            if not isinstance(answer, MemoryNeed):
                 break
             need = answer
         return answer, uncut
 
-    def _uncut(self, step: Lowered, heard: Heard) -> Uncut:
+    def _uncut(self, step: LoweredProgram, heard: Heard) -> UncutProgram:
         recomputed = run(replace(pipeline.RECOMPUTE, run=lambda _: step), self.step, heard.hook)
         lowered = run_all(pipeline.PARTS, recomputed, heard.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
-            return Uncut(lowered)
+            return UncutProgram(lowered)

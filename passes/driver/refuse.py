@@ -21,16 +21,16 @@ from meshc.passes.driver.nothing_fits import NothingFits, by_this_plan, of_stage
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.within_budget import within_budget
 from meshc.passes.driver.would_do import Lower
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
-from meshc.passes.stages.fit import DoesNotFit, Need, may_hold
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.stages.fit import DoesNotFit, MemoryNeed, may_hold
 from meshc.report.held import lines_of
 
-Again = Callable[[Placed], Lowered]
+Again = Callable[[PlacedModel], LoweredProgram]
 """The search, under another request."""
 
 
-def what_holds_more(placed: Placed, left: Lowered, lower: Lower) -> None:
+def what_holds_more(placed: PlacedModel, left: LoweredProgram, lower: Lower) -> None:
     """Raises NothingFits for a program that holds more than the user's budget, `left` of what was `placed` under the user's request."""
     budget = left.request.memory_budget
     if budget is None or left.request.double:
@@ -42,7 +42,7 @@ def what_holds_more(placed: Placed, left: Lowered, lower: Lower) -> None:
         raise by_this_plan(left.placed, budget, held, lines_of(alive(program, holds=held)), trying.found)
 
 
-def no_stages(placed: Placed, error: DoesNotFit, lower: Lower) -> NothingFits:
+def no_stages(placed: PlacedModel, error: DoesNotFit, lower: Lower) -> NothingFits:
     """Of a pipeline of which no candidate fits."""
     budget = may_hold(placed.request) or 0
     left = closest_of(error.need)
@@ -68,7 +68,7 @@ def _within(lower: Lower) -> Lower:
     return lambda again, hook: within_budget(again, hook, lower)
 
 
-def closest_of(need: Need) -> Lowered:
+def closest_of(need: MemoryNeed) -> LoweredProgram:
     """The program of a candidate that was cut and does not fit."""
     assert need.cut is not None
     cut = replace(need.cut, tried=())

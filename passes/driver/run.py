@@ -10,11 +10,11 @@ from typing import TypeVar
 from meshc.frontend.faults import phase as part
 from meshc.frontend.transforms_within import restore_levels
 from meshc.passes.driver.structure import Structure
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.single import Hook, Pass
 
-Given = TypeVar("Given", bound=Outset)
-Left = TypeVar("Left", bound=Outset)
+Given = TypeVar("Given", bound=CompilationPhase)
+Left = TypeVar("Left", bound=CompilationPhase)
 
 
 def run(each: Pass[Given, Left], phase: Given, hook: Hook | None = None) -> Left:

@@ -37,14 +37,14 @@ from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.recomputed_stages import Recomputing
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.within_budget import BY_LAST, LAST
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.stages.attempt import Refused, attempt
-from meshc.passes.stages.cut_stages import Uncut
-from meshc.passes.stages.fit import DoesNotFit, Need, budget_of, least, need_of, noted
-from meshc.passes.stages.shape import Shape, Shapes
+from meshc.passes.stages.attempt import Refusal, attempt
+from meshc.passes.stages.cut_stages import UncutProgram
+from meshc.passes.stages.fit import DoesNotFit, MemoryNeed, append_need, budget_of, least_need, memory_need
+from meshc.passes.stages.shape import PipelineShape, PipelineShapes
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
 from meshc.pipelining.tried import Tried
@@ -81,7 +81,7 @@ def has_choice(request: Request) -> bool:
     return request.mesh.pipeline_axis is not None and (request.microbatches is None or budget_of(request) is not None)
 
 
-def search(placed: Placed, hook: Hook | None) -> Lowered:
+def search(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """What `stages` leaves, of what `factorize` left. `hook` is told of the passes that led there, in their order.
 
     Raises DoesNotFit, or what is in the way of the first candidate, if nothing can be; Beaten if nothing is estimated to be as fast as what
@@ -94,14 +94,14 @@ def search(placed: Placed, hook: Hook | None) -> Lowered:
         answers = found.among(_counts(placed))
     fitting = [answer for answer in answers.values() if isinstance(answer, Fitting)]
     if not fitting and found.needs and may_recompute(request):
-        return _by_policy(placed, hook, least(found.needs))
+        return _by_policy(placed, hook, least_need(found.needs))
     if not fitting:
         found.last.tell(hook)
         if found.needs:
-            raise DoesNotFit(least(found.needs), request)
+            raise DoesNotFit(least_need(found.needs), request)
         if request.beaten_s is not None and any(each.estimated for each in found.tried):
             raise Beaten(min(each.seconds for each in found.tried if each.seconds is not None), request.beaten_s, BY_STAGES)
-        raise next(answer.error for _, answer in sorted(answers.items()) if isinstance(answer, Refused))
+        raise next(answer.error for _, answer in sorted(answers.items()) if isinstance(answer, Refusal))
     taken = min(fitting, key=lambda each: (each.seconds, each.lowered.request.count))
     taken.heard.tell(hook)
     left = replace(taken.lowered, tried=tuple(_dropped(found.tried, taken)))
@@ -116,18 +116,18 @@ def may_recompute(request: Request) -> bool:
     return request.remat is None and request.grad and request.memory_budget is not None
 
 
-def _by_policy(placed: Placed, hook: Hook | None, need: Need) -> Lowered:
+def _by_policy(placed: PlacedModel, hook: Hook | None, need: MemoryNeed) -> LoweredProgram:
     """What is tried last: cuts follow from what a policy recomputes, and may be others. Raises DoesNotFit."""
     request = placed.request
     try:
-        return search(placed.again(replace(request, remat=LAST)), hook).noting(BY_LAST)
+        return search(placed.restart_for_request(replace(request, remat=LAST)), hook).with_notes(BY_LAST)
     except DoesNotFit as error:
         if request.double:  # it is compared with the model, and runs on no rank
-            return search(placed.again(replace(request, memory_budget=None)), hook)
-        raise DoesNotFit(least([need, error.need]), request) from None
+            return search(placed.restart_for_request(replace(request, memory_budget=None)), hook)
+        raise DoesNotFit(least_need([need, error.need]), request) from None
 
 
-def _counts(placed: Placed) -> list[int]:
+def _counts(placed: PlacedModel) -> list[int]:
     """Numbers of microbatches to try: what is said, or those that divide the batch."""
     axis, request = placed.mesh.pipeline_axis, placed.request
     assert axis is not None
@@ -137,11 +137,11 @@ def _counts(placed: Placed) -> list[int]:
     return [1, *(n for times in TIMES_RANKS if (n := times * axis.size) > 1 and not any(size % n for size in sizes))]
 
 
-def _batches(placed: Placed) -> set[int]:
+def _batches(placed: PlacedModel) -> set[int]:
     return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
 
 
-def _likely(placed: Placed, counts: list[int]) -> int:
+def _likely(placed: PlacedModel, counts: list[int]) -> int:
     """The number to be lowered first, of several: the one that would be fastest if the model fell into equal stages without messages, each
     rank did its share of the arithmetic, and operators took their launch however little they did."""
     axis, device = placed.mesh.pipeline_axis, for_mesh(placed.mesh)
@@ -163,13 +163,13 @@ def _dropped(tried: list[Tried], taken: Fitting) -> Iterator[Tried]:
 class Fitting:
     """A candidate that fits, and the passes that led to it."""
 
-    lowered: Lowered
+    lowered: LoweredProgram
     tried: Tried
     seconds: float
     heard: Heard
 
 
-Answered: TypeAlias = Fitting | Refused | None
+Answered: TypeAlias = Fitting | Refusal | None
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,14 @@ class Estimate:
     """What a number of microbatches that has not been lowered would come to. `shapes`: None if nothing is known of it."""
 
     gathered: bool
-    shapes: Shapes | Refused | None
+    shapes: PipelineShapes | Refusal | None
 
     @property
     def least(self) -> float:
-        return self.shapes.can[0][1] if isinstance(self.shapes, Shapes) else 0.0
+        return self.shapes.can[0][1] if isinstance(self.shapes, PipelineShapes) else 0.0
 
     def tried(self, count: int) -> Iterator[Tried]:
-        if isinstance(self.shapes, Refused):
+        if isinstance(self.shapes, Refusal):
             yield Tried(count, self.gathered, dropped=str(self.shapes))
             return
         assert self.shapes is not None
@@ -193,12 +193,12 @@ class Estimate:
             yield estimated(count, self.gathered, shape, seconds)
 
 
-def estimated(count: int, once: bool, shape: Shape, seconds: float) -> Tried:
+def estimated(count: int, once: bool, shape: PipelineShape, seconds: float) -> Tried:
     """A candidate that has not been cut."""
     return Tried(count, once, shape.name, shape.cuts, seconds, None, SLOWER, estimated=True)
 
 
-def refused(shapes: Shapes, count: int, once: bool) -> list[Tried]:
+def refused(shapes: PipelineShapes, count: int, once: bool) -> list[Tried]:
     return [Tried(count, once, schedule, dropped=str(why)) for schedule, why in shapes.cannot.items()]
 
 
@@ -212,15 +212,15 @@ class Search:
     _step     what `recompute` left of the one that came last
     """
 
-    placed: Placed
+    placed: PlacedModel
     budget: int | None
     beaten_s: float = inf
     tried: list[Tried] = field(default_factory=list)
-    needs: list[Need] = field(default_factory=list)
+    needs: list[MemoryNeed] = field(default_factory=list)
     last: Heard = field(default_factory=Heard)
-    _lowered: Uncut | None = None
+    _lowered: UncutProgram | None = None
     _asked: int = 0
-    _step: Lowered | None = None
+    _step: LoweredProgram | None = None
 
     def among(self, counts: list[int]) -> dict[int, Answered]:
         """What came of the numbers of microbatches that have been lowered."""
@@ -251,7 +251,7 @@ class Search:
         found = {}
         for count in counts:
             request = replace(self.placed.request, microbatches=count)
-            shapes = None if self._lowered is None or self._asked == 1 else attempt(partial(self._lowered.estimated, request))
+            shapes = None if self._lowered is None or self._asked == 1 else attempt(partial(self._lowered.estimate_shapes, request))
             found[count] = Estimate(self._lowered is not None and self._lowered.gathered and count > 1, shapes)
         return found
 
@@ -261,7 +261,7 @@ class Search:
         for once in dict.fromkeys((request.gather_once, False)):
             self.last = Heard()
             uncut = attempt(partial(self._uncut, replace(request, gather_once=once)))
-            if isinstance(uncut, Refused):
+            if isinstance(uncut, Refusal):
                 return self._note(Tried(count, once, dropped=str(uncut)), uncut)
             if self._lowered is None:
                 self._lowered, self._asked = uncut, count
@@ -270,29 +270,29 @@ class Search:
                 return answer  # gathered more often they take longer
         return None
 
-    def _uncut(self, request: Request) -> Uncut:
-        placed = run_all(pipeline.PLACE, self.placed.again(request), self.last.hook)
+    def _uncut(self, request: Request) -> UncutProgram:
+        placed = run_all(pipeline.PLACE, self.placed.restart_for_request(request), self.last.hook)
         partitioned = run(pipeline.PARTITION, placed, self.last.hook)
         self._step = run_all(pipeline.RECOMPUTED, partitioned, self.last.hook)
         lowered = run_all(pipeline.PARTS, self._step, self.last.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
-            uncut = Uncut(lowered)
+            uncut = UncutProgram(lowered)
             self.tried += refused(uncut.shapes, request.count, uncut.gathered)
         return uncut
 
-    def _of(self, uncut: Uncut, bound: float) -> Answered:
+    def _of(self, uncut: UncutProgram, bound: float) -> Answered:
         """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less. What is estimated to
         be faster than what fits is cut as well."""
-        large: list[tuple[Shape, Need]] = []
+        large: list[tuple[PipelineShape, MemoryNeed]] = []
         best: Fitting | None = None
 
-        def candidates() -> Iterator[tuple[Shape, float]]:
+        def candidates() -> Iterator[tuple[PipelineShape, float]]:
             yield from uncut.shapes.can
             if best is not None or self.budget is None or uncut.lowered.request.pp_splits:
                 return
             seen, most = {(shape.name, shape.cuts) for shape, _ in large}, 2 * len(large) + 2
             for shape, need in large:  # which grows by those that hold more than they were estimated to
-                for within in uncut.within(shape, need.most.total, self.budget) if len(seen) < most else ():
+                for within in uncut.shapes_within_budget(shape, need.most.total, self.budget) if len(seen) < most else ():
                     if (within.name, within.cuts) not in seen:
                         seen.add((within.name, within.cuts))
                         yield within, within.seconds(uncut.work)
@@ -302,15 +302,17 @@ class Search:
                 self.tried.append(estimated(uncut.lowered.request.count, uncut.gathered, shape, seconds))
                 continue
             answer = self._cut(uncut, shape, self.last.copied())
-            if isinstance(answer, Refused) and best is None and not large:
+            if isinstance(answer, Refusal) and best is None and not large:
                 return answer  # what comes first and cannot be is no matter of memory
-            if isinstance(answer, Need):
+            if isinstance(answer, MemoryNeed):
                 large.append((shape, answer))
             elif isinstance(answer, Fitting):
                 best = answer if best is None or answer.seconds < best.seconds else best
         return self._recomputed(uncut, large, bound, best) if large and may_recompute(uncut.lowered.request) else best
 
-    def _recomputed(self, uncut: Uncut, large: list[tuple[Shape, Need]], bound: float, best: Fitting | None) -> Fitting | None:
+    def _recomputed(
+        self, uncut: UncutProgram, large: list[tuple[PipelineShape, MemoryNeed]], bound: float, best: Fitting | None
+    ) -> Fitting | None:
         """The fastest of what holds too much, and what holds least of it, with values recomputed, unless it is slower in any case."""
         assert self._step is not None and self.budget is not None
         recomputing = Recomputing(self._step, uncut, self.last, self.budget, self._cut)
@@ -322,18 +324,18 @@ class Search:
                 best = min(fitting, key=lambda one: one.seconds, default=None)
         return best
 
-    def _cut(self, uncut: Uncut, shape: Shape, heard: Heard, again: int = 0) -> Fitting | Refused | Need:
+    def _cut(self, uncut: UncutProgram, shape: PipelineShape, heard: Heard, again: int = 0) -> Fitting | Refusal | MemoryNeed:
         """One candidate: cut, predicted, held against the budget. `heard`: the passes that led to it; `again`: how many values it makes
         again."""
         request = uncut.lowered.request
         tried = Tried(request.count, uncut.gathered, shape.name, shape.cuts, again=again)
         stages = replace(pipeline.STAGES, run=lambda lowered: uncut.cut(shape))
         lowered = attempt(partial(run, stages, uncut.lowered, heard.hook))
-        if isinstance(lowered, Refused):
+        if isinstance(lowered, Refusal):
             return self._note(replace(tried, dropped=str(lowered)), lowered)
-        need = None if self.budget is None else need_of(lowered)
+        need = None if self.budget is None else memory_need(lowered)
         if need is not None and self.budget is not None and need.most.total > self.budget:
-            self.needs = noted(self.needs, need)
+            self.needs = append_need(self.needs, need)
             return self._note(replace(tried, holds=need.most.total, dropped=f"more than a rank may hold, {self.budget:,} bytes"), need)
         seconds = predicted_s(lowered)
         tried = replace(tried, seconds=seconds, holds=None if need is None else need.most.total)
@@ -344,7 +346,7 @@ class Search:
         return answer
 
 
-def predicted_s(lowered: Lowered) -> float:
+def predicted_s(lowered: LoweredProgram) -> float:
     """Seconds of a call's microbatches."""
     pipelined = lowered.pipeline
     assert pipelined is not None

@@ -32,10 +32,10 @@ from meshc.passes.driver.compile import compile_program, compile_traced, partiti
 from meshc.passes.driver.follow import Following
 from meshc.passes.driver.pipeline import FOLD
 from meshc.passes.driver.run import run_all
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace import parts
 from meshc.passes.trace.put_sizes import NotServed, put_sizes
 from meshc.program.program import PlainProgram
@@ -56,7 +56,7 @@ class Sizes:
     def __init__(self) -> None:
         self._forms: list[_Form] = []
 
-    def compile(self, request: Request, hook: Hook | None = None) -> tuple[PlainProgram, Lowered]:
+    def compile(self, request: Request, hook: Hook | None = None) -> tuple[PlainProgram, LoweredProgram]:
         """Like `compile_program`."""
         if not _may_share(request):
             return compile_program(request, hook)
@@ -79,7 +79,7 @@ class _Form:
     def __init__(self, request: Request) -> None:
         self._like, self._leaves = _without_inputs(request), _leaves(request)
         self._seen: list[Shapes] = []
-        self._open: tuple[DynamicDims, Traced] | None = None
+        self._open: tuple[DynamicDims, TracedModel] | None = None
         self.following: Following | None = None
         """Of that trace."""
         self._refused: DynamicDims | None = None
@@ -88,7 +88,7 @@ class _Form:
     def is_of(self, request: Request) -> bool:
         return self._leaves == _leaves(request) and self._like == _without_inputs(request)
 
-    def traced(self, request: Request, shapes: Shapes) -> Traced | None:
+    def traced(self, request: Request, shapes: Shapes) -> TracedModel | None:
         """The trace at these sizes; None where there is none."""
         if shapes not in self._seen and len(self._seen) < MOST:
             self._seen.append(shapes)
@@ -99,7 +99,7 @@ class _Form:
         except (NotServed, MeshcError):
             return None
 
-    def _put(self, request: Request, shapes: Shapes) -> Traced:
+    def _put(self, request: Request, shapes: Shapes) -> TracedModel:
         dims = _differing(self._seen)
         if any(size < 2 for name, shape in shapes for dim, size in enumerate(shape) if dim in dims.dims.get(name, {})):
             raise NotServed("tracing takes sizes below 2 apart")
@@ -116,7 +116,7 @@ class _Form:
         return run_all(FOLD, put_sizes(self._open[1], request, sizes))
 
 
-def _near(dims: DynamicDims, traced: Traced, left: Lowered) -> Lowered | None:
+def _near(dims: DynamicDims, traced: TracedModel, left: LoweredProgram) -> LoweredProgram | None:
     """What `partition` would leave at sizes near those of which it has left something, which split as evenly; None if it is nothing."""
     request = left.request
     sizes = dims.sizes(_shapes(request))

@@ -10,10 +10,10 @@ from torch.fx import Graph, GraphModule
 
 from meshc.ir import KEY
 from meshc.ir.verify import Malformed, verify_graph, verify_meetings, verify_order
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.traced import TracedModel
 from meshc.program.program import Port
 
 Ports = tuple[Sequence[Port] | Sequence[str], Sequence[Port] | Sequence[str]]
@@ -29,25 +29,25 @@ class Structure:
     left     likewise, of the graphs that a pass has left
     """
 
-    def __init__(self, before: Outset, last: Structure | None = None) -> None:
+    def __init__(self, before: CompilationPhase, last: Structure | None = None) -> None:
         """`last`: of the pass just before, which has looked at what it left."""
         self.ports = dict(_graphs(before))
         known = {} if last is None else last.left
         self.nodes = {graph: known[graph] if graph in known else _parts(graph) for graph in self.ports}
         self.left: dict[Graph, list[object]] = {}
-        rows = self.nodes.values() if isinstance(before, Lowered) else ()
+        rows = self.nodes.values() if isinstance(before, LoweredProgram) else ()
         self.records = {id(record) for parts in rows for record in parts[RECORD]}
 
-    def verify(self, left: Outset) -> None:
+    def verify(self, left: CompilationPhase) -> None:
         """Raises Malformed."""
         for graph, (inputs, outputs) in _graphs(left):
-            if isinstance(left, Traced) and left.joint is None:
+            if isinstance(left, TracedModel) and left.joint is None:
                 verify_order(graph)
             elif self._changed(graph) or self.ports[graph] != (inputs, outputs):
                 if len(set(inputs)) < len(inputs) or len(set(outputs)) < len(outputs):
                     raise Malformed("two of its ports are one")
-                verify_graph(graph, len(inputs), len(outputs), left.sizes if isinstance(left, Lowered) else None, self.records)
-        if isinstance(left, Lowered) and left.pipeline is not None:
+                verify_graph(graph, len(inputs), len(outputs), left.sizes if isinstance(left, LoweredProgram) else None, self.records)
+        if isinstance(left, LoweredProgram) and left.pipeline is not None:
             _verify_ranks({name: stage.graph for name, stage in left.stages.items()}, left.pipeline.schedule.ranks)
 
     def _changed(self, graph: Graph) -> bool:
@@ -65,13 +65,13 @@ def _parts(graph: Graph) -> list[object]:
     return [part for node in graph.nodes for part in (node, node.args, node.kwargs, node.target, node.meta.get(KEY))]
 
 
-def _graphs(phase: Outset) -> Iterator[tuple[Graph, Ports]]:
+def _graphs(phase: CompilationPhase) -> Iterator[tuple[Graph, Ports]]:
     """What passes write into, with its ports."""
-    if isinstance(phase, Lowered):
+    if isinstance(phase, LoweredProgram):
         yield from ((stage.graph, (stage.inputs, stage.outputs)) for stage in phase.stages.values())
-    elif isinstance(phase, Traced | Placed) and (joint := phase.joint) is not None:
+    elif isinstance(phase, TracedModel | PlacedModel) and (joint := phase.joint) is not None:
         yield joint.graph, (joint.inputs, joint.outputs)
-    elif isinstance(phase, Traced):
+    elif isinstance(phase, TracedModel):
         modules = (phase.model.module, *phase.model.module.children())
         yield from ((module.graph, ((), ())) for module in modules if isinstance(module, GraphModule))
 

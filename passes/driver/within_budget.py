@@ -24,14 +24,14 @@ from meshc.cost.program import program_seconds
 from meshc.errors import MeshcError, PlanError
 from meshc.passes.driver import in_chunks, on_host, pipeline
 from meshc.passes.driver.heard import Heard
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.single import Hook
 from meshc.passes.recompute.within import held_of, may_have_there, may_hold
-from meshc.passes.stages.attempt import Refused, attempt
-from meshc.passes.stages.fit import DoesNotFit, need_of
+from meshc.passes.stages.attempt import Refusal, attempt
+from meshc.passes.stages.fit import DoesNotFit, memory_need
 
 ROUNDS: Final = 3
 LAST: Final = "layer"
@@ -45,7 +45,7 @@ ON_HOST: Final = "memory: to hold no more than it may, a rank has on its host wh
 
 BY_RINGS: Final = "memory: to hold no more than it may, keys pass round where gathering them would be faster"
 
-Lower = Callable[[Placed, Hook | None], Lowered]
+Lower = Callable[[PlacedModel, Hook | None], LoweredProgram]
 """All passes from the plan on."""
 
 
@@ -57,11 +57,11 @@ class _Kept:
     """
 
     held: int
-    left: Lowered
+    left: LoweredProgram
     heard: Heard
 
     def noting(self, *notes: str) -> _Kept:
-        return replace(self, left=self.left.noting(*notes))
+        return replace(self, left=self.left.with_notes(*notes))
 
     def tried(self, count: int, budget: int) -> in_chunks.Tried:
         """What has come of so many chunks."""
@@ -74,7 +74,7 @@ class _Kept:
         return program_seconds(program, for_mesh(program.mesh)).total
 
 
-def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
+def within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) -> LoweredProgram:
     """Where there is something to choose for it, what `lower` leaves that keeps the budget and is fastest by the clock; where nothing does,
     what holds least. `hook` hears of the passes that led there."""
     room = may_have_there(placed.request)
@@ -83,7 +83,7 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
     found = attempt(lambda: _whole_or_in_chunks(placed, request, budget, lower))
-    if isinstance(found, Refused):
+    if isinstance(found, Refusal):
         best = _only_on_host(placed, request, found.error, budget, room, lower)
     else:
         best = _or_by_rings(placed, request, found, budget, lower)
@@ -92,15 +92,15 @@ def within_budget(placed: Placed, hook: Hook | None, lower: Lower) -> Lowered:
     return best.left
 
 
-def _or_by_rings(placed: Placed, request: Request, best: _Kept, budget: int, lower: Lower) -> _Kept:
+def _or_by_rings(placed: PlacedModel, request: Request, best: _Kept, budget: int, lower: Lower) -> _Kept:
     """What holds less where keys pass round, if the best holds too much with some gathered."""
-    if best.held <= budget or not best.left.placed.decided().gathered:
+    if best.held <= budget or not best.left.placed.require_assignment().gathered:
         return best
     passing = attempt(lambda: _whole_or_in_chunks(placed, replace(request, attention="ring"), budget, lower))
     return passing.noting(BY_RINGS) if isinstance(passing, _Kept) and passing.held < best.held else best
 
 
-def _on_host(placed: Placed, best: _Kept, budget: int, room: int, lower: Lower) -> _Kept:
+def _on_host(placed: PlacedModel, best: _Kept, budget: int, room: int, lower: Lower) -> _Kept:
     """The best with values on the host too, with state, or with parameters. Raises PlanError if what the plan says alone has no room."""
     there = memory.worst(best.left.as_program()).host
     if there > room:
@@ -120,7 +120,7 @@ def _on_host(placed: Placed, best: _Kept, budget: int, room: int, lower: Lower) 
     return best
 
 
-def _only_on_host(placed: Placed, request: Request, error: MeshcError, budget: int, room: int | None, lower: Lower) -> _Kept:
+def _only_on_host(placed: PlacedModel, request: Request, error: MeshcError, budget: int, room: int | None, lower: Lower) -> _Kept:
     """The best with state or parameters on the host, of a pipeline of which without them nothing keeps the budget: that is `error`, which
     is raised where there is none."""
     if room is None or not isinstance(error, DoesNotFit) or error.need.cut is None:
@@ -133,7 +133,7 @@ def _only_on_host(placed: Placed, request: Request, error: MeshcError, budget: i
     return best
 
 
-def _of_plans(placed: Placed, left: Lowered, request: Request, budget: int, room: int, lower: Lower) -> Iterator[_Kept]:
+def _of_plans(placed: PlacedModel, left: LoweredProgram, request: Request, budget: int, room: int, lower: Lower) -> Iterator[_Kept]:
     """What comes of what may lie on the host beside, as far as there is room for it. `left`: what its own plan has led to."""
     for plan in on_host.plans(left):
         found = attempt(partial(_in_rounds, placed, replace(request, plan=plan), budget, lower))
@@ -142,12 +142,12 @@ def _of_plans(placed: Placed, left: Lowered, request: Request, budget: int, room
             yield found.noting(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
 
 
-def _whole_or_in_chunks(placed: Placed, request: Request, budget: int, lower: Lower) -> _Kept:
+def _whole_or_in_chunks(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _Kept:
     """The best with the head whole, or in any number of chunks that is worth a try."""
     whole = attempt(lambda: _in_rounds(placed, request, budget, lower))
-    if isinstance(whole, Refused) and not isinstance(whole.error, DoesNotFit):
+    if isinstance(whole, Refusal) and not isinstance(whole.error, DoesNotFit):
         raise whole.error
-    best = kept = None if isinstance(whole, Refused) else whole
+    best = kept = None if isinstance(whole, Refusal) else whole
     size, count = in_chunks.logits(placed), 1
     first = None if kept is None or not size else kept.tried(count, budget)
     while size and (more := _further(count, kept, first, size, budget)) is not None:
@@ -155,14 +155,14 @@ def _whole_or_in_chunks(placed: Placed, request: Request, budget: int, lower: Lo
         if kept is not None and kept.held <= budget:  # of a pipeline the search for other numbers of microbatches is not done again
             asked = replace(asked, microbatches=kept.left.request.microbatches)
         found = attempt(partial(_in_rounds, placed, asked, budget, lower))
-        if isinstance(found, Refused) and not isinstance(found.error, DoesNotFit):
+        if isinstance(found, Refusal) and not isinstance(found.error, DoesNotFit):
             break
         if isinstance(found, _Kept) and found.left.placed.chunked is None:
             break  # the head runs whole in any case
         count, kept = more, found.noting(IN_CHUNKS.format(more)) if isinstance(found, _Kept) else None
         best = kept if kept is not None and (best is None or _is_better(kept, best, budget)) else best
     if best is None:
-        assert isinstance(whole, Refused)
+        assert isinstance(whole, Refusal)
         raise whole.error
     return best
 
@@ -182,7 +182,7 @@ def _is_better(one: _Kept, other: _Kept, budget: int) -> bool:
     return one.seconds < other.seconds
 
 
-def _in_rounds(placed: Placed, request: Request, budget: int, lower: Lower) -> _Kept:
+def _in_rounds(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _Kept:
     """What keeps the budget, or else holds least."""
     pipelined = request.mesh.pipeline_axis is not None
     spare, enough = 0, True
@@ -193,14 +193,14 @@ def _in_rounds(placed: Placed, request: Request, budget: int, lower: Lower) -> _
         heard = Heard() if last else _HeardEarly()
         asked = replace(request, remat=LAST) if last else replace(request, spare=spare)
         try:
-            left = lower(placed.again(asked), heard.hook)
+            left = lower(placed.restart_for_request(asked), heard.hook)
         except DoesNotFit:
             if best is None:
                 raise
             break  # so many bytes less nothing holds
         held = memory.worst(left.as_program()).total
         if best is None or held < best.held:
-            best = _Kept(held, left.noting(*([BY_LAST] if last else [])), heard)
+            best = _Kept(held, left.with_notes(*([BY_LAST] if last else [])), heard)
         if held <= budget or not isinstance(heard, _HeardEarly):
             break
         enough = heard.held <= budget - spare
@@ -214,10 +214,10 @@ class _HeardEarly(Heard):
 
     held: int = 0
 
-    def hook(self, name: str, phase: Outset) -> None:
+    def hook(self, name: str, phase: CompilationPhase) -> None:
         super().hook(name, phase)
         if name == pipeline.RECOMPUTE.name:
-            assert isinstance(phase, Lowered)
+            assert isinstance(phase, LoweredProgram)
             self.held = held_of(phase)
-        if name == pipeline.STAGES.name and isinstance(phase, Lowered) and phase.pipeline is not None:
-            self.held = need_of(phase).most.total
+        if name == pipeline.STAGES.name and isinstance(phase, LoweredProgram) and phase.pipeline is not None:
+            self.held = memory_need(phase).most.total

@@ -24,11 +24,11 @@ from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes import schedules
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook, say
-from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.phases.single import Hook, report_progress
+from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.fit import DoesNotFit
 from meshc.plan.entries import STORES
 from meshc.plan.offload_lines import PARAMS, STATE
@@ -41,7 +41,7 @@ WIDEST: Final = "layer"
 LEAST: Final = "1f1b"
 """Of the schedules of a pipeline, what has fewest microbatches in flight for stages of one piece."""
 
-Lower: TypeAlias = Callable[[Placed, "Hook | None"], Lowered]
+Lower: TypeAlias = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Trying:
     axes    that were searched: of these, and over a pipeline, the cheapest alone of what looks as if it did is tried as the user's own
     """
 
-    asked: Placed
-    left: Lowered
+    asked: PlacedModel
+    left: LoweredProgram
     budget: int
     lower: Lower
     within: Lower
@@ -147,11 +147,11 @@ class Trying:
                 if found.holds <= self.budget and (self.axes or self.left.pipeline is not None):
                     return  # what was searched is searched for once more, which takes long
 
-    def _all(self, some: Sequence[Change], closest: Placed) -> list[tuple[Change, WouldDo]]:
+    def _all(self, some: Sequence[Change], closest: PlacedModel) -> list[tuple[Change, WouldDo]]:
         """As the closest program is made."""
         return [(change, found) for change in some if (found := self._one(change, closest, self.left.plan, self.lower)) is not None]
 
-    def _together(self, some: Sequence[Change], closest: Placed) -> list[tuple[Change, WouldDo]]:
+    def _together(self, some: Sequence[Change], closest: PlacedModel) -> list[tuple[Change, WouldDo]]:
         """Those two that save most; where these do not do, all."""
         found: list[tuple[Change, WouldDo]] = []
         for count in dict.fromkeys((2, len(some))) if len(some) > 1 else ():
@@ -160,14 +160,14 @@ class Trying:
                 break
         return found
 
-    def _one(self, change: Change, placed: Placed, plan: PlanLike, lower: Lower) -> WouldDo | None:
+    def _one(self, change: Change, placed: PlacedModel, plan: PlanLike, lower: Lower) -> WouldDo | None:
         request = change.of(placed.request, resolve(plan, placed.mesh))
-        say(f"the budget is too small; whether this would do: {change.said.replace(HEAD, 'the head')}")
+        report_progress(f"the budget is too small; whether this would do: {change.said.replace(HEAD, 'the head')}")
         try:
-            found = attempt(lambda: lower(placed.again(request), None))
+            found = attempt(lambda: lower(placed.restart_for_request(request), None))
         except Unequal:
             return None
-        if isinstance(found, Refused):
+        if isinstance(found, Refusal):
             if not isinstance(found.error, DoesNotFit) or (cut := found.error.need.cut) is None:
                 return None
             holds, found = found.error.need.most.total, cut
@@ -186,7 +186,7 @@ class Trying:
         return _seconds(self.left)
 
 
-def _as_it_came(left: Lowered) -> Request:
+def _as_it_came(left: LoweredProgram) -> Request:
     """Of a pipeline, with the schedule that was found, and with all of a layer recomputed where as much may be recomputed as is wanted."""
     request, pipeline = left.request, left.pipeline
     if pipeline is None:
@@ -197,7 +197,7 @@ def _as_it_came(left: Lowered) -> Request:
     return request if named else replace(request, schedule=pipeline.schedule.name)
 
 
-def _seconds(left: Lowered) -> float:
+def _seconds(left: LoweredProgram) -> float:
     program = left.as_program()
     return program_seconds(program, for_mesh(program.mesh)).total
 
@@ -205,7 +205,7 @@ def _seconds(left: Lowered) -> float:
 # ------------------------------------------------------------------------------------------------------------------------- the changes
 
 
-def changes(left: Lowered, asked: Request, budget: int) -> Iterator[Change]:
+def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[Change]:
     """What the request has not asked for yet. `left`: the program that holds too much, of what was `asked`."""
     request, plan = left.request, left.plan
     if request.optimizer is not None and any(port.kind == "state" and port.shape and not port.host for port in left.inputs):
@@ -240,7 +240,7 @@ def _staged(asked: Request, budget: int) -> Iterator[Change]:
         yield Change(f"Options(memory_budget={budget}), for which values are recomputed", {"memory_budget": budget})
 
 
-def _stored(left: Lowered) -> Iterator[Change]:
+def _stored(left: LoweredProgram) -> Iterator[Change]:
     """Axes that the batch is split over store parameters, gradients and state split too."""
     could = {
         entry.axis: replace(entry, store=STORES, source="hand")
@@ -253,7 +253,7 @@ def _stored(left: Lowered) -> Iterator[Change]:
         yield Change(f"{lines} in the plan", writes=stored, stores=True)
 
 
-def _microbatches(left: Lowered, budget: int) -> int | None:
+def _microbatches(left: LoweredProgram, budget: int) -> int | None:
     """As many as leave little enough of what a call makes at a time, at least twice what there are; None where the batch has no such
     number of parts."""
     request, holds = left.request, memory.worst(left.as_program())
@@ -268,16 +268,16 @@ def _microbatches(left: Lowered, budget: int) -> int | None:
     return next((count for count in even if count >= least), even[-1] if even else divisor(left.placed, least))
 
 
-def divisor(placed: Placed, least: int) -> int | None:
+def divisor(placed: PlacedModel, least: int) -> int | None:
     """The first number of microbatches from `least` on that divides the batch."""
     return next((count for count in counts(placed) if count >= least), None)
 
 
-def counts(placed: Placed) -> list[int]:
+def counts(placed: PlacedModel) -> list[int]:
     """Numbers of microbatches that divide the batch."""
     rows = _rows(placed)
     return [count for count in range(2, min(rows, default=0) + 1) if not any(size % count for size in rows)]
 
 
-def _rows(placed: Placed) -> set[int]:
+def _rows(placed: PlacedModel) -> set[int]:
     return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}

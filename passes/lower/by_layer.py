@@ -28,7 +28,7 @@ BACK: Final = 2
 """Pieces per layer, at most: where layers are interleaved more than that, the region is not cut."""
 
 
-def parts(nodes: Sequence[Node]) -> list[int]:
+def layer_parts(nodes: Sequence[Node]) -> list[int]:
     """The part number of each node of a region, in order; 0 for all where the region is not cut."""
     places = [(records(node)[0].phase, tuple(_items(_module(node)))) for node in nodes]
     numbers: dict[tuple[str, str], set[str]] = defaultdict(set)

@@ -16,7 +16,7 @@ from meshc.cost.clock import HOST, clocked
 from meshc.cost.devices import Device, Link
 from meshc.cost.links import host_copy_seconds
 from meshc.ir import calls, local_bytes, record, spmd
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 
 LEAST_S: Final = 1e-5
 """Seconds; a shorter wait is not reported."""
@@ -24,7 +24,7 @@ EXPOSED: Final = "are not hidden behind"
 """Words by which readers of notes recognise this one as a warning."""
 
 
-def exposed(lowered: Lowered, device: Device) -> str:
+def exposed_copies_note(lowered: LoweredProgram, device: Device) -> str:
     """The note's text; empty if no stage copies to or from the host, or the device has no link to it."""
     if not any(spmd.is_host_copy(node.target) for stage in lowered.stages.values() for node in calls(stage.graph)):
         return ""

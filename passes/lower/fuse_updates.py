@@ -23,66 +23,66 @@ from torch.fx.node import Argument
 from meshc.ir import Record, is_getitem, records, runs_on_host
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
-from meshc.passes.lower.fetch_ahead import in_windows, turns, window_of
-from meshc.passes.lower.kept_state import keep_in_place, narrowed_from, read_operands, some_at_a_time, widened
-from meshc.passes.lower.update_early import Places
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.lower.fetch_ahead import split_into_windows, update_window_bytes, update_windows
+from meshc.passes.lower.kept_state import keep_in_place, narrowing_nodes, read_operands, split_by_widened_bytes, widening_nodes
+from meshc.passes.lower.update_early import UpdatePlaces
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.private import OpOverload
 from meshc.program.program import Stage
 
 
-def fuse_updates(lowered: Lowered) -> Lowered:
+def fuse_updates(lowered: LoweredProgram) -> LoweredProgram:
     """Batch the update operators of each stage by operator, numbers and flags."""
-    return replace(lowered, stages={name: fused(stage) for name, stage in lowered.stages.items()})
+    return replace(lowered, stages={name: fuse_stage_updates(stage) for name, stage in lowered.stages.items()})
 
 
-def fused(stage: Stage, limit: int | None = None) -> Stage:
+def fuse_stage_updates(stage: Stage, limit: int | None = None) -> Stage:
     """Changes a stage in place. `limit`: bytes of gradients that fill a group; by default `update_early.py` decides.
     Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)
-    window, turn = window_of(graph), turns(graph)
+    window, turn = update_window_bytes(graph), update_windows(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in MANY and not _kept_apart(node):
+        if node.op == "call_function" and node.target in MANY and not _keeps_old_value(node):
             operands = 1 + len(WRITTEN[node.target])
             there = turn.get(node) if runs_on_host(node) else None
             groups[(node.target, tuple(node.args[operands:]), records(node)[0].dtype, there)].append(node)
     written: dict[Node, Argument] = {}
     narrowed: dict[Node, Node] = {}
-    places = Places(graph)
+    places = UpdatePlaces(graph)
     for (target, rest, _, _), all_members in groups.items():
         operands = 1 + len(WRITTEN[target])
         early = not any(map(runs_on_host, all_members))
-        for members in _cut(all_members, places if early else None, limit, window):
+        for members in _update_parts(all_members, places if early else None, limit, window):
             columns = [[member.args[i] for member in members] for i in range(operands)]
             made = Record(phase="update", reason=f"one update for {len(members)} parameters", source=records(members[-1])[0].source)
-            for wide in (wide for member in members for wide in widened(member)):
+            for wide in (wide for member in members for wide in widening_nodes(member)):
                 members[-1].prepend(wide)
             with graph.inserting_after(members[-1]):
                 many = call(graph, made, MANY[target], *columns, *rest)
-            places.replaced(members[-1], many)
+            places.replace_member(members[-1], many)
             for member in members:
-                narrowed |= dict.fromkeys(narrowed_from(member), many)
+                narrowed |= dict.fromkeys(narrowing_nodes(member), many)
                 written |= _results(member)
     read_operands(graph, written)
     keep_in_place(graph, narrowed)
     return stage
 
 
-def _cut(all_members: list[Node], places: Places | None, limit: int | None, window: int) -> Iterator[list[Node]]:
+def _update_parts(all_members: list[Node], places: UpdatePlaces | None, limit: int | None, window: int) -> Iterator[list[Node]]:
     """Groups of members that are updated together, each moved to the earliest place that `places` allows, if given. The host copies of a
     group take no more than `window` bytes."""
     if places is None:
-        yield from some_at_a_time(all_members)
+        yield from split_by_widened_bytes(all_members)
         return
     for part in list(places.parts(all_members, limit)):
-        for several in some_at_a_time(part):
-            for members in in_windows(several, window):
+        for several in split_by_widened_bytes(part):
+            for members in split_into_windows(several, window):
                 places.bring(members)
                 yield members
 
 
-def _kept_apart(member: Node) -> bool:
+def _keeps_old_value(member: Node) -> bool:
     """Whether the old value is read after the update, as for experts that no token chose (`passes/trace/keep_unchosen.py`)."""
     written = [x for x in (member.args[place] for place in WRITTEN[member.target]) if isinstance(x, Node)]  # type: ignore[index]
     held = {x for value in written for x in (value, *value.all_input_nodes)}

@@ -25,24 +25,26 @@ from torch.fx import Graph, Node
 from meshc.ir import spmd
 from meshc.ir.graph import copied, placeholders
 from meshc.ir.regions import changing, is_number, set_region
-from meshc.passes.lower.by_layer import parts
-from meshc.passes.lower.kept_state import for_updates_alone
+from meshc.passes.lower.by_layer import layer_parts
+from meshc.passes.lower.kept_state import is_for_updates_only
 from meshc.passes.lower.levels import levels, runs_alone
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.bucket import bucket
 from meshc.program.program import Stage
 
 
-def group_regions(lowered: Lowered) -> Lowered:
+def group_regions(lowered: LoweredProgram) -> LoweredProgram:
     """Marks and reorders each stage; values do not change. Nothing is to be done for a backend that runs operators one by one."""
     if lowered.request.backend == "eager":
         return lowered
     sums = sums_of_late_stages(lowered)
-    return replace(lowered, stages={name: grouped(stage, lowered.sizes, sums=sums.get(name, ())) for name, stage in lowered.stages.items()})
+    return replace(
+        lowered, stages={name: group_stage(stage, lowered.sizes, sums=sums.get(name, ())) for name, stage in lowered.stages.items()}
+    )
 
 
-def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, sums: Collection[str] = ()) -> Stage:
+def group_stage(stage: Stage, sizes: Mapping[str, int], window: int | None = None, sums: Collection[str] = ()) -> Stage:
     """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes, as in `levels`; `sums`: keys of sums over microbatches
     that are complete before the stage runs."""
     graph = copied(stage.graph)
@@ -53,7 +55,7 @@ def grouped(stage: Stage, sizes: Mapping[str, int], window: int | None = None, s
     for node in graph.nodes:
         if node.op == "call_function" and node not in level:
             level[node] = max(level[operand] + spmd.is_collective(operand.target) for operand in node.all_input_nodes)
-    widened = {node for node in graph.nodes if node.op == "call_function" and for_updates_alone(node)}
+    widened = {node for node in graph.nodes if node.op == "call_function" and is_for_updates_only(node)}
     level.update({node: min(level[user] for user in node.users) for node in widened})  # not sooner than it is read
     _place(graph, level, widened)
     return stage
@@ -73,7 +75,7 @@ def _place(graph: Graph, level: Mapping[Node, int], widened: Collection[Node]) -
     together = [node for node in order if node.op == "call_function" and node not in alone]
     for _, members in groupby(together, level.__getitem__):
         nodes = list(members)
-        numbers = parts(nodes)
+        numbers = layer_parts(nodes)
         for node, part in zip(nodes, numbers, strict=True):
             set_region(node, count + part)
         count += 1 + numbers[-1]

@@ -33,7 +33,7 @@ from meshc.ir.nodes import KEY, Record, is_tensor
 from meshc.ir.sharding import Sharding
 from meshc.ir.used_rows import rows_dim, with_open_rows
 from meshc.ops import used_rows as _used_rows  # noqa: F401 - registers them
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -47,21 +47,21 @@ FILLED: Final[Mapping[object, int]] = {
 """Operators that fill a tensor with one number, each with the position of its shape argument."""
 
 
-def keep_used_rows(lowered: Lowered) -> Lowered:
+def compact_expert_rows(lowered: LoweredProgram) -> LoweredProgram:
     """Compacts the rows of each layer of routed experts that allows it."""
     cuda = lowered.mesh.device_type == "cuda"
     if cuda and lowered.request.backend != "eager":
         return lowered
     for stage in lowered.stages.values():
         if not cuda or any(node.target in spmd.OF_ROWS for node in stage.graph.nodes):
-            keep(stage.graph)
+            compact_graph(stage.graph)
     return lowered
 
 
-def keep(graph: Graph) -> None:
+def compact_graph(graph: Graph) -> None:
     """Compacts the rows of expert layers in a per-rank graph, in place."""
     nodes = list(graph.nodes)
-    found = [layer for node in nodes if (layer := _layer(node, nodes)) is not None]
+    found = [layer for node in nodes if (layer := _expert_rows(node, nodes)) is not None]
     for layer in found:
         _rewrite(graph, layer, nodes)
     if found:
@@ -69,7 +69,7 @@ def keep(graph: Graph) -> None:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _ExpertRows:
     """The rows of one group's experts.
 
     own             [1, tokens, chosen]: the expert of each place (a token and one of its choices)
@@ -90,29 +90,33 @@ class _Layer:
         return record(self.own).shape[1]
 
     @property
-    def chosen(self) -> int:
+    def top_k(self) -> int:
         return record(self.own).shape[2]
 
     @property
-    def places(self) -> int:
-        return self.tokens * self.chosen
+    def choice_count(self) -> int:
+        return self.tokens * self.top_k
 
 
-def _layer(own: Node, nodes: Sequence[Node]) -> _Layer | None:
+def _expert_rows(own: Node, nodes: Sequence[Node]) -> _ExpertRows | None:
     """The layer of a group of experts whose choices are `own`; None if there is none, or an operator does not treat each row by itself."""
     made = own.args[0] if is_getitem(own) and own.args[1] == 0 else None
     if not isinstance(made, Node) or made.target is not meshc.group_choices.default or made.args[1] != 1:
         return None
     count = made.args[2]
-    choices = _reshaped(own)
+    choices = _choice_views(own)
     products = [user for choice in choices for user in choice.users if user.target in (meshc.group_mm.default, meshc.group_outer.default)]
     if not isinstance(count, int) or not products or not all(_fits(product, choices, count) for product in products):
         return None
-    layer = _Layer(own, count, {}, [], products)
-    return replace(layer, dims=found[0], ends=found[1]) if layer.places > 1 and (found := _followed(layer, nodes)) is not None else None
+    layer = _ExpertRows(own, count, {}, [], products)
+    return (
+        replace(layer, dims=found[0], ends=found[1])
+        if layer.choice_count > 1 and (found := _trace_rows(layer, nodes)) is not None
+        else None
+    )
 
 
-def _reshaped(own: Node) -> list[Node]:
+def _choice_views(own: Node) -> list[Node]:
     """The choices and all reshapes of them."""
     found = [own]
     for node in found:
@@ -128,7 +132,7 @@ def _fits(product: Node, choices: Sequence[Node], count: int) -> bool:
     return of in choices and isinstance(each, int) and each == count == record(matrices).shape[0]
 
 
-def _followed(layer: _Layer, nodes: Sequence[Node]) -> tuple[dict[Node, int], list[Node]] | None:
+def _trace_rows(layer: _ExpertRows, nodes: Sequence[Node]) -> tuple[dict[Node, int], list[Node]] | None:
     """(nodes whose values are rows, with the dim of the rows; `ends` of the layer); None if another operator reads rows."""
     dims: dict[Node, int] = {}
     ends: list[Node] = []
@@ -145,40 +149,40 @@ def _followed(layer: _Layer, nodes: Sequence[Node]) -> tuple[dict[Node, int], li
             continue
         elif _puts_back(node, layer):
             ends.append(node)
-        elif node.op == "call_function" and (dim := _made_along(node, dims, layer)) is not None:
+        elif node.op == "call_function" and (dim := _result_dim(node, dims, layer)) is not None:
             dims[node] = dim
         else:
             return None
     return dims, ends
 
 
-def _made_along(node: Node, dims: Mapping[Node, int], layer: _Layer) -> int | None:
+def _result_dim(node: Node, dims: Mapping[Node, int], layer: _ExpertRows) -> int | None:
     """The dim of the rows in a node's result; None if the node may not treat each row by itself."""
     if node.target in SPREADING:
         sizes, along = node.args[1:3]
         assert isinstance(sizes, list | tuple) and isinstance(along, int)
-        fits = dims.get(node.all_input_nodes[0]) == 1 and tuple(sizes[:2]) == (1, layer.places)
+        fits = dims.get(node.all_input_nodes[0]) == 1 and tuple(sizes[:2]) == (1, layer.choice_count)
         return 1 if fits and along % len(sizes) > 1 else None
     return rows_dim(node, lambda operand: _dim(operand, node, dims, layer))
 
 
-def _are_rows(node: Node, layer: _Layer) -> bool:
-    return node.target is aten.reshape.default and record(node).shape[:2] == (1, layer.places) and len(record(node).shape) == 3
+def _are_rows(node: Node, layer: _ExpertRows) -> bool:
+    return node.target is aten.reshape.default and record(node).shape[:2] == (1, layer.choice_count) and len(record(node).shape) == 3
 
 
-def _puts_back(node: Node, layer: _Layer) -> bool:
+def _puts_back(node: Node, layer: _ExpertRows) -> bool:
     """Whether all readers of a reshape, further reshapes aside, add rows up or take weights' gradients to their tokens."""
     if node.target is not aten.reshape.default:
         return False
-    return bool(node.users) and all(_takes(user, node, layer) or _puts_back(user, layer) for user in node.users)
+    return bool(node.users) and all(_reads_places(user, node, layer) or _puts_back(user, layer) for user in node.users)
 
 
-def _takes(reader: Node, rows: Node, layer: _Layer) -> bool:
+def _reads_places(reader: Node, rows: Node, layer: _ExpertRows) -> bool:
     takes = reader.target in (*BROUGHT, meshc.weights_to_tokens.default)
     return takes and reader.args[0] is rows and reader.args[1] is layer.own
 
 
-def _dim(operand: Node, reader: Node, dims: Mapping[Node, int], layer: _Layer) -> int | None:
+def _dim(operand: Node, reader: Node, dims: Mapping[Node, int], layer: _ExpertRows) -> int | None:
     """The dim of an operand's rows, or of its places, from which rows can be picked; None if it has neither."""
     if operand in dims:
         return dims[operand]
@@ -186,32 +190,32 @@ def _dim(operand: Node, reader: Node, dims: Mapping[Node, int], layer: _Layer) -
         return None
     shape = record(operand).shape
     behind = {len(records(other)[0].shape) - dims[other] for other in reader.all_input_nodes if other in dims}
-    return next((dim for dim in (0, 1) if shape[: dim + 1] == (1,) * dim + (layer.places,) and {len(shape) - dim} == behind), None)
+    return next((dim for dim in (0, 1) if shape[: dim + 1] == (1,) * dim + (layer.choice_count,) and {len(shape) - dim} == behind), None)
 
 
-def _rewrite(graph: Graph, layer: _Layer, nodes: Sequence[Node]) -> None:
-    writer = _Writer(graph, layer)
+def _rewrite(graph: Graph, layer: _ExpertRows, nodes: Sequence[Node]) -> None:
+    writer = _CompactRowsWriter(graph, layer)
     for node in nodes:
         with graph.inserting_before(node):
             if node in layer.dims:
-                writer.rows[node] = writer.made(node)
+                writer.rows[node] = writer.write_rows(node)
             elif node in layer.products:
                 writer.sum_of_outer(node)
             elif node in layer.ends:
                 writer.put_back(node, writer.rows[node.all_input_nodes[0]])
 
 
-class _Writer:
+class _CompactRowsWriter:
     """Emits a layer's operators on used rows alone."""
 
-    def __init__(self, graph: Graph, layer: _Layer) -> None:
+    def __init__(self, graph: Graph, layer: _ExpertRows) -> None:
         self.graph, self.layer = graph, layer
         self.rows: dict[Node, Node] = {}
         """Replacement of each value of rows."""
         self.picked: dict[tuple[Node, int], Node] = {}
         """Rows picked from values that have a position for each place."""
         own = record(layer.own)
-        used = replace(own, shape=(1, layer.places), dtype=torch.int64, sharding=_flat(own.sharding), used=1)
+        used = replace(own, shape=(1, layer.choice_count), dtype=torch.int64, sharding=_flat(own.sharding), used=1)
         ends = replace(own, shape=(layer.count,), dtype=torch.int64, sharding=None)
         with graph.inserting_after(layer.own):
             both = call(graph, (used, ends), meshc.used_rows.default, layer.own, layer.count)
@@ -219,18 +223,18 @@ class _Writer:
             self.ends = call(graph, ends, operator.getitem, both, 1)
             self.used = call(graph, used, operator.getitem, both, 0)
 
-    def made(self, node: Node) -> Node:
+    def write_rows(self, node: Node) -> Node:
         """The replacement of a node whose value is rows."""
         source, layer = node.args[0], self.layer
         if isinstance(source, Node) and source.target in HANDED and source.args[1] is layer.own:
             x = source.args[0]
             assert isinstance(x, Node)
-            tokens = self._shaped(x, [layer.tokens, record(x).shape[-1]])
-            return self._call(_of_rows(node, 1), meshc.rows_of_tokens.default, tokens, self.used, layer.chosen)
+            tokens = self._reshape(x, [layer.tokens, record(x).shape[-1]])
+            return self._call(_of_rows(node, 1), meshc.rows_of_tokens.default, tokens, self.used, layer.top_k)
         if node in layer.products:
             return self._call(_of_rows(node, 1), meshc.used_mm.default, self._rows(source, 1), node.args[1], self.ends, node.args[-1])
         if node.target in SPREADING:
-            return self._spread(node)
+            return self._write_spread(node)
 
         def there(operand: Node) -> Node:
             dim = _dim(operand, node, layer.dims, layer)
@@ -241,7 +245,7 @@ class _Writer:
         kwargs = {name: map_arg(each, there) for name, each in node.kwargs.items()}
         return self._call(_of_rows(node, dim), node.target, *args, **kwargs)
 
-    def _spread(self, node: Node) -> Node:
+    def _write_spread(self, node: Node) -> Node:
         x, sizes, along, start, *end = node.args
         assert isinstance(sizes, list | tuple) and isinstance(along, int) and isinstance(start, int)
         rows, dim = self._rows(x, 1), along % len(sizes)
@@ -275,15 +279,15 @@ class _Writer:
                 if reader.target is aten.reshape.default:
                     self.put_back(reader, rows)
                 elif reader.target in BROUGHT:
-                    flat = self._shaped(rows, [1, -1, made.shape[-1]])
+                    flat = self._reshape(rows, [1, -1, made.shape[-1]])
                     like = replace(made, shape=(layer.tokens, made.shape[-1]))
                     like = like if like.shape == made.shape else replace(like, sharding=None)
-                    summed = self._call(like, meshc.tokens_of_rows.default, flat, self.used, layer.tokens, layer.chosen)
-                    reader.replace_all_uses_with(self._shaped(summed, list(made.shape), made))
+                    summed = self._call(like, meshc.tokens_of_rows.default, flat, self.used, layer.tokens, layer.top_k)
+                    reader.replace_all_uses_with(self._reshape(summed, list(made.shape), made))
                 else:
-                    flat = self._shaped(rows, [1, -1])
-                    placed = self._call(replace(record(flat), used=None), meshc.places_of_rows.default, flat, self.used, layer.places)
-                    reader.replace_input_with(end, self._shaped(placed, list(record(end).shape), record(end)))
+                    flat = self._reshape(rows, [1, -1])
+                    placed = self._call(replace(record(flat), used=None), meshc.places_of_rows.default, flat, self.used, layer.choice_count)
+                    reader.replace_input_with(end, self._reshape(placed, list(record(end).shape), record(end)))
 
     def _rows(self, operand: Argument, dim: int) -> Node:
         """The replacement of an operand; rows picked from it if it has a position for each place."""
@@ -291,11 +295,11 @@ class _Writer:
         if operand in self.rows:
             return self.rows[operand]
         if (operand, dim) not in self.picked:
-            self.picked[operand, dim] = self._picked(operand, dim)
+            self.picked[operand, dim] = self._pick_rows(operand, dim)
         return self.picked[operand, dim]
 
-    def _picked(self, operand: Node, dim: int) -> Node:
-        made, places = record(operand), self.layer.places
+    def _pick_rows(self, operand: Node, dim: int) -> Node:
+        made, places = record(operand), self.layer.choice_count
         behind = list(made.shape[dim + 1 :])
         if operand.target in FILLED and behind:  # one number a row, as wide as it is read
             sizes = FILLED[operand.target]
@@ -306,14 +310,14 @@ class _Writer:
             wide = self._call(replace(thin, shape=(1, places, *behind), used=1), aten.expand.default, picked, [1, -1, *behind])
             rows = self._call(record(wide), aten.clone.default, wide, memory_format=torch.contiguous_format)
         else:
-            whole = self._shaped(operand, [1, places, *behind])
+            whole = self._reshape(operand, [1, places, *behind])
             rows = self._call(replace(record(whole), used=1), meshc.rows_of_places.default, whole, self.used)
-        return self._shaped(rows, [*[1] * dim, -1, *behind])
+        return self._reshape(rows, [*[1] * dim, -1, *behind])
 
-    def _shaped(self, x: Node, shape: list[int], made: Record | None = None) -> Node:
+    def _reshape(self, x: Node, shape: list[int], made: Record | None = None) -> Node:
         """A reshape of `x`, where -1 in `shape` is the dim of rows; `x` itself if it has that shape."""
         own, dim = record(x), shape.index(-1) if -1 in shape else None
-        whole = tuple(self.layer.places if size == -1 else size for size in shape)
+        whole = tuple(self.layer.choice_count if size == -1 else size for size in shape)
         if own.shape == whole:
             return x
         return self._call(made or replace(own, shape=whole, sharding=None, used=dim), aten.reshape.default, x, shape)

@@ -30,12 +30,12 @@ WIDENED_BYTES: Final = 32 << 20
 """Bytes of widened state at a time, or those of one parameter if larger."""
 
 
-def some_at_a_time(members: Sequence[Node]) -> Iterator[list[Node]]:
+def split_by_widened_bytes(members: Sequence[Node]) -> Iterator[list[Node]]:
     """Members in groups of no more than `WIDENED_BYTES` of widened state."""
     part: list[Node] = []
     held = 0
     for member in members:
-        size = sum(local_bytes(record(wide)) for wide in widened(member))
+        size = sum(local_bytes(record(wide)) for wide in widening_nodes(member))
         if part and held + size > WIDENED_BYTES:
             yield part
             part, held = [], 0
@@ -44,18 +44,18 @@ def some_at_a_time(members: Sequence[Node]) -> Iterator[list[Node]]:
     yield part
 
 
-def widened(member: Node) -> list[Node]:
+def widening_nodes(member: Node) -> list[Node]:
     """The nodes that widen stored state for this member alone."""
     operands = [one for one in member.args[: 1 + len(WRITTEN[member.target])] if isinstance(one, Node)]  # type: ignore[index]
     return [one for one in operands if one.target in WIDENS and record(one).phase == "update" and list(one.users) == [member]]
 
 
-def narrowed_from(member: Node) -> list[Node]:
+def narrowing_nodes(member: Node) -> list[Node]:
     """The nodes that round a member's results to their stored form."""
     return [user for result in member.users if is_getitem(result) for user in result.users if user.target in keep.IN_PLACE]
 
 
-def for_updates_alone(node: Node) -> bool:
+def is_for_updates_only(node: Node) -> bool:
     """Whether a node widens operands of fused updates, and nothing else reads it."""
     if node.target not in WIDENS or record(node).phase != "update":
         return False
@@ -73,7 +73,7 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
         assert isinstance(old, Node)
         readers = [reader for reader in old.users if reader.op == "call_function" and reader in order]
         after = narrowed.get(node) or max(readers, key=order.__getitem__)
-        between = _between(node) if node in narrowed else []
+        between = _scale_nodes(node) if node in narrowed else []
         for one in between:
             _bring(one, after, order, between)
             behind.get(after, after).append(one)
@@ -86,7 +86,7 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
     read_operands(graph, kept)
 
 
-def _between(node: Node) -> list[Node]:
+def _scale_nodes(node: Node) -> list[Node]:
     """The nodes between an update's results and their rounding: scales of blocks, with the collectives that agree on them."""
     found: dict[Node, None] = {}
 

@@ -26,7 +26,7 @@ from meshc.program.packing import is_view
 _NORM = (torch.ops.meshc.square_sum.default,)
 
 
-def leave_early(graph: Graph) -> None:
+def order_host_updates(graph: Graph) -> None:
     """Reorders a graph in place; values do not change."""
     nodes = list(graph.nodes)
     if not any(runs_on_host(node) for node in nodes):
@@ -65,7 +65,7 @@ class _Order:
         found = [self.first, *(self._ready(operand) for operand in node.all_input_nodes if operand not in self.sent)]
         for operand in node.all_input_nodes:
             found += [self.at[one] for one in self.writers.get(root(operand), ()) if self.index[one] < self.index[node]]
-        for operand in map(root, _written(node)):
+        for operand in map(root, _written_values(node)):
             readers = (reader for reader in _readers(operand) if reader not in self.sent and self.index[reader] < self.index[node])
             found += [self.at[reader] for reader in readers]
         return max(found)
@@ -98,7 +98,7 @@ def writers(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
     """Nodes on the host that write a value's memory, by the value that owns the memory."""
     found: dict[Node, list[Node]] = defaultdict(list)
     for node in nodes:
-        for operand in _written(node) if runs_on_host(node) else ():
+        for operand in _written_values(node) if runs_on_host(node) else ():
             found[root(operand)].append(node)
     return found
 
@@ -110,7 +110,7 @@ def root(node: Node) -> Node:
     return node
 
 
-def _written(node: Node) -> list[Node]:
+def _written_values(node: Node) -> list[Node]:
     if _replaces(node):
         return [node.args[1]]  # type: ignore[list-item]
     return writes(node) if node.target in WRITERS else []

@@ -30,8 +30,8 @@ from meshc.ir import is_getitem, record, records, runs_on_host, spmd
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
-from meshc.passes.lower.update_early import amid_backward
-from meshc.passes.lower.windows import windows
+from meshc.passes.lower.update_early import updates_amid_backward
+from meshc.passes.lower.windows import prefetch_windows
 from meshc.program.packing import fills_alone, grows_alone, is_view, stays
 from meshc.program.program import Stage
 
@@ -42,13 +42,13 @@ TRAVELS: Final = 2
 def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
     """The level of each node. `window`: bytes of a prefetch window; by default `windows.py` decides."""
     found = _Levels(stage, window)
-    _late(stage.graph, found)
+    _delay_backward_values(stage.graph, found)
     return found.found
 
 
-def _late(graph: Graph, levels: _Levels) -> None:
+def _delay_backward_values(graph: Graph, levels: _Levels) -> None:
     """Raises the levels of nodes in backward that depend on forward's values alone to those of their first readers."""
-    found, waits = levels.found, _can_wait(graph)
+    found, waits = levels.found, _delayable_nodes(graph)
     for node in reversed(graph.nodes):
         if node not in found or node in levels.stored or is_number(node) or node not in waits:
             continue
@@ -60,7 +60,7 @@ def _late(graph: Graph, levels: _Levels) -> None:
             found[node] = found[node.all_input_nodes[0]]
 
 
-def _can_wait(graph: Graph) -> set[Node]:
+def _delayable_nodes(graph: Graph) -> set[Node]:
     """Recomputed nodes, and views and collectives of backward whose operands are these or values of forward."""
     found: set[Node] = set()
     for node in graph.nodes:
@@ -87,7 +87,7 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
     return stays(node) or grows_alone(node) or fills_alone(node) or bool(why_alone(node, changing))
 
 
-def _stored(stage: Stage) -> set[Node]:
+def _parameter_values(stage: Stage) -> set[Node]:
     """Parameters on the device, and values computed from them alone up to and including their gathers."""
     parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and not record(node).host]
     return made_only_of(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
@@ -106,10 +106,10 @@ class _Levels:
     """
 
     def __init__(self, stage: Stage, window: int | None) -> None:
-        self.stored = _stored(stage)
+        self.stored = _parameter_values(stage)
         self.changing = changing(stage.graph)
-        self.borders = amid_backward(stage.graph)
-        self.windows = {gather: number for number, gathers in enumerate(windows(stage.graph, window)) for gather in gathers}
+        self.borders = updates_amid_backward(stage.graph)
+        self.windows = {gather: number for number, gathers in enumerate(prefetch_windows(stage.graph, window)) for gather in gathers}
         self.starts: dict[int, int] = {}
         self.read = -1
         self.floor = self.joined = self.highest = 0
@@ -120,24 +120,24 @@ class _Levels:
             if node.op == "placeholder" or is_number(node):
                 self.found[node] = 0
             elif node.op == "call_function":
-                self._begins(records(node)[0].chunk)
+                self._begin_chunk(records(node)[0].chunk)
                 self.found[node] = self._level(node)
                 self.highest = max(self.highest, self.found[node])
 
     def _level(self, node: Node) -> int:
         if is_getitem(node):
             return self.found[node.all_input_nodes[0]]
-        behind = max((self._behind(operand) for operand in node.all_input_nodes), default=0)
+        behind = max((self._level_after(operand) for operand in node.all_input_nodes), default=0)
         if node in self.stored or node in self.windows:
             return self._gather(node, behind) if node in self.windows else max(self.floor - 1, behind)
-        self._reads(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
+        self._begin_window(max((self.windows.get(operand, -1) for operand in node.all_input_nodes), default=-1))
         level = max(self.floor, behind)
         if spmd.is_host_copy(node.target) or runs_on_host(node):
             level = max(level, self.highest)
             self.floor = level + 1
         if writes(node):
             level = max(level, self.highest)
-            self.after |= dict.fromkeys(_memory(node), level + 1)
+            self.after |= dict.fromkeys(_written_memory(node), level + 1)
         if node in self.borders:
             level = max(level, self.highest)
             self.floor = level + 1
@@ -147,24 +147,24 @@ class _Levels:
 
     def _gather(self, node: Node, behind: int) -> int:
         window = self.windows[node]
-        self._reads(window - 1)  # a window starts where the previous one is read
+        self._begin_window(window - 1)  # a window starts where the previous one is read
         return max(self.starts.setdefault(window, max(self.floor - 1, 0)), behind)
 
-    def _begins(self, chunk: int | None) -> None:
+    def _begin_chunk(self, chunk: int | None) -> None:
         """Gives a new chunk of the head later levels than all before: values of the previous chunk are freed by then."""
         if chunk is not None and chunk != self.chunk:
             self.chunk, self.floor = chunk, self.highest + 1
 
-    def _reads(self, window: int) -> None:
+    def _begin_window(self, window: int) -> None:
         """Starts a new level if `window` has not been read before."""
         if window > self.read:
             self.read, self.floor = window, self.highest + 1
 
-    def _behind(self, operand: Node) -> int:
+    def _level_after(self, operand: Node) -> int:
         return max(self.found[operand] + runs_alone(operand, self.changing), self.after.get(operand, 0))
 
 
-def _memory(node: Node) -> dict[Node, None]:
+def _written_memory(node: Node) -> dict[Node, None]:
     """The operands that a node writes, and all values that these depend on: a tile may share the memory of the whole."""
     work: list[Node] = []
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from meshc.cost.flops import flops
 from meshc.ir import has_record, is_integer, local_bytes, record, records, spmd
 from meshc.ir.graph import made_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.bucket import SMALL
 from meshc.program.packing import is_view
 from meshc.program.preparation import from_placeholder
@@ -37,26 +37,26 @@ ALONE: Final = 8
 """Nodes computed for an exchange alone that move up with it, at most."""
 
 
-def overlap_exchanges(lowered: Lowered) -> Lowered:
+def overlap_exchanges(lowered: LoweredProgram) -> LoweredProgram:
     """Reorders each stage; values do not change."""
     for stage in lowered.stages.values():
-        overlapped(stage.graph, sink=lowered.request.memory_budget is None)
+        overlap_graph(stage.graph, sink=lowered.request.memory_budget is None)
     return lowered
 
 
-def overlapped(graph: Graph, sink: bool = True) -> None:
+def overlap_graph(graph: Graph, sink: bool = True) -> None:
     """Reorders a graph in place. `sink`: gradients of weights may be computed later, which keeps their operands for longer."""
     exchanges = [node for node in graph.nodes if _is_exchange(node)]
     for exchange in exchanges:
-        apart = _for_results(exchange)
+        apart = _result_views(exchange)
         if apart is None:
-            _raise(exchange)
+            _move_up(exchange)
         elif local_bytes(record(exchange)) <= SMALL:
-            _put_off(exchange, apart)
+            _delay_results(exchange, apart)
     covered: set[Node] = set()
     for exchange in exchanges if sink else ():
-        if _for_results(exchange) is None:
-            _cover(exchange, covered)
+        if _result_views(exchange) is None:
+            _move_product_behind(exchange, covered)
     graph.lint()
 
 
@@ -67,7 +67,7 @@ def _is_exchange(node: Node) -> bool:
     return record(node).phase != "update" and not from_placeholder(node)
 
 
-def _raise(exchange: Node) -> None:
+def _move_up(exchange: Node) -> None:
     """Moves an exchange, with the nodes computed for it alone, right behind the last of their operands."""
     own = _made_for(exchange)
     behind = _last_read(own)
@@ -114,7 +114,7 @@ def _is_on_its_way(value: Node) -> bool:
     return value.op == "call_function" and (spmd.is_collective(value.target) or spmd.is_host_copy(value.target))
 
 
-def _for_results(exchange: Node) -> list[Node] | None:
+def _result_views(exchange: Node) -> list[Node] | None:
     """Views and clones of an exchange if only the stage's results read it; else None."""
     apart = list(exchange.users)
     for node in apart:
@@ -126,7 +126,7 @@ def _for_results(exchange: Node) -> list[Node] | None:
     return sorted(node for node in apart if node.op != "output")
 
 
-def _put_off(exchange: Node, apart: list[Node]) -> None:
+def _delay_results(exchange: Node, apart: list[Node]) -> None:
     """Moves the views of an exchange to the end of its phase: the wait is there."""
     last = exchange
     while last.next.op == "call_function" and _phase(last.next) in (_phase(exchange), ""):
@@ -137,11 +137,11 @@ def _put_off(exchange: Node, apart: list[Node]) -> None:
             last = node
 
 
-def _cover(exchange: Node, covered: set[Node]) -> None:
+def _move_product_behind(exchange: Node, covered: set[Node]) -> None:
     """Moves the gradient of a weight behind an exchange, if less computation stands between the exchange and its reader."""
     if _phase(exchange) != "backward":
         return
-    found = _beside(exchange, covered)
+    found = _independent_product(exchange, covered)
     reader = min(exchange.users)
     if found is None or sum(flops(node) for node in _between(exchange, reader) if has_record(node)) >= flops(found):
         return
@@ -154,7 +154,7 @@ def _cover(exchange: Node, covered: set[Node]) -> None:
             exchange.append(node)
 
 
-def _beside(exchange: Node, covered: set[Node]) -> Node | None:
+def _independent_product(exchange: Node, covered: set[Node]) -> Node | None:
     """The product before the last one that the exchange depends on, if both share an operand and it may run later; else None."""
     makes = made_of([exchange], through=lambda node: node is exchange or not spmd.is_collective(node.target))
     last: Node | None = None
@@ -164,13 +164,17 @@ def _beside(exchange: Node, covered: set[Node]) -> Node | None:
             if last is None and node not in makes:
                 return None
             if last is not None:
-                return None if node in makes or _phase(node) != "backward" or _read(node).isdisjoint(_read(last)) else node
+                return (
+                    None
+                    if node in makes or _phase(node) != "backward" or _product_operands(node).isdisjoint(_product_operands(last))
+                    else node
+                )
             last = node
         node = node.prev
     return None
 
 
-def _read(product: Node) -> set[Node]:
+def _product_operands(product: Node) -> set[Node]:
     """Operands of a product, below all views."""
     found = set()
     for operand in product.all_input_nodes:

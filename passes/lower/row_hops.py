@@ -49,70 +49,70 @@ class Choices:
         return round(1 - comb(self.experts - self.each, chosen) / comb(self.experts, chosen), 4)
 
 
-def joined(sharding: Sharding) -> tuple[Part, ...]:
+def leading_parts(sharding: Sharding) -> tuple[Part, ...]:
     """The parts of all dims but the last, as one dim."""
     return tuple(part for dim in sharding.dims[:-1] for part in dim)
 
 
 @dataclass(frozen=True)
-class Hops:
+class DispatchHops:
     """Emits exchanges of rows, [t, h] on each of the ranks along `found.axes`, into `graph`. `sizes`: of the mesh's axes."""
 
     graph: Graph
     sizes: Mapping[str, int]
     found: Choices
 
-    def gathered(self, rows: Node, made: Record) -> list[Node]:
+    def dispatch(self, rows: Node, made: Record) -> list[Node]:
         """Dispatch in one exchange. `made`: record of the result [1, n * t, h]."""
-        return [self._call(spmd.gather_rows, made, rows, self._whole())]
+        return [self._call(spmd.gather_rows, made, rows, self._all_choices())]
 
-    def scattered(self, rows: Node, made: Record) -> list[Node]:
+    def combine(self, rows: Node, made: Record) -> list[Node]:
         """Combine in one exchange. `rows`: [1, n * t, h]; `made`: record of the result [t, h]."""
-        return [self._call(spmd.scatter_rows, made, rows, self._whole())]
+        return [self._call(spmd.scatter_rows, made, rows, self._all_choices())]
 
-    def gathered_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
+    def dispatch_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
         """Dispatch in two hops, across nodes and then inside; the nodes emitted, the result last."""
         across, inside, nodes, ranks = *parts, self._count(parts[0]), self._count(parts[1])
         tokens, width = record(rows).shape
         there = replace(made, shape=(1, nodes * tokens, width), sharding=None)
-        first = self._call(spmd.gather_rows, there, rows, self._between(across, inside))
-        blocks = self._shaped(first, [nodes, tokens, width])
+        first = self._call(spmd.gather_rows, there, rows, self._choices_across(across, inside))
+        blocks = self._reshape(first, [nodes, tokens, width])
         spread = replace(made, shape=(1, nodes, ranks * tokens, width), sharding=None)
-        second = self._call(spmd.gather_rows, spread, blocks, self._within(across, inside))
-        return [first, second, self._shaped(second, made.shape, made)]
+        second = self._call(spmd.gather_rows, spread, blocks, self._choices_inside(across, inside))
+        return [first, second, self._reshape(second, made.shape, made)]
 
-    def scattered_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
+    def combine_by_node(self, rows: Node, made: Record, parts: Parts) -> list[Node]:
         """Combine in two hops, inside nodes and then across; the nodes emitted, the result last."""
         across, inside, nodes, ranks = *parts, self._count(parts[0]), self._count(parts[1])
         tokens, width = made.shape
-        blocks = self._shaped(rows, [1, nodes, ranks * tokens, width])
+        blocks = self._reshape(rows, [1, nodes, ranks * tokens, width])
         added = replace(made, shape=(nodes, tokens, width), sharding=None)
-        first = self._call(spmd.scatter_rows, added, blocks, self._within(across, inside))
-        there = self._shaped(first, [1, nodes * tokens, width])
-        second = self._call(spmd.scatter_rows, made, there, self._between(across, inside))
+        first = self._call(spmd.scatter_rows, added, blocks, self._choices_inside(across, inside))
+        there = self._reshape(first, [1, nodes * tokens, width])
+        second = self._call(spmd.scatter_rows, made, there, self._choices_across(across, inside))
         return [first, second]
 
     def _call(self, kind: Function, made: Record, rows: Node, found: Choices) -> Node:
         return call(self.graph, made, kind, rows, [*found.axes], found.choice, found.each, found.share)
 
-    def _whole(self) -> Choices:
+    def _all_choices(self) -> Choices:
         """The choices of all tokens, as [tokens, k]."""
         like = record(self.found.choice)
-        lies = None if like.sharding is None else Sharding((joined(like.sharding), like.sharding.dims[-1]))
+        lies = None if like.sharding is None else Sharding((leading_parts(like.sharding), like.sharding.dims[-1]))
         shape = (self._tokens(), like.shape[-1])
-        return replace(self.found, choice=self._shaped(self.found.choice, shape, replace(like, shape=shape, sharding=lies)))
+        return replace(self.found, choice=self._reshape(self.found.choice, shape, replace(like, shape=shape, sharding=lies)))
 
-    def _between(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
+    def _choices_across(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
         """Choices of nodes, for the tokens of ranks with this rank's place inside their nodes."""
         nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
         tokens = self._tokens() // (nodes * ranks)
         by_node = self._choice([nodes, ranks * tokens, chosen])
         made = replace(record(by_node), shape=(nodes, tokens, chosen), sharding=None)
         mine = call(self.graph, made, spmd.shard, by_node, 1, ranks, self._place(inside))
-        flat = self._shaped(mine, [nodes * tokens, chosen])
+        flat = self._reshape(mine, [nodes * tokens, chosen])
         return replace(self.found, choice=flat, axes=across, each=ranks * self.found.each)
 
-    def _within(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
+    def _choices_inside(self, across: tuple[str, ...], inside: tuple[str, ...]) -> Choices:
         """Choices of ranks inside this node, for all tokens, by the node that the tokens come from."""
         nodes, ranks, chosen = self._count(across), self._count(inside), record(self.found.choice).shape[-1]
         by_node = self._choice([nodes, self._tokens() // nodes, chosen])
@@ -132,12 +132,12 @@ class Hops:
         return prod(record(self.found.choice).shape[:-1])
 
     def _choice(self, shape: Sequence[int]) -> Node:
-        return self._shaped(self.found.choice, shape)
+        return self._reshape(self.found.choice, shape)
 
     def _count(self, axes: Sequence[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
-    def _shaped(self, x: Node, shape: Sequence[int], made: Record | None = None) -> Node:
+    def _reshape(self, x: Node, shape: Sequence[int], made: Record | None = None) -> Node:
         if tuple(record(x).shape) == tuple(shape):
             return x
         made = made or replace(record(x), shape=tuple(shape), sharding=None)

@@ -28,8 +28,8 @@ from meshc.ir import is_integer, record, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import made_of, placeholders
 from meshc.passes.lower.start_early import reductions, sums_of_late_stages
-from meshc.passes.lower.windows import window_bytes, windows
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.lower.windows import prefetch_windows, window_bytes
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.bucket import Bucket, bucket, whole_bytes
 from meshc.program.preparation import is_preparation, ready
 from meshc.program.program import Stage
@@ -38,16 +38,16 @@ ALONE: Final = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
 """Bytes, by device type, from which copying a parameter into and out of a bucket takes longer than a message of its own."""
 
 
-def schedule_collectives(lowered: Lowered) -> Lowered:
+def schedule_collectives(lowered: LoweredProgram) -> LoweredProgram:
     """Reorders each stage; values do not change."""
     late = sums_of_late_stages(lowered)
     for stage in lowered.stages.values():
         early = frozenset(reductions(stage, late.get(stage.name, ())))
-        scheduled(stage, lowered.sizes, ALONE.get(lowered.mesh.device_type, ALONE["cuda"]), early=early)
+        schedule_stage(stage, lowered.sizes, ALONE.get(lowered.mesh.device_type, ALONE["cuda"]), early=early)
     return lowered
 
 
-def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None, early: Collection[Node] = ()) -> None:
+def schedule_stage(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | None = None, early: Collection[Node] = ()) -> None:
     """Reorders a stage in place.
 
     sizes   of the mesh's axes
@@ -61,8 +61,8 @@ def scheduled(stage: Stage, sizes: Mapping[str, int], alone: int, window: int | 
     limit = window_bytes(scatters) if window is None else window
     bucket(stage, sizes, {node: int(node not in early) for node in scatters}, limit, alone, [spmd.reduce_scatter])
     start_reductions(graph, spmd.all_reduce)  # what a reduce-scatter gives may be reduced further
-    bucket(stage, sizes, targets=[spmd.all_reduce], apart=_of_blocks(graph))
-    _gather(stage, sizes, alone, window)
+    bucket(stage, sizes, targets=[spmd.all_reduce], apart=_block_scale_reductions(graph))
+    _place_gathers(stage, sizes, alone, window)
     graph.lint()
 
 
@@ -94,14 +94,14 @@ def start_reductions(graph: Graph, reduction: Function) -> None:
             _hoist(node, place, entered[-1])
 
 
-def _of_blocks(graph: Graph) -> set[Node]:
+def _block_scale_reductions(graph: Graph) -> set[Node]:
     """Reductions of the scales of 8-bit state: in one bucket they would hold all of that state in full precision at once."""
     reductions = graph.find_nodes(op="call_function", target=spmd.all_reduce)
     return {node for node in reductions if node.all_input_nodes[0].target is torch.ops.meshc.block_scale.default}
 
 
 @dataclass(frozen=True)
-class _Window:
+class _PrefetchWindow:
     """Gathers that start together. `cut`: nodes that split the buckets; `first`, `last`: the first and the last reader."""
 
     gathers: tuple[Node, ...]
@@ -114,32 +114,32 @@ class _Window:
         return record(self.gathers[0]).phase
 
 
-def _gather(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | None) -> None:
+def _place_gathers(stage: Stage, sizes: Mapping[str, int], alone: int, limit: int | None) -> None:
     """Puts gathers of windows in buckets and starts each window one ahead."""
-    found = windows(stage.graph, limit)
+    found = prefetch_windows(stage.graph, limit)
     number = {gather: index for index, window in enumerate(found) for gather in window}
     made = bucket(stage, sizes, number, sum(map(whole_bytes, number)), alone, [spmd.all_gather])
-    before: _Window | None = None
-    for window in _in_messages(stage.graph, found, made):
+    before: _PrefetchWindow | None = None
+    for window in _windows_in_buckets(stage.graph, found, made):
         _place(window, before)
         before = window
 
 
-def _in_messages(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bucket]) -> list[_Window]:
+def _windows_in_buckets(graph: Graph, found: Sequence[Sequence[Node]], made: Sequence[Bucket]) -> list[_PrefetchWindow]:
     """The windows after gathers were joined in buckets."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     buckets = {member: one for one in made for member in one.members}
-    windows: list[_Window] = []
+    windows: list[_PrefetchWindow] = []
     for members in found:
         of = list({id(buckets[member]): buckets[member] for member in members if member in buckets}.values())
         gathers = (*(one.sent for one in of), *(member for member in members if member not in buckets))
         cut = tuple(node for one in of for node in one.cut)
         readers = {user for node in (*gathers, *cut) for user in node.users} - set(cut)
-        windows.append(_Window(gathers, cut, min(readers, key=order.__getitem__), max(readers, key=order.__getitem__)))
+        windows.append(_PrefetchWindow(gathers, cut, min(readers, key=order.__getitem__), max(readers, key=order.__getitem__)))
     return windows
 
 
-def _place(window: _Window, before: _Window | None) -> None:
+def _place(window: _PrefetchWindow, before: _PrefetchWindow | None) -> None:
     """Starts a window where the previous one is first read; the first of a phase, behind the last reader of the previous phase's."""
     start = min(window.gathers)
     if before is not None and before.phase == window.phase:

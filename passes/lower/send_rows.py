@@ -30,9 +30,15 @@ from meshc.ir.functions import Function
 from meshc.ir.graph import call
 from meshc.ir.nodes import Record
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.lower.row_hops import Choices, Hops, joined
-from meshc.passes.lower.weights_with_rows import Weights, gathered_with, put_together, scattered_with, taken_apart
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.lower.row_hops import Choices, DispatchHops, leading_parts
+from meshc.passes.lower.weights_with_rows import (
+    RoutingWeights,
+    concatenate_weights,
+    split_weights,
+    weights_for_combine,
+    weights_for_dispatch,
+)
+from meshc.passes.phases.lowered import LoweredProgram
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
@@ -50,19 +56,19 @@ BROUGHT: Final[Mapping[object, Function]] = {
 CHOICES: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
 
 
-def send_rows(lowered: Lowered) -> Lowered:
+def dispatch_and_combine(lowered: LoweredProgram) -> LoweredProgram:
     """Replaces all-gathers and reduce-scatters of all tokens by dispatch and combine, where that is predicted to be faster."""
     for stage in lowered.stages.values():
         found = [node for node in stage.graph.nodes if node.target in HANDED or node.target in BROUGHT]
         for node in found:
-            (_handed_out if node.target in HANDED else _brought_back)(lowered, stage.graph, node)
+            (_rewrite_dispatch if node.target in HANDED else _rewrite_combine)(lowered, stage.graph, node)
         if found:
             stage.graph.eliminate_dead_code()
-            _refuse_at_once(lowered, stage.graph, found[0])
+            _refuse_flat_dispatch(lowered, stage.graph, found[0])
     return lowered
 
 
-def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
+def _refuse_flat_dispatch(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
     """Raises PlanError if the user asked for hierarchical dispatch and no rows are dispatched."""
     if lowered.request.expert_dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
         return
@@ -73,7 +79,7 @@ def _refuse_at_once(lowered: Lowered, graph: Graph, node: Node) -> None:
     )
 
 
-def _choices(lowered: Lowered, said: Node) -> Choices | None:
+def _choices(lowered: LoweredProgram, said: Node) -> Choices | None:
     """The expert choices behind `said`, the local choices of a rank's one group; None if they are not in this graph."""
     made, sharding = said.args[0] if is_getitem(said) else None, record(said).sharding
     if not isinstance(made, Node) or made.target not in CHOICES or sharding is None:
@@ -85,10 +91,10 @@ def _choices(lowered: Lowered, said: Node) -> Choices | None:
     return Choices(choice, axes, each, each * prod(lowered.sizes[axis] for axis in axes))
 
 
-def _handed_out(lowered: Lowered, graph: Graph, node: Node) -> None:
+def _rewrite_dispatch(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
     x, said, *rest = node.args
     assert isinstance(x, Node) and isinstance(said, Node)
-    found, gather = _choices(lowered, said), _through(x)
+    found, gather = _choices(lowered, said), _before_reshapes(x)
     if found is None or gather.target is not spmd.all_gather or gather.args[1:] != ([*found.axes], 0):
         return
     local, made, lies = gather.args[0], record(node), record(x).sharding
@@ -97,20 +103,22 @@ def _handed_out(lowered: Lowered, graph: Graph, node: Node) -> None:
     tokens, of_group = prod(several), made.sharding.dims[0]
     if tokens != prod(record(found.choice).shape[:-1]):  # weights, of which each choice has one
         return
-    beside = gathered_with(said, gather, node)
+    beside = weights_for_dispatch(said, gather, node)
     with graph.inserting_before(node):
-        flat_lies = Sharding((joined(lies), lies.dims[-1]))
+        flat_lies = Sharding((leading_parts(lies), lies.dims[-1]))
         there = [tokens * found.each // found.experts, width]
-        flat = _flat(graph, local, there, replace(record(gather), sharding=_split(flat_lies, found.axes)))
-        like = replace(record(gather), sharding=Sharding((of_group, joined(lies), lies.dims[-1])))
-        sent = _by_rows(lowered, gather, Hops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)), beside)
+        flat = _flat(graph, local, there, replace(record(gather), sharding=_split_rows(flat_lies, found.axes)))
+        like = replace(record(gather), sharding=Sharding((of_group, leading_parts(lies), lies.dims[-1])))
+        sent = _cheapest_exchange(
+            lowered, gather, DispatchHops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)), beside
+        )
         if sent is None:
             return
         whole = _flat(graph, sent, [1, *several, width], replace(like, sharding=Sharding((of_group, *lies.dims))))
         node.replace_all_uses_with(call(graph, made, HANDED[node.target], whole, said, *rest))
 
 
-def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
+def _rewrite_combine(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
     rows, said, *rest = node.args
     assert isinstance(rows, Node) and isinstance(said, Node)
     found, scatter = _choices(lowered, said), _only_reader(node)
@@ -122,21 +130,23 @@ def _brought_back(lowered: Lowered, graph: Graph, node: Node) -> None:
     tokens, lies = prod(several), made.sharding
     if tokens != prod(record(found.choice).shape[:-1]):
         return
-    beside = scattered_with(said, scatter)
+    beside = weights_for_combine(said, scatter)
     owed = tuple(one for one in lies.partial if one[0] not in found.axes)
     with graph.inserting_before(scatter):
         by_group = Sharding((of_group.dims[0], *lies.dims), owed)
         summed = call(graph, replace(made, shape=(1, *several, width), sharding=by_group), BROUGHT[node.target], rows, said, *rest)
-        by_row = Sharding((of_group.dims[0], joined(lies), lies.dims[-1]), owed)
+        by_row = Sharding((of_group.dims[0], leading_parts(lies), lies.dims[-1]), owed)
         flat = _flat(graph, summed, [1, tokens, width], replace(made, sharding=by_row))
-        split = _split(Sharding((joined(lies), lies.dims[-1]), owed), found.axes)
+        split = _split_rows(Sharding((leading_parts(lies), lies.dims[-1]), owed), found.axes)
         there = replace(record(scatter), shape=(tokens * found.each // found.experts, width), sharding=split)
-        sent = _by_rows(lowered, scatter, Hops(graph, lowered.sizes, found), flat, there, beside)
+        sent = _cheapest_exchange(lowered, scatter, DispatchHops(graph, lowered.sizes, found), flat, there, beside)
         if sent is not None:
             scatter.replace_all_uses_with(_flat(graph, sent, record(scatter).shape, record(scatter)))
 
 
-def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record, beside: Weights | None) -> Node | None:
+def _cheapest_exchange(
+    lowered: LoweredProgram, whole: Node, hops: DispatchHops, rows: Node, made: Record, beside: RoutingWeights | None
+) -> Node | None:
     """Emits the fastest exchange of `rows`, with the weights `beside` them, in place of the collective `whole` over all rows; None if
     `whole` is predicted to be faster."""
     device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
@@ -144,23 +154,23 @@ def _by_rows(lowered: Lowered, whole: Node, hops: Hops, rows: Node, made: Record
     gathers = whole.target is spmd.all_gather
     both, brought = rows, made
     if beside is not None:
-        both = put_together(hops.graph, rows, beside)
+        both = concatenate_weights(hops.graph, rows, beside)
         brought = replace(made, shape=(*made.shape[:-1], record(both).shape[-1]), sharding=None)
     ways: list[Sequence[Node]] = []
     if parts is not None:
-        ways.append((hops.gathered_by_node if gathers else hops.scattered_by_node)(both, brought, parts))
+        ways.append((hops.dispatch_by_node if gathers else hops.combine_by_node)(both, brought, parts))
     if parts is None or asked != "hierarchical":
-        ways.append((hops.gathered if gathers else hops.scattered)(both, brought))
+        ways.append((hops.dispatch if gathers else hops.combine)(both, brought))
     taken = [sum(_seconds(lowered, node) for node in way if node.target in spmd.OF_ROWS) for way in ways]
     least = min(taken)
     forced = parts is not None and asked == "hierarchical"
     if not forced and least >= collective_seconds(whole, lowered.mesh, device):
         return None
     sent = ways[taken.index(least)][-1]
-    return sent if beside is None else taken_apart(hops.graph, sent, made, beside)
+    return sent if beside is None else split_weights(hops.graph, sent, made, beside)
 
 
-def _through(x: Node) -> Node:
+def _before_reshapes(x: Node) -> Node:
     """The value below reshapes that keep its rows."""
     while x.target is aten.reshape.default and isinstance(x.args[0], Node) and _rows_stay(x.args[0], x):
         x = x.args[0]
@@ -182,7 +192,7 @@ def _rows_stay(one: Node, other: Node) -> bool:
     return record(one).shape[-1:] == record(other).shape[-1:]
 
 
-def _split(sharding: Sharding | None, axes: tuple[str, ...]) -> Sharding | None:
+def _split_rows(sharding: Sharding | None, axes: tuple[str, ...]) -> Sharding | None:
     """The sharding with the outermost factor of dim 0 split by these axes too."""
     if sharding is None or not sharding.dims[0]:
         return None
@@ -196,7 +206,7 @@ def _flat(graph: Graph, x: Node, shape: Sequence[int], like: Record) -> Node:
     return call(graph, replace(like, shape=tuple(shape)), aten.reshape.default, x, list(shape))
 
 
-def _seconds(lowered: Lowered, rows: Node) -> float:
+def _seconds(lowered: LoweredProgram, rows: Node) -> float:
     """Seconds of an exchange of rows: the collective, and the memory traffic of picking rows out and putting them in place."""
     device = for_mesh(lowered.mesh)
     share = rows.args[4]

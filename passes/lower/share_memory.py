@@ -21,27 +21,27 @@ from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import spmd
 from meshc.ir.graph import copied
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays, writes_in_place
 from meshc.program.program import Stage
 
 
-def share_memory(lowered: Lowered) -> Lowered:
+def share_memory(lowered: LoweredProgram) -> LoweredProgram:
     """Marks each value with the memory that it shares; values do not change."""
     has_cache = LENGTH in lowered.request.kwargs
-    return replace(lowered, stages={name: shared(stage, has_cache) for name, stage in lowered.stages.items()})
+    return replace(lowered, stages={name: share_stage_memory(stage, has_cache) for name, stage in lowered.stages.items()})
 
 
-def shared(stage: Stage, has_cache: bool = False) -> Stage:
+def share_stage_memory(stage: Stage, has_cache: bool = False) -> Stage:
     """A copy of the stage with the marks. `has_cache`: its call passes a cache in, whose buffers are written in place."""
     stage = replace(stage, graph=copied(stage.graph))
     written = writes_in_place(stage) if has_cache else set()
     for node in stage.graph.nodes:
-        set_sharing(node, (OVER_OPERAND,) if node in written else words_of(node))
+        set_sharing(node, (OVER_OPERAND,) if node in written else possible_sharing(node))
     return stage
 
 
-def words_of(node: Node) -> tuple[str, ...]:
+def possible_sharing(node: Node) -> tuple[str, ...]:
     """The marks of the memory that a value can share."""
     if may_hold_its_parts(node):
         return (PARTS_INSIDE, KEPT) if may_stay(node) else (PARTS_INSIDE,)

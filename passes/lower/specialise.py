@@ -32,7 +32,7 @@ aten = torch.ops.aten
 def specialise(stage: Stage, received: Collection[str]) -> Stage:
     """The backward stage for gradients of the outputs named in `received`; its outputs are the gradients behind at least one of them."""
     keys = stage.keys()
-    pruned = _Pruned({node for node, key in keys.items() if is_a(key, "tangent")}, {key_of("tangent", name) for name in received})
+    pruned = _PrunedGraph({node for node, key in keys.items() if is_a(key, "tangent")}, {key_of("tangent", name) for name in received})
     for node in stage.graph.nodes:
         if node.op == "placeholder":
             pruned.placeholder(node, keys[node])
@@ -43,7 +43,7 @@ def specialise(stage: Stage, received: Collection[str]) -> Stage:
     return split.stage(stage.name, {key: pruned.made[node] for key, node in kept}, {})
 
 
-class _Pruned:
+class _PrunedGraph:
     """A copy of a graph without absent nodes. `behind`: nodes that depend on a tangent; `absent`: on absent tangents only."""
 
     def __init__(self, tangents: Collection[Node], received: Collection[str]) -> None:

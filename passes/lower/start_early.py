@@ -28,7 +28,7 @@ from meshc.ir import spmd
 from meshc.ir.graph import copied_node, entering, made_of, made_only_of
 from meshc.ir.keys import key_of
 from meshc.ir.regions import REGION, blocks, writes
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.pipelining.cut import Start
 from meshc.pipelining.schedule import Action
 from meshc.program.accumulate import WAYS, is_added, whole_of
@@ -39,7 +39,7 @@ BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
 """Instructions that may stand between a run and its starts."""
 
 
-def start_early(lowered: Lowered) -> Lowered:
+def start_reductions_early(lowered: LoweredProgram) -> LoweredProgram:
     """Moves reductions that may start early out of the stage that each rank runs last."""
     starts: list[Start] = []
     stages, schedule = dict(lowered.stages), lowered.schedule
@@ -50,9 +50,9 @@ def start_early(lowered: Lowered) -> Lowered:
         found = reductions(stages[late], sums) if late in stages else []
         if not found:
             continue
-        alone, rest = _taken_out(stages[late], found)
-        stages = _replaced(stages, [*alone, rest])
-        ordered = _by_run(alone, stages, steps, sums)
+        alone, rest = _extract_reductions(stages[late], found)
+        stages = _replace_stage(stages, [*alone, rest])
+        ordered = _starts_by_run(alone, stages, steps, sums)
         if lowered.pipeline is None:
             schedule = tuple(_with_starts(steps, ordered))
             continue
@@ -65,7 +65,7 @@ def start_early(lowered: Lowered) -> Lowered:
     return replace(lowered, stages=stages, schedule=schedule, pipeline=pipeline)
 
 
-def sums_of_late_stages(lowered: Lowered) -> dict[str, dict[str, int]]:
+def sums_of_late_stages(lowered: LoweredProgram) -> dict[str, dict[str, int]]:
     """Stages that ranks run last, by name, each with the sums that are complete by then (see `whole_sums`)."""
     lists = [steps_of(lowered, coordinates) for coordinates in ranks_of(lowered)]
     return {steps[-1].stage: whole_sums(lowered.stages, steps) for steps in lists if steps}
@@ -90,17 +90,17 @@ def reductions(late: Stage, sums: Collection[str]) -> list[Node]:
     return [node for node in late.graph.nodes if node in made and spmd.is_collective(node.target) and not spmd.joins_stages(node)]
 
 
-def _taken_out(late: Stage, found: Sequence[Node]) -> tuple[list[Stage], Stage]:
+def _extract_reductions(late: Stage, found: Sequence[Node]) -> tuple[list[Stage], Stage]:
     """A stage for each of the collectives, and the rest of their stage, which takes their results as inputs."""
     rank = late.name.removeprefix("after").lstrip("_")
     names = {node: f"{rank}_{node.name}" if rank else node.name for node in found}
     early = {node: key_of("early", name) for node, name in names.items()}
     keys, turn = late.keys(), {node: turn for turn, node in enumerate(late.graph.nodes)}
-    alone = [_alone(keys, turn, node, f"start_{name}", early[node]) for node, name in names.items()]
-    return alone, _rest(late, {**keys, **early})
+    alone = [_reduction_stage(keys, turn, node, f"start_{name}", early[node]) for node, name in names.items()]
+    return alone, _stage_without(late, {**keys, **early})
 
 
-def _alone(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, name: str, key: str) -> Stage:
+def _reduction_stage(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, name: str, key: str) -> Stage:
     """A collective with the nodes that prepare it, as a stage. `turn`: position of each node in its graph."""
     needed = sorted(made_of([wanted]), key=turn.__getitem__)
     graph = Graph()
@@ -112,7 +112,7 @@ def _alone(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, nam
     return Stage(name, graph, tuple(keys[node] for node in needed if node in keys), (key,))
 
 
-def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
+def _stage_without(late: Stage, given: Mapping[Node, str]) -> Stage:
     """The stage with the `given` nodes as inputs under these keys, without the nodes that only prepared them."""
     graph = Graph()
     env: dict[Node, Node] = {node: entering(graph, node) for node in given}
@@ -126,7 +126,7 @@ def _rest(late: Stage, given: Mapping[Node, str]) -> Stage:
     return replace(late, graph=graph, inputs=tuple(key for node, key in given.items() if env[node] in left))
 
 
-def _replaced(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, Stage]:
+def _replace_stage(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, Stage]:
     """The stages, with the new ones in the place of the one that has the last's name."""
     found: dict[str, Stage] = {}
     for name, stage in stages.items():
@@ -134,7 +134,7 @@ def _replaced(stages: Mapping[str, Stage], new: Sequence[Stage]) -> dict[str, St
     return found
 
 
-def _by_run(
+def _starts_by_run(
     alone: Sequence[Stage], stages: Mapping[str, Stage], steps: Sequence[Instruction], sums: Mapping[str, int]
 ) -> dict[int, list[Stage]]:
     """Position of a run -> stages that start within it, in the order in which the last of their sums is complete."""
@@ -144,7 +144,7 @@ def _by_run(
         position = max(sums[key] for key in stage.inputs)
         run = steps[position].stage
         if run not in taken:
-            taken[run] = {key: turn for turn, key in enumerate(taken_in(stages[run]))}
+            taken[run] = {key: turn for turn, key in enumerate(accumulation_order(stages[run]))}
         found.setdefault(position, []).append((max(taken[run][key] for key in stage.inputs if sums[key] == position), stage))
     return {position: [stage for _, stage in sorted(found[position], key=lambda one: one[0])] for position in sorted(found)}
 
@@ -160,7 +160,7 @@ def _with_starts(steps: Sequence[Instruction], ordered: Mapping[int, Sequence[St
     yield from due
 
 
-def taken_in(stage: Stage) -> list[str]:
+def accumulation_order(stage: Stage) -> list[str]:
     """The sums that a run of a stage adds to, in order: a term is added once it is computed, a collective's once it has been waited for,
     where it is first read or at the end. A region is one call."""
     parts: dict[Node, list[str]] = {}

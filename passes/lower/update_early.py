@@ -39,14 +39,14 @@ PARTS: Final = 2 * WINDOWS
 """Groups of updates in a stage, at most about: a bucket may be a little smaller than an eighth of all gradients."""
 
 
-def updated_early(graph: Graph) -> None:
+def move_updates_early(graph: Graph) -> None:
     """Moves each update of a graph, before fusion, to its earliest place. In place."""
-    places = Places(graph)
+    places = UpdatePlaces(graph)
     for part in list(places.parts([node for node in places.nodes if node.target in MANY])):
         places.bring(part)
 
 
-def amid_backward(graph: Graph) -> set[Node]:
+def updates_amid_backward(graph: Graph) -> set[Node]:
     """Fused updates behind which backward goes on, and the last of the reductions that each reads."""
     found: set[Node] = set()
     order, goes_on = {node: index for index, node in enumerate(graph.nodes)}, False
@@ -63,7 +63,7 @@ def _of_backward(node: Node) -> bool:
     return bool(records(node)) and records(node)[0].phase == "backward"
 
 
-class Places:
+class UpdatePlaces:
     """Earliest places of the updates of a stage in which they are not fused yet."""
 
     def __init__(self, graph: Graph) -> None:
@@ -80,7 +80,7 @@ class Places:
     def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
         """Groups of members that are updated together, in the graph's order. `limit`: bytes of gradients from which a group is full;
         members with the same earliest place are in one group."""
-        at = {member: self.of(member) for member in members}
+        at = {member: self.position_of(member) for member in members}
         sizes = {member: local_bytes(record(_gradient(member))) for member in members}
         enough = min(WINDOW, max(LEAST, sum(sizes.values()) // PARTS)) if limit is None else limit
         part: list[Node] = []
@@ -92,17 +92,17 @@ class Places:
         if part:
             yield sorted(part, key=self.index.__getitem__)
 
-    def of(self, member: Node) -> int:
+    def position_of(self, member: Node) -> int:
         """The position behind which a member may be placed."""
         own = {*self._own(member), *read_by([member])}
-        return max(self._when(member), *(self._read(root, own) for root in _written(member)))
+        return max(self._ready_position(member), *(self._last_read_position(root, own) for root in _written_memory(member)))
 
     def bring(self, members: Sequence[Node]) -> None:
         """Moves members, with the nodes computed for them, behind the latest of their places."""
-        at = max(map(self.of, members))
+        at = max(map(self.position_of, members))
         own = {node for member in members for node in self._own(member)}
         beside = (user for node in own for operand in node.all_input_nodes for user in operand.users if user.target in NORM)
-        norms = {norm for norm in beside if self._when(norm) <= at}
+        norms = {norm for norm in beside if self._ready_position(norm) <= at}
         moving = sorted(own | norms, key=self.index.__getitem__)
         for node in moving:
             if self.index[node] > at:
@@ -110,7 +110,7 @@ class Places:
                 self.behind[at] = node
                 self.index[node] = at  # readers of it find it there
 
-    def replaced(self, member: Node, by: Node) -> None:
+    def replace_member(self, member: Node, by: Node) -> None:
         """Nodes that are moved behind `member` from now on are moved behind `by`, its replacement."""
         self.behind = [by if node is member else node for node in self.behind]
         self.index[by] = self.index[member]
@@ -130,29 +130,29 @@ class Places:
             self._moving[node] = _moves(node)
         return self._moving[node]
 
-    def _when(self, node: Node) -> int:
+    def _ready_position(self, node: Node) -> int:
         """The position at which a value is ready if all before it run as early as they can."""
         if node not in self._ready:
             if node.op == "placeholder":
                 found = self.first
             elif node.target in REDUCTIONS:
-                found = self._arrived(node)
+                found = self._arrival_position(node)
             elif self._moves(node):
-                found = max(map(self._when, node.all_input_nodes), default=self.first)
+                found = max(map(self._ready_position, node.all_input_nodes), default=self.first)
             else:
-                found = max([self.index[node], *(self._when(operand) for operand in node.all_input_nodes if is_view(node))])
+                found = max([self.index[node], *(self._ready_position(operand) for operand in node.all_input_nodes if is_view(node))])
             self._ready[node] = found
         return self._ready[node]
 
-    def _arrived(self, reduction: Node) -> int:
+    def _arrival_position(self, reduction: Node) -> int:
         later = (self.index[one] for one in self.reductions if self.index[one] > self.index[reduction] and one.args[1] == reduction.args[1])
         return next(later, len(self.nodes) - 1)
 
-    def _read(self, root: Node, own: AbstractSet[Node]) -> int:
+    def _last_read_position(self, root: Node, own: AbstractSet[Node]) -> int:
         """The position of the last reader of a value's memory, readers in `own` (a member's operands and results) left out."""
-        return max((self._done(user) for user in _readers(root) if user not in own), default=self.first)
+        return max((self._read_position(user) for user in _readers(root) if user not in own), default=self.first)
 
-    def _done(self, reader: Node) -> int:
+    def _read_position(self, reader: Node) -> int:
         """The position at which a reader is done: a collective or a copy, once it has been waited for."""
         if not (spmd.is_collective(reader.target) or spmd.is_host_copy(reader.target)):
             return self.index[reader]
@@ -175,7 +175,7 @@ def _moves(node: Node) -> bool:
     return not runs_on_host(node) and (is_getitem(node) or not records(node) or records(node)[0].phase == "update")
 
 
-def _written(member: Node) -> set[Node]:
+def _written_memory(member: Node) -> set[Node]:
     """The values that own the memory which a member writes, or which stores its results."""
     operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
     return {root for operand in operands if isinstance(operand, Node) for root in _roots(operand)}

@@ -27,7 +27,7 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 
 
 @dataclass(frozen=True)
-class Weights:
+class RoutingWeights:
     """Routing weights, or their gradient, that can travel with rows. `local`: a rank's own, [t, k] or [n * t, k]; `whole`: the collective
     that becomes unnecessary."""
 
@@ -39,28 +39,28 @@ class Weights:
         return record(self.local).shape[-1]
 
 
-def gathered_with(said: Node, gather: Node, before: Node) -> Weights | None:
+def weights_for_dispatch(said: Node, gather: Node, before: Node) -> RoutingWeights | None:
     """The routing weights of the choices `said` that can travel with the rows of `gather`; None if there are none. Moves the nodes that
     compute them before `before`, and their readers behind it."""
-    found = [node for node in _of_choices(said, meshc.weights_of_groups.default) if record(node).phase == record(before).phase]
+    found = [node for node in _readers_of_choices(said, meshc.weights_of_groups.default) if record(node).phase == record(before).phase]
     whole = found[0].args[0] if found else None
     if not isinstance(whole, Node) or whole.target is not spmd.all_gather or whole.args[1:] != gather.args[1:]:
         return None
     if not set(whole.users) <= set(found):
         return None
-    return _fitting(Weights(_operand(whole), whole), gather, before)
+    return _matching_weights(RoutingWeights(_operand(whole), whole), gather, before)
 
 
-def scattered_with(said: Node, scatter: Node) -> Weights | None:
+def weights_for_combine(said: Node, scatter: Node) -> RoutingWeights | None:
     """The gradient of the routing weights that can travel with the rows of `scatter`; None if there is none. Moves it before `scatter`."""
-    found = [node for node in _of_choices(said, meshc.weights_to_tokens.default) if record(node).phase == record(scatter).phase]
+    found = [node for node in _readers_of_choices(said, meshc.weights_to_tokens.default) if record(node).phase == record(scatter).phase]
     whole = next(iter(found[0].users)) if len(found) == 1 and len(found[0].users) == 1 else None
     if whole is None or whole.target is not spmd.reduce_scatter or whole.args[1:] != scatter.args[1:]:
         return None
-    return _fitting(Weights(found[0], whole), scatter, scatter)
+    return _matching_weights(RoutingWeights(found[0], whole), scatter, scatter)
 
 
-def put_together(graph: Graph, rows: Node, weights: Weights) -> Node:
+def concatenate_weights(graph: Graph, rows: Node, weights: RoutingWeights) -> Node:
     """Rows [.., t, h] and weights, concatenated: [.., t, h + k]."""
     *before, width = record(rows).shape
     like = replace(record(rows), sharding=None)
@@ -70,7 +70,7 @@ def put_together(graph: Graph, rows: Node, weights: Weights) -> Node:
     return call(graph, replace(like, shape=(*before, width + weights.width)), aten.cat.default, [rows, local], len(before))
 
 
-def taken_apart(graph: Graph, both: Node, made: Record, weights: Weights) -> Node:
+def split_weights(graph: Graph, both: Node, made: Record, weights: RoutingWeights) -> Node:
     """The rows, with record `made`, of a received concatenation. Readers of the weights read their slice of it."""
     dim, width = len(made.shape) - 1, made.shape[-1]
     rows = call(graph, made, aten.slice.Tensor, both, dim, 0, width)
@@ -81,7 +81,7 @@ def taken_apart(graph: Graph, both: Node, made: Record, weights: Weights) -> Nod
     return rows
 
 
-def _of_choices(said: Node, kind: object) -> list[Node]:
+def _readers_of_choices(said: Node, kind: object) -> list[Node]:
     """The calls of a kind that take the same choices."""
     choices = said.args[0]
     assert isinstance(choices, Node)
@@ -94,7 +94,7 @@ def _operand(node: Node) -> Node:
     return operand
 
 
-def _fitting(weights: Weights, beside: Node, point: Node) -> Weights | None:
+def _matching_weights(weights: RoutingWeights, beside: Node, point: Node) -> RoutingWeights | None:
     """`weights` if they have the rows' dtype, phase and partial axes, and the order around `point` allows it; else None."""
     local, rows = record(weights.local), record(_operand(beside))
     if local.dtype != rows.dtype or record(weights.local).phase != record(beside).phase:
@@ -103,10 +103,10 @@ def _fitting(weights: Weights, beside: Node, point: Node) -> Weights | None:
         return None
     if local.sharding is not None and rows.sharding is not None and local.sharding.partial != rows.sharding.partial:
         return None
-    return weights if _in_order(weights, point) else None
+    return weights if _make_order(weights, point) else None
 
 
-def _in_order(weights: Weights, point: Node) -> bool:
+def _make_order(weights: RoutingWeights, point: Node) -> bool:
     """Moves the nodes that compute `weights` before `point`, and their readers behind it. False, with nothing moved, if that is
     impossible."""
     order = {node: number for number, node in enumerate(point.graph.nodes)}
@@ -115,7 +115,7 @@ def _in_order(weights: Weights, point: Node) -> bool:
     early = [node for node in read_by([weights.whole], lambda node: order[node] < at) if order[node] < at and node is not weights.whole]
     first = min((order[node] for node in early), default=at)
     read = made_of([point], lambda node: order[node] > first)
-    if point in late or not _free(late, point) or not _free(early, point) or not read.keys().isdisjoint(early):
+    if point in late or not _are_movable(late, point) or not _are_movable(early, point) or not read.keys().isdisjoint(early):
         return False
     for node in sorted(late, key=order.__getitem__):
         point.prepend(node)
@@ -126,7 +126,7 @@ def _in_order(weights: Weights, point: Node) -> bool:
     return True
 
 
-def _free(nodes: Sequence[Node], point: Node) -> bool:
+def _are_movable(nodes: Sequence[Node], point: Node) -> bool:
     """Whether all nodes are calls of the phase of `point`."""
     there = {record(point).phase}
     return all(node.op == "call_function" and {one.phase for one in records(node)} == there for node in nodes)

@@ -32,7 +32,7 @@ def window_bytes(collectives: Iterable[Node]) -> int:
     return min(WINDOW, max(LEAST, sum(map(whole_bytes, collectives)) // WINDOWS))
 
 
-def windows(graph: Graph, limit: int | None = None) -> list[list[Node]]:
+def prefetch_windows(graph: Graph, limit: int | None = None) -> list[list[Node]]:
     """The gathers of stored parameters, in the order of their first readers, cut into windows of `limit` bytes."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     gathers = [

@@ -18,11 +18,11 @@ from meshc.ir import KEY, record, records, set_record
 from meshc.ir.graph import made_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.program import Instruction, Stage
 
 
-def cut_backward(lowered: Lowered) -> Lowered:
+def cut_backward(lowered: LoweredProgram) -> LoweredProgram:
     """Two stages for a program in autograd mode; other programs are unchanged."""
     stage, request = next(iter(lowered.stages.values())), lowered.request
     if request.train or not request.grad or not any(is_a(key, "tangent") for key in stage.inputs):
@@ -32,7 +32,7 @@ def cut_backward(lowered: Lowered) -> Lowered:
     results = stage.results()
     tangents = [node for node, key in keys.items() if is_a(key, "tangent")]
     late = read_by([*tangents, *(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "backward")])
-    light = _recomputed(graph, keys, late)
+    light = _recomputed_nodes(graph, keys, late)
     outputs = {key: node for key, node in results.items() if not is_a(key, "gradient")}
     gradients = {key: node for key, node in results.items() if key not in outputs}
     again = late | light
@@ -60,7 +60,7 @@ def _of_one_phase(stage: Stage) -> Stage:
     return stage
 
 
-def _recomputed(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
+def _recomputed_nodes(graph: Graph, keys: Mapping[Node, str], late: set[Node]) -> set[Node]:
     """Forward nodes that the backward stage recomputes: integers, and layouts of parameters."""
     light: set[Node] = set()
     for node in graph.nodes:

@@ -24,10 +24,10 @@ from meshc.errors import CompileError
 from meshc.ir import record, spmd
 from meshc.ir.graph import made_of, read_by
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 
 
-def refuse_gathered(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:
+def refuse_gathered_rows(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:
     """Raises CompileError for a collective over microbatches that is none of the `sums`. `sizes`: of the axes."""
     for node in graph.nodes:
         if spmd.is_collective(node.target) and node not in sums and MICROBATCH in node.args[1]:
@@ -52,7 +52,9 @@ def _refuse_few_rows(node: Node, sizes: Mapping[str, int]) -> None:
             )
 
 
-def ahead_of(graph: Graph, varies: Collection[Node], done: Collection[Node], sums: Sequence[Node], lowered: Lowered) -> list[Node]:
+def sums_before_microbatches(
+    graph: Graph, varies: Collection[Node], done: Collection[Node], sums: Sequence[Node], lowered: LoweredProgram
+) -> list[Node]:
     """Those of the sums that microbatches read. Raises CompileError if these cannot be computed before.
 
     varies  nodes that differ between microbatches, up to sums

@@ -22,13 +22,13 @@ from meshc.ir.graph import call, placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding, local_size
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.program import Port, Stage
 
 aten = torch.ops.aten
 
 
-def rows_of(lowered: Lowered, stage: Stage) -> dict[str, Node]:
+def outputs_by_rows(lowered: LoweredProgram, stage: Stage) -> dict[str, Node]:
     """Outputs of which a microbatch computes some rows, by key. Raises CompileError if these are not contiguous rows of dim 0."""
     nodes = stage.results()
     found = {}
@@ -48,7 +48,7 @@ def rows_of(lowered: Lowered, stage: Stage) -> dict[str, Node]:
     return found
 
 
-def whole_rows(lowered: Lowered, after: Stage) -> tuple[Port, ...]:
+def whole_rows(lowered: LoweredProgram, after: Stage) -> tuple[Port, ...]:
     """Changes `after` so that placeholders with keys `joined:` have the rows of all microbatches, gathered over ranks and without padding.
     Returns the ports of the outputs."""
     count = lowered.sizes[MICROBATCH]
@@ -61,11 +61,11 @@ def whole_rows(lowered: Lowered, after: Stage) -> tuple[Port, ...]:
         part = made.sharding.dims[0][0]
         axes = [axis for axis in part.axes if axis != MICROBATCH]
         set_record(node, replace(made, shape=(made.shape[0] * count, *made.shape[1:]), sharding=None))
-        rows = _Rows(graph, node, partial(_rows, part, lowered.sizes))
-        rows.cut(axes)
+        rows = _OutputRows(graph, node, partial(_rows, part, lowered.sizes))
+        rows.cut_padding(axes)
         while axes and lowered.request.inputs != "local":
             rows.gather(axes.pop(), lowered.sizes)
-            rows.cut(axes)
+            rows.cut_padding(axes)
         if rows.made:
             node.replace_all_uses_with(rows.last, delete_user_cb=rows.is_other)
     local = lowered.request.inputs == "local"
@@ -76,7 +76,7 @@ def _rows(part: Part, sizes: Mapping[str, int], axes: Sequence[str]) -> int:
     return local_size(replace(part, axes=tuple(axes)), sizes)
 
 
-class _Rows:
+class _OutputRows:
     """Emits the rows of an output: gathered axis by axis, each time without the padding. `size(axes)`: rows of a tile split by `axes`."""
 
     def __init__(self, graph: Graph, node: Node, size: Callable[[Sequence[str]], int]) -> None:
@@ -84,7 +84,7 @@ class _Rows:
         self.place = placeholders(graph)[-1]
         self.made: list[Node] = []
 
-    def cut(self, axes: Sequence[str]) -> None:
+    def cut_padding(self, axes: Sequence[str]) -> None:
         if record(self.last).shape[0] != self.size(axes):
             self._emit(self.size(axes), aten.slice.Tensor, 0, 0, self.size(axes))
 

@@ -22,15 +22,15 @@ from meshc.ir import is_integer, record, spmd
 from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.microbatches.mixed_sums import ahead_of, refuse_gathered
-from meshc.passes.microbatches.rows import rows_of, whole_rows
+from meshc.passes.microbatches.mixed_sums import refuse_gathered_rows, sums_before_microbatches
+from meshc.passes.microbatches.rows import outputs_by_rows, whole_rows
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.program.accumulate import OF_REDUCTION, whole_of
 from meshc.program.program import Instruction, Stage
 
 
-def split_microbatches(lowered: Lowered) -> Lowered:
+def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
     """Three stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
     (stage,) = lowered.stages.values()
     count = lowered.sizes.get(MICROBATCH, 1)
@@ -39,8 +39,8 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     graph = stage.graph
     keys = stage.keys()
     sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
-    rows = rows_of(lowered, stage)
-    refuse_gathered(graph, sums, lowered.sizes)
+    rows = outputs_by_rows(lowered, stage)
+    refuse_gathered_rows(graph, sums, lowered.sizes)
     if not sums and not rows:
         return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]
@@ -52,7 +52,7 @@ def split_microbatches(lowered: Lowered) -> Lowered:
     own += [node for node, key in keys.items() if key in written]
     among = set(sums)
     varies = read_by(own, through=lambda node: node not in among).difference(sums)
-    mixing = ahead_of(graph, varies, done, sums, lowered)
+    mixing = sums_before_microbatches(graph, varies, done, sums, lowered)
     learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
     repeated = {*varies, *done, *learned, *parts}
     early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
@@ -101,11 +101,11 @@ def _refuse_wanted_whole(wanted: Iterable[Node], parts: Collection[Node]) -> Non
             )
 
 
-def _as_one(lowered: Lowered, count: int) -> Lowered:
+def _as_one(lowered: LoweredProgram, count: int) -> LoweredProgram:
     """The program with one microbatch, for later passes too, where no value has a batch to split; else it would run `count` times."""
     (stage,) = lowered.stages.values()
     note = f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch"
-    one = lowered.asked(replace(lowered.request, microbatches=1)).noting(note)
+    one = lowered.with_request(replace(lowered.request, microbatches=1)).with_notes(note)
     return replace(one, schedule=(Instruction("run", stage.name),))
 
 

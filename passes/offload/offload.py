@@ -19,7 +19,7 @@ from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, r
 from meshc.ir.graph import copied, made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.passes.offload.there_and_back import has_place, lay_there, roots_of, too_soon
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
 
@@ -28,7 +28,7 @@ _NO_MODULE = "forward runs no operator in such a module"
 _NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
 
 
-def offload(lowered: Lowered) -> Lowered:
+def offload(lowered: LoweredProgram) -> LoweredProgram:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
     lines = [line for line in lowered.plan.offloads if line.what not in STORED]
     if not lines or not lowered.request.grad:
@@ -49,14 +49,14 @@ def offload(lowered: Lowered) -> Lowered:
     if late:
         size = sum(local_bytes(record(node)) for node in late)
         stay = f"{len(late)} of {len(chosen)} values stay on the device, {size:,} bytes"
-        return lowered.noting(f"offload: {stay}: backward reads them before they could be there and back")
+        return lowered.with_notes(f"offload: {stay}: backward reads them before they could be there and back")
     return lowered
 
 
 Says = Callable[[Node], "OffloadLine | None"]
 
 
-def _said(lines: Sequence[OffloadLine], lowered: Lowered, forward: Sequence[Node]) -> Says:
+def _said(lines: Sequence[OffloadLine], lowered: LoweredProgram, forward: Sequence[Node]) -> Says:
     """The first line about a value, for each. Raises PlanError for those about none."""
     modules = {records(node)[0].source.module for node in forward}
     returned = {line: set(_returned(lowered, line)) for line in lines if line.what == VALUE}
@@ -74,7 +74,7 @@ def _said(lines: Sequence[OffloadLine], lowered: Lowered, forward: Sequence[Node
     return says
 
 
-def _returned(lowered: Lowered, line: OffloadLine) -> Iterator[str]:
+def _returned(lowered: LoweredProgram, line: OffloadLine) -> Iterator[str]:
     """What modules return that a line names, as records name it."""
     for node in lowered.joint.graph.nodes:
         for index, one in enumerate(records(node) if has_record(node) else ()):

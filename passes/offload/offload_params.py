@@ -21,7 +21,7 @@ from meshc.errors import PlanError
 from meshc.ir import KEY, is_getitem, record, records, set_record, update
 from meshc.ir.graph import copied_node
 from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import PARAMS, OffloadLine
 from meshc.program.packing import is_view
@@ -34,7 +34,7 @@ THERE: Final = "it lies on the host by another program of this model"
 _CASTS: Final = (torch.ops.aten._to_copy.default,)
 
 
-def offload_params(lowered: Lowered) -> Lowered:
+def offload_params(lowered: LoweredProgram) -> LoweredProgram:
     """Raises PlanError for lines of the plan about no parameter."""
     request = lowered.request
     lines = [line for line in lowered.plan.offloads if line.what == PARAMS]
@@ -50,7 +50,7 @@ def offload_params(lowered: Lowered) -> Lowered:
     return on_host(lowered, offloaded)
 
 
-def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: Lowered) -> None:
+def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: LoweredProgram) -> None:
     name = held[0].name if held else ""
     why = f"no parameter of this name is read; {name} is, for one: put the name right, or leave the line out"
     why = why if held else "the model reads none: leave the line out"

@@ -19,13 +19,13 @@ from collections.abc import Collection, Sequence
 from meshc.ir import update
 from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
 from meshc.passes.offload.update_there import update_there
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STATE, OffloadLine
 from meshc.program.program import Port, Stage
 
 
-def offload_state(lowered: Lowered) -> Lowered:
+def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     """Of training steps; elsewhere the optimizer is torch's, and so is its state. Raises PlanError for lines of the plan about no state."""
     lines = [line for line in lowered.plan.offloads if line.what == STATE]
     if not lines or lowered.request.optimizer is None:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import record, spmd
 from meshc.ir.graph import call, give, output_of, results_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.plan.offload_lines import OffloadLine
 from meshc.program.program import Port
 
@@ -19,7 +19,7 @@ def line_of(lines: Sequence[OffloadLine], port: Port) -> OffloadLine | None:
     return next((line for line in lines if line.names(port.of or port.name)), None)
 
 
-def on_host(lowered: Lowered, offloaded: Collection[str], disk: Collection[str] = ()) -> Lowered:
+def on_host(lowered: LoweredProgram, offloaded: Collection[str], disk: Collection[str] = ()) -> LoweredProgram:
     """The ports of these keys lie on the host, some of them on its `disk`."""
     inputs, outputs = (
         tuple(replace(port, host=port.host or port.key in offloaded, disk=port.disk or port.key in disk) for port in ports)

@@ -16,7 +16,7 @@ from meshc.ir.likeness import like
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
-from meshc.passes.phases.order import told
+from meshc.passes.phases.order import typed_sharding
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class Builder:
         node = called(self.graph, target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
-        sharding = None if sharding is None else told(sharding)
+        sharding = None if sharding is None else typed_sharding(sharding)
         changes = {"sharding": sharding} if reason is None else {"sharding": sharding, "reason": reason}
         known = [argument for argument in operands(node) if argument in self.shapes]
         near = [self.shapes[argument] for argument in known]
@@ -89,16 +89,16 @@ class Builder:
         """One result of a node with several."""
         return self.emit(operator.getitem, node, index)
 
-    def reordered(self, x: Node, dim: int, axes: Sequence[str], home: bool, reason: str) -> Node:
+    def emit_zigzag(self, x: Node, dim: int, axes: Sequence[str], home: bool, reason: str) -> Node:
         """A tile exchanged for the rank's part in zigzag order along a dim; with `home`, the other way round."""
         return self.emit(spmd.from_zigzag if home else spmd.to_zigzag, x, list(axes), dim, reason=reason)
 
-    def lying(self, node: Node, sharding: Sharding) -> Node:
+    def with_sharding(self, node: Node, sharding: Sharding) -> Node:
         """`node` for a record with this sharding; a view of it if its own record has other dims split, since a reshape that changes no
         shape on a rank returns its operand, whose record has to stay."""
-        sharding = told(sharding)
+        sharding = typed_sharding(sharding)
         own = record(node).sharding if self.shapes.get(node) is not None else None
-        if own is None or _splits(own) == _splits(sharding):
+        if own is None or _splitting_axes(own) == _splitting_axes(sharding):
             return node
         return self.emit(aten.reshape.default, node, list(self.shape(node)))
 
@@ -122,7 +122,7 @@ class Builder:
         if "device" in named:
             named["device"] = "meta"
             named.pop("pin_memory", None)
-        key = target, _told(given), _told(named)
+        key = target, _memo_key(given), _memo_key(named)
         if key not in self._results:
             self._results[key] = target(*given, **named)
         return self._results[key]
@@ -168,15 +168,15 @@ class Builder:
         return self._integers[key]
 
 
-def _told(argument: object) -> object:
+def _memo_key(argument: object) -> object:
     """A hashable key of an argument: for a tensor, all that a result on meta tensors depends on."""
     if isinstance(argument, torch.Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.storage_offset()
     if isinstance(argument, list | tuple):
-        return tuple(map(_told, argument))
-    return tuple((name, _told(one)) for name, one in argument.items()) if isinstance(argument, dict) else exactly(argument)
+        return tuple(map(_memo_key, argument))
+    return tuple((name, _memo_key(one)) for name, one in argument.items()) if isinstance(argument, dict) else exactly(argument)
 
 
-def _splits(sharding: Sharding) -> list[list[tuple[str, ...]]]:
+def _splitting_axes(sharding: Sharding) -> list[list[tuple[str, ...]]]:
     """The cuts of the split parts of each dim."""
     return [[part.cuts for part in dim if part.axes] for dim in sharding.dims]

@@ -27,7 +27,7 @@ from meshc.program.program import Port
 Key = tuple[object, Bound]
 
 
-class Guards:
+class IndexGuards:
     """The checks of one graph. `on_device`: kernels that read whole rows check indices themselves, as torch's do on CUDA."""
 
     def __init__(self, build: Builder, assignment: Assignment, ports: Mapping[Node, Port], on_device: bool) -> None:
@@ -37,7 +37,7 @@ class Guards:
         """Values that have been checked whole."""
         self._done: dict[Key, Node] = {}
 
-    def first(self, graph: Graph, check: Callable[[Value, Instance, list[Bound]], None]) -> None:
+    def check_whole_values(self, graph: Graph, check: Callable[[Value, Instance, list[Bound]], None]) -> None:
         """Calls `check` for every value that is checked whole, with the first operator that indexes by it and all its bounds."""
         found: dict[Value, tuple[Instance, list[Bound]]] = {}
         known: dict[Value, bool] = {}
@@ -53,7 +53,7 @@ class Guards:
             check(value, instance, bounds)
             self.whole.add(value)
 
-    def of_operands(self, instance: Instance, given: list[Node], clean: Callable[[int], Node]) -> list[Node]:
+    def checked_operands(self, instance: Instance, given: list[Node], clean: Callable[[int], Node]) -> list[Node]:
         """An operator's operands on a rank, with a check of each index not checked whole. `clean(i)`: operand i with its padding 0."""
         checked = list(given)
         if instance.node.target in BOUNDS:
@@ -67,7 +67,7 @@ class Guards:
 
     def emit(self, instance: Instance, index: Node, bound: Bound, whole: Value | None = None) -> Node:
         """Emits the check of an index before an operator. `whole`: the value, if `index` is all of it; others may read it too."""
-        of = self._told(instance.values[bound.operand] if whole is None else whole)
+        of = self._index_name(instance.values[bound.operand] if whole is None else whole)
         at = str(records(instance.node)[0].source)
         return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole is not None)
 
@@ -95,7 +95,7 @@ class Guards:
                 )
         return known[value]
 
-    def _told(self, value: Value) -> str:
+    def _index_name(self, value: Value) -> str:
         """Name of an index in messages: its input, or the inputs that it is computed from."""
         source = origin(value[0])
         if source in self.ports:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc.ir import spmd
 from meshc.ir.sizes import Size
 from meshc.ir.window import overlaps, tile_bounds, tile_length, window_starts
-from meshc.passes.partition.reasons import lines, moved
+from meshc.passes.partition.reasons import plan_lines, value_text
 
 if TYPE_CHECKING:
     from meshc.passes.partition.local import Lowering
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Place:
+class HaloWindow:
     """Windows of a letter's tiles in a dim of `size`, both split over `axes` of sizes `counts`. `window`: (size of the letter, stride,
     offset, length)."""
 
@@ -40,7 +40,7 @@ class Place:
     def tile(self) -> int:
         return tile_length(self.size, self.counts)
 
-    def within(self) -> int | None:
+    def window_offset(self) -> int | None:
         """Offset of the window in a rank's tile, if it is the same for all and no rank reads another's tile; else None.
 
         With dynamic sizes the offset is unknown: None.
@@ -59,10 +59,10 @@ def window(local: Lowering, x: Node, dim: int, letter: str, fill: float = 0.0) -
 
     `x` itself if the letter is not split. The padding of `x` may hold any value.
     """
-    place = _place(local, letter)
+    place = _halo_window(local, letter)
     if place is None:
         return x
-    here = place.within()
+    here = place.window_offset()
     if here is None:
         where = [place.size, list(place.window), float(fill)]
         return local.emit(spmd.halo, x, list(place.axes), dim, *where, reason=_reason(local, x, place.axes, "halo of"))
@@ -77,10 +77,10 @@ def sum_of_windows(local: Lowering, x: Node, dim: int, letter: str) -> Node:
 
     `x` itself if the letter is not split.
     """
-    place = _place(local, letter)
+    place = _halo_window(local, letter)
     if place is None:
         return x
-    here = place.within()
+    here = place.window_offset()
     if here is None:
         where = [place.size, list(place.window)]
         return local.emit(spmd.halo_sum, x, list(place.axes), dim, *where, reason=_reason(local, x, place.axes, "sums at the edges of"))
@@ -98,7 +98,7 @@ def window_start(local: Lowering, letter: str) -> Node | int:
     return start if stride == 1 or start == 0 else local.emit(spmd.tile_start, stride * 2, [2], [start])
 
 
-def _place(local: Lowering, letter: str) -> Place | None:
+def _halo_window(local: Lowering, letter: str) -> HaloWindow | None:
     axes = local.axes(letter)
     if not axes:
         return None
@@ -106,8 +106,8 @@ def _place(local: Lowering, letter: str) -> Place | None:
     counts = tuple(local.build.sizes[axis] for axis in axes)
     over = local.global_size(letter)
     length = found.length(tile_length(over, counts))
-    return Place(axes, counts, local.global_size(other), (over, found.stride, found.offset, length))
+    return HaloWindow(axes, counts, local.global_size(other), (over, found.stride, found.offset, length))
 
 
 def _reason(local: Lowering, x: Node, axes: tuple[str, ...], what: str) -> str:
-    return f"{what} {moved(local.node, {})}{lines(axes, local.build.entries)}"
+    return f"{what} {value_text(local.node, {})}{plan_lines(axes, local.build.entries)}"

@@ -16,7 +16,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape, local_size
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition import halo
 from meshc.passes.partition.builder import Builder
-from meshc.passes.partition.reasons import lines, moved
+from meshc.passes.partition.reasons import plan_lines, value_text
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.rules.local import Local
 from meshc.passes.rules.rule import Rule, Turns
@@ -138,7 +138,7 @@ class Lowering(Local):
         return found if len(parts) == 1 else self.emit(aten.reshape.default, found, [self.local_size(letter)])
 
     def tiles(self, index: int) -> tuple[list[int], list[int], list[Node | int]]:
-        parts = self._drawn(index)
+        parts = self._draw_parts(index)
         return (
             [part.size for part in parts],
             [local_size(part, self.build.sizes) for part in parts],
@@ -151,7 +151,7 @@ class Lowering(Local):
         return [part.size for part in parts], local, [self.build.tile_start(part) for part in parts]
 
     def weights_drawn(self, letters: Sequence[str], back: Mapping[str, int]) -> tuple[list[int], list[int], list[Node | int]]:
-        rows = self._of_the_whole([self._parts(letter) or [Part(letter, 1)] for letter in letters])
+        rows = self._whole_batch_parts([self._parts(letter) or [Part(letter, 1)] for letter in letters])
         parts = [(part, back.get(letter, 0)) for letter, row in zip(letters, rows, strict=True) for part in row]
         return (
             [part.size for part, _ in parts],
@@ -159,11 +159,11 @@ class Lowering(Local):
             [self._number(spmd.tile_start, part, places) if part.axes else 0 for part, places in parts],
         )
 
-    def _drawn(self, index: int) -> list[Part]:
+    def _draw_parts(self, index: int) -> list[Part]:
         """The parts of a random result, in the whole batch's draw."""
-        return [part for row in self._of_the_whole([list(parts) for parts in self.results[index].dims]) for part in row]
+        return [part for row in self._whole_batch_parts([list(parts) for parts in self.results[index].dims]) for part in row]
 
-    def _of_the_whole(self, dims: list[list[Part]]) -> list[list[Part]]:
+    def _whole_batch_parts(self, dims: list[list[Part]]) -> list[list[Part]]:
         """`dims` with the batch part extended to the whole batch, if the operator draws for one microbatch of several."""
         names = [argument.name for argument in self.node.target._schema.arguments]  # type: ignore[union-attr]
         whole, mine = (self.node.args[names.index(name)] for name in ("global_shape", "local_shape"))
@@ -174,14 +174,14 @@ class Lowering(Local):
         return dims
 
     def all_reduce(self, x: Node, axes: Sequence[str], reduction: str) -> Node:
-        reason = f"{moved(self.node, {})}, over split {self._split(axes)}{lines(axes, self.build.entries)}"
+        reason = f"{value_text(self.node, {})}, over split {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
         return self.emit(spmd.all_reduce, x, list(axes), reduction, reason=reason)
 
     def all_gather(self, x: Node, axes: Sequence[str], dim: int) -> Node:
-        reason = f"{moved(self.node, {})}, over split {self._split(axes)}{lines(axes, self.build.entries)}"
+        reason = f"{value_text(self.node, {})}, over split {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
         return self.emit(spmd.all_gather, x, list(axes), dim, reason=reason)
 
-    def _split(self, axes: Sequence[str]) -> str:
+    def _split_factors(self, axes: Sequence[str]) -> str:
         """The factors of the operands that the axes split, by name."""
         shardings = [found.sharding for x in self.operands for found in records(x) if found.sharding is not None]
         parts = [part for sharding in shardings for _, _, part in sharding.parts()]
@@ -197,12 +197,12 @@ class Lowering(Local):
         return self.build.place(axis, back)
 
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
-        reason = f"{moved(self.node, {})}, block by block of {self._split(axes)}{lines(axes, self.build.entries)}"
+        reason = f"{value_text(self.node, {})}, block by block of {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
         return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
 
     def reordered(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
-        reason = f"{moved(self.node, {})}, in zigzag order of {self._split(axes)}{lines(axes, self.build.entries)}"
-        return self.build.reordered(x, dim, axes, home, reason)
+        reason = f"{value_text(self.node, {})}, in zigzag order of {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
+        return self.build.emit_zigzag(x, dim, axes, home, reason)
 
     @property
     def arranged(self) -> dict[tuple[Node, object], Node]:
@@ -226,7 +226,7 @@ class Lowering(Local):
 
     def hand_on(self, x: Node, axes: Sequence[str], dim: int, back: bool) -> Node:
         ranks = self.ranks(axes)
-        reason = f"{moved(self.node, {})}, the state along {self._split(axes)}{lines(axes, self.build.entries)}"
+        reason = f"{value_text(self.node, {})}, the state along {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
         return self.emit(spmd.halo, x, list(axes), dim, ranks, [ranks, 1, 1 if back else -1, 1], 0.0, reason=reason)
 
     def keep_end(self, x: Node, axes: Sequence[str], back: bool) -> Node:

@@ -23,22 +23,22 @@ from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sizes import Dynamic
 from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
 from meshc.passes.partition.builder import Builder
-from meshc.passes.partition.guards import Guards
+from meshc.passes.partition.guards import IndexGuards
 from meshc.passes.partition.local import Lowering, mask_part
-from meshc.passes.partition.reasons import differing, lines, moved, reader, summed
+from meshc.passes.partition.reasons import differing_axes, plan_lines, reader_text, summed_factors_text, value_text
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.phases.order import is_zigzag, natural, plain_tokens, told, turned
+from meshc.passes.phases.order import has_zigzag, is_zigzag, natural, plain_tokens, typed_sharding
 from meshc.passes.place.orders import in_any_order
-from meshc.passes.place.spread import backward_map, forward_map, spread
+from meshc.passes.place.spread import backward_map, forward_map, sharding_by_tokens
 from meshc.passes.rules.bounds import Bound
 from meshc.passes.rules.rule import Made
 from meshc.program.program import Port
 
 
 @dataclass(frozen=True)
-class Form:
+class ValueForm:
     """A value on the ranks in one sharding. `phase` is set for the result of a gather, which is used in that phase only."""
 
     node: Node
@@ -64,23 +64,23 @@ class Partitioner:
         self.build = Builder(assignment.sizes, open_sizes)
         self.late = late
         self.first = frozenset({CHUNK, MICROBATCH}) if accumulate else frozenset({CHUNK})
-        self.forms: dict[Value, dict[Sharding, Form]] = {}
+        self.forms: dict[Value, dict[Sharding, ValueForm]] = {}
         self.phase = "forward"
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.build.entries = assignment.entries
-        self.guards = None if guarded is None else Guards(self.build, assignment, self.ports, guarded == "cuda")
+        self.guards = None if guarded is None else IndexGuards(self.build, assignment, self.ports, guarded == "cuda")
 
     def run(self) -> Graph:
-        entered: list[tuple[Node, Port, Form]] = []
+        entered: list[tuple[Node, Port, ValueForm]] = []
         for node, port in self.ports.items():
             sharding = port.sharding or self.assignment.whole((node, 0))
             shape = local_shape(sharding, self.build.sizes)
             local = self.build.placeholder(node.name, replace(records(node)[0], shape=shape, sharding=sharding))
-            entered.append((node, port, Form(local, sharding)))
+            entered.append((node, port, ValueForm(local, sharding)))
         for node, port, form in entered:  # once all placeholders are emitted
             self._add((node, 0), self._rows((node, 0), form, self.cut[port.key]) if port.key in self.cut else form)
         if self.guards is not None:
-            self.guards.first(self.graph, self._check_whole)
+            self.guards.check_whole_values(self.graph, self._check_whole)
         for node in self.graph.nodes:
             if node.op == "call_function" and not is_getitem(node):
                 instance = self.factors.instances[node]
@@ -96,7 +96,7 @@ class Partitioner:
         self.build.graph.eliminate_dead_code()
         return self.build.graph
 
-    def _rows(self, value: Value, whole: Form, dim: int) -> Form:
+    def _rows(self, value: Value, whole: ValueForm, dim: int) -> ValueForm:
         """A microbatch's rows of an input that enters as the whole batch; a rank that holds a part takes rows of its part."""
         sharding = self.assignment.whole(value)
         for d, position, part in whole.sharding.parts():
@@ -105,23 +105,23 @@ class Partitioner:
         self._context(value[0])
         count = self.build.sizes[MICROBATCH]
         rows = self.build.emit(spmd.shard, whole.node, dim, count, self.build.coordinate(MICROBATCH), sharding=sharding)
-        return Form(rows, sharding)
+        return ValueForm(rows, sharding)
 
     def _check_whole(self, value: Value, instance: Instance, bounds: list[Bound]) -> None:
         """Checks an index whole, and makes the checked value its only form, from which others are sliced."""
         assert self.guards is not None
         whole = self.assignment.whole(value)
-        form = self.need(value, whole, reader(instance.node))
+        form = self.need(value, whole, reader_text(instance.node))
         self._context(instance.node)
         checked = form.node
         for bound in bounds:
             checked = self.guards.emit(instance, checked, bound, value)
         update(checked, sharding=whole)
-        self.forms[value] = {whole: Form(checked, whole)}
+        self.forms[value] = {whole: ValueForm(checked, whole)}
 
     # -------------------------------------------------------------------------------------------------------------------- forms
 
-    def _add(self, value: Value, form: Form) -> Form:
+    def _add(self, value: Value, form: ValueForm) -> ValueForm:
         self.forms.setdefault(value, {})[form.sharding] = form
         return form
 
@@ -129,14 +129,14 @@ class Partitioner:
         base = records(value_of(node)[0])[0]
         self.build.context = Record(source=base.source, reason=reason, phase=self.phase)
 
-    def _usable(self, value: Value) -> list[Form]:
+    def _usable(self, value: Value) -> list[ValueForm]:
         return [form for form in self.forms.get(value, {}).values() if form.phase is None or form.phase == self.phase]
 
-    def _existing(self, value: Value, want: Sharding) -> Form | None:
+    def _existing(self, value: Value, want: Sharding) -> ValueForm | None:
         found = self.forms.get(value, {}).get(want)
         return found if found is not None and found.phase in (None, self.phase) else None
 
-    def need(self, value: Value, want: Sharding, reason: str) -> Form:
+    def need(self, value: Value, want: Sharding, reason: str) -> ValueForm:
         """The form of a value in the sharding `want`, emitted if there is none."""
         node, index = value
         found = self._existing(value, want)
@@ -145,7 +145,7 @@ class Partitioner:
         if node.op == "call_function" and (self.guards is None or value not in self.guards.whole):
             instance = self.factors.instances[node]
             made_here = node in self.assignment.free or instance.kind == "layout"
-            if made_here and turned(want) and not self._made_in(instance, index, want):
+            if made_here and has_zigzag(want) and not self._can_compute_in_order(instance, index, want):
                 self.need(value, natural(want), reason)
                 return self._reshard(value, want, reason)
             if node in self.assignment.free:
@@ -154,37 +154,37 @@ class Partitioner:
                 return self._layout(instance, index, want, reason)
         return self._reshard(value, want, reason)
 
-    def _made_in(self, instance: Instance, index: int, want: Sharding) -> bool:
+    def _can_compute_in_order(self, instance: Instance, index: int, want: Sharding) -> bool:
         """Whether an operator that runs where its result is read can compute it in the order of `want` (zigzag)."""
         rows = zip(want.dims, instance.results[index], strict=True)
         parts = (pair for parts, row in rows for pair in zip(parts, row, strict=True))
         return in_any_order(instance, [token for part, token in parts if any(map(is_zigzag, part.axes))])
 
-    def _reshard(self, value: Value, want: Sharding, reason: str) -> Form:
+    def _reshard(self, value: Value, want: Sharding, reason: str) -> ValueForm:
         usable = self._usable(value)
         best = min(usable, key=lambda form: cost(form.sharding, want, self.build.sizes))
         before = self.build.context
-        axes = differing(best.sharding, want, list(self.build.sizes))
-        what = moved(value[0], self.ports)
+        axes = differing_axes(best.sharding, want, list(self.build.sizes))
+        what = value_text(value[0], self.ports)
         why = f", for {reason}" if reason != what else ""
-        reason = f"{what}{why}{self._summed(value, best.sharding, axes)}{lines(axes, self.assignment.entries)}"
+        reason = f"{what}{why}{self._sum_reason(value, best.sharding, axes)}{plan_lines(axes, self.assignment.entries)}"
         self.build.context = replace(before, reason=reason)
         node, sharding = reshard(self.build, best.node, best.sharding, want, reason, SEQUENTIAL, self.first)
         self.build.context = before
         gathered = sharding.split_axes() < best.sharding.split_axes() and not best.sharding.partial
         phase = self.phase if gathered else best.phase
-        return self._add(value, Form(node, sharding, phase))
+        return self._add(value, ValueForm(node, sharding, phase))
 
-    def _summed(self, value: Value, lies: Sharding, axes: Sequence[str]) -> str:
+    def _sum_reason(self, value: Value, lies: Sharding, axes: Sequence[str]) -> str:
         node, index = value
         chosen = self.assignment.chosen.get(node)
         if chosen is None or not any(lies.partial_over(axis) for axis in axes):
             return ""
-        return summed(self.factors.instances[node], index, chosen, axes, self.assignment.names)
+        return summed_factors_text(self.factors.instances[node], index, chosen, axes, self.assignment.names)
 
     # ----------------------------------------------------------------------------------------------- values made where they are used
 
-    def _recompute(self, instance: Instance, index: int, want: Sharding, reason: str) -> Form:
+    def _recompute(self, instance: Instance, index: int, want: Sharding, reason: str) -> ValueForm:
         """A free value: its operator runs on the requested tiles, without communication."""
         value = (instance.node, index)
         chosen = {}
@@ -202,27 +202,27 @@ class Partitioner:
             chosen = {}
         operands = []
         for operand, dims in zip(instance.values, instance.operands, strict=True):
-            operands.append(self.need(operand, spread(self.assignment.whole(operand), dims, chosen), reason))
-        results = [spread(self.assignment.whole((instance.node, i)), dims, chosen) for i, dims in enumerate(instance.results)]
+            operands.append(self.need(operand, sharding_by_tokens(self.assignment.whole(operand), dims, chosen), reason))
+        results = [sharding_by_tokens(self.assignment.whole((instance.node, i)), dims, chosen) for i, dims in enumerate(instance.results)]
         self._emit(instance, operands, results, chosen, phase=None)
         return self.forms[value][want]
 
-    def _layout(self, instance: Instance, index: int, want: Sharding, reason: str) -> Form:
+    def _layout(self, instance: Instance, index: int, want: Sharding, reason: str) -> ValueForm:
         """The result of a layout operator in a sharding: its operand is resharded if the operator grows it, its result if it shrinks."""
         value = (instance.node, index)
         source = instance.values[0]
         back, complete = backward_map(instance, index, want, self.assignment.whole(source))
-        complete = complete and self._by_halo(instance, index, want) is not False
+        complete = complete and self._can_use_halo(instance, index, want) is not False
         after = not complete
-        if complete and instance.rule.shrinks and not self._together(instance, index, want):
-            after = not self._has(source, back)
+        if complete and instance.rule.shrinks and not self._is_wanted_alike(instance, index, want):
+            after = not self._is_available(source, back)
         if not after:
             form = self.need(source, back, reason)
             grown = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
                      for part, token in zip(parts, row, strict=True)}  # fmt: skip
             self._apply(instance, form, grown)
             return self.forms[value][want]
-        given = natural(self._natural(source)) if instance.tied else self._natural(source)
+        given = natural(self._available_sharding(source)) if instance.tied else self._available_sharding(source)
         lying = forward_map(instance, index, given, self.assignment.whole(value))
         if lying == want:
             lying = want
@@ -233,13 +233,14 @@ class Partitioner:
         self._apply(instance, form, {})
         return self._existing(value, want) or self._reshard(value, want, reason)
 
-    def _by_halo(self, instance: Instance, index: int, want: Sharding) -> bool | None:
+    def _can_use_halo(self, instance: Instance, index: int, want: Sharding) -> bool | None:
         """Whether a layout operator can return `want` by a halo: its operand is split along the same axes. None if it needs no halo."""
         axes = {token: part.axes for parts, row in zip(want.dims, instance.results[index], strict=True)
                 for part, token in zip(parts, row, strict=True) if token in instance.tied and part.axes}  # fmt: skip
         if not axes:
             return None
-        lying = {token: part.axes for parts, row in zip(self._natural(instance.values[0]).dims, instance.operands[0], strict=True)
+        dims = self._available_sharding(instance.values[0]).dims
+        lying = {token: part.axes for parts, row in zip(dims, instance.operands[0], strict=True)
                  for part, token in zip(parts, row, strict=True)}  # fmt: skip
         return all(lying.get(instance.tied[token]) == wanted for token, wanted in axes.items())
 
@@ -250,7 +251,7 @@ class Partitioner:
                 sharding = sharding.with_axes(dim, position, ())
         return sharding
 
-    def _has(self, value: Value, sharding: Sharding) -> bool:
+    def _is_available(self, value: Value, sharding: Sharding) -> bool:
         """Whether a value is available in `sharding` without communication."""
         node, index = value
         if any(form.sharding == sharding for form in self._usable(value)):
@@ -260,22 +261,22 @@ class Partitioner:
         instance = self.factors.instances.get(node)
         if instance is not None and instance.kind == "layout":
             back, complete = backward_map(instance, index, sharding, self.assignment.whole(instance.values[0]))
-            return complete and self._by_halo(instance, index, sharding) is None and self._has(instance.values[0], back)
+            return complete and self._can_use_halo(instance, index, sharding) is None and self._is_available(instance.values[0], back)
         return any(cost(form.sharding, sharding, self.build.sizes) == 0 for form in self._usable(value))
 
-    def _natural(self, value: Value) -> Sharding:
+    def _available_sharding(self, value: Value) -> Sharding:
         """The sharding in which a value is available without communication."""
         node, index = value
         instance = self.factors.instances.get(node)
         if instance is not None and instance.kind == "layout" and node not in self.assignment.free:
-            source = self._natural(instance.values[0])
+            source = self._available_sharding(instance.values[0])
             return forward_map(instance, index, source, self.assignment.whole(value))
         usable = self._usable(value)
         if usable:
             return usable[0].sharding
         return self.assignment.given.get(value) or self.assignment.whole(value)
 
-    def _together(self, instance: Instance, index: int, want: Sharding) -> bool:
+    def _is_wanted_alike(self, instance: Instance, index: int, want: Sharding) -> bool:
         """Whether all parts of a split are wanted in one sharding, so that resharding their source once is enough."""
         source = instance.values[0]
         mine, _ = backward_map(instance, index, want, self.assignment.whole(source))
@@ -314,7 +315,7 @@ class Partitioner:
 
     # ---------------------------------------------------------------------------------------------------------------- operators
 
-    def _apply(self, instance: Instance, form: Form, grown: Mapping[Token, tuple[str, ...]]) -> None:
+    def _apply(self, instance: Instance, form: ValueForm, grown: Mapping[Token, tuple[str, ...]]) -> None:
         """Emits a layout operator on one form of its operand. `grown`: the axes of dims that only the result has."""
         axes = dict(grown)
         for parts, tokens in zip(form.sharding.dims, instance.operands[0], strict=True):
@@ -323,7 +324,7 @@ class Partitioner:
         results = []
         for index, dims in enumerate(instance.results):
             whole = self.assignment.whole((instance.node, index))
-            results.append(replace(spread(whole, dims, axes), partial=form.sharding.partial))
+            results.append(replace(sharding_by_tokens(whole, dims, axes), partial=form.sharding.partial))
         self._emit(instance, [form], results, axes, phase=form.phase)
 
     def _phase(self, node: Node) -> str:
@@ -333,7 +334,7 @@ class Partitioner:
         node = instance.node
         self.phase = self._phase(node)
         self._context(node)
-        reason = reader(node)
+        reason = reader_text(node)
         operands = [
             self.need(value, want, reason) for value, want in zip(instance.values, self.assignment.wanted[node], strict=True)
         ]
@@ -344,16 +345,16 @@ class Partitioner:
     def _emit(
         self,
         instance: Instance,
-        operands: list[Form],
+        operands: list[ValueForm],
         results: list[Sharding],
         chosen: Mapping[Token, tuple[str, ...]],
         phase: str | None,
     ) -> None:
         node = instance.node
         self._context(node, self.assignment.reasons.get(node, ""))
-        masked = [self._masked(instance, position, form) for position, form in enumerate(operands)]
+        masked = [self._mask_operand(instance, position, form) for position, form in enumerate(operands)]
         if self.guards is not None:
-            masked = self.guards.of_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
+            masked = self.guards.checked_operands(instance, masked, lambda position: self._clean(instance, position, operands[position], 0))
         in_order = any(is_zigzag(axis) for axes in chosen.values() for axis in axes)
         how = node in self.assignment.zigzag, self.assignment.turns.get(node), in_order
         local = Lowering(self.build, instance, masked, list(map(natural, results)), plain_tokens(chosen), "", *how)
@@ -365,11 +366,11 @@ class Partitioner:
         for index, (result, sharding) in enumerate(zip(made, results, strict=True)):
             if result is None:
                 continue
-            result = self.build.lying(result, sharding)
+            result = self.build.with_sharding(result, sharding)
             zero = self._zero(instance, index, operands, sharding)
-            form = Form(result, replace(sharding, zero=zero), phase)
+            form = ValueForm(result, replace(sharding, zero=zero), phase)
             if result.op == "call_function" and record(result).sharding is None:
-                update(result, sharding=told(form.sharding), of=f"{node.name}.{index}")
+                update(result, sharding=typed_sharding(form.sharding), of=f"{node.name}.{index}")
             if self._existing((node, index), form.sharding) is None:
                 self._add((node, index), form)
 
@@ -390,7 +391,7 @@ class Partitioner:
     def _used(self, node: Node, index: int) -> bool:
         return any(is_getitem(user) and user.args[1] == index for user in node.users)
 
-    def _zero(self, instance: Instance, index: int, operands: list[Form], sharding: Sharding) -> frozenset[tuple[int, int]]:
+    def _zero(self, instance: Instance, index: int, operands: list[ValueForm], sharding: Sharding) -> frozenset[tuple[int, int]]:
         """Parts of a result whose padding is known to be zero: those of the operand for layout operators, none for others."""
         if instance.kind != "layout" or not operands:
             return frozenset()
@@ -399,7 +400,7 @@ class Partitioner:
         }
         return frozenset((d, p) for d, row in enumerate(instance.results[index]) for p, token in enumerate(row) if token in known)
 
-    def _masked(self, instance: Instance, position: int, form: Form) -> Node:
+    def _mask_operand(self, instance: Instance, position: int, form: ValueForm) -> Node:
         """An operand with neutral padding along summed letters."""
         rule = instance.rule
         clean = position in rule.clean
@@ -408,7 +409,7 @@ class Partitioner:
         summed = {token for sums in instance.sums for token in sums}
         return self._clean(instance, position, form, rule.neutral, None if clean else summed)
 
-    def _clean(self, instance: Instance, position: int, form: Form, value: float, tokens: Collection[Token] | None = None) -> Node:
+    def _clean(self, instance: Instance, position: int, form: ValueForm, value: float, tokens: Collection[Token] | None = None) -> Node:
         """An operand with padding `value`, along all its dims or along `tokens`."""
         x = form.node
         known = form.sharding.zero if value == 0 else frozenset()

@@ -14,16 +14,16 @@ from torch.fx import Node
 from meshc.ir import op_name, records
 from meshc.ir.sharding import Sharding
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.names import Names
+from meshc.passes.phases.names import FactorNames
 from meshc.program.program import Port
 
 
-def reader(node: Node) -> str:
+def reader_text(node: Node) -> str:
     """Text of an operator that reads a resharded operand."""
-    return records(node)[0].reason or _short(node)
+    return records(node)[0].reason or _operator_text(node)
 
 
-def moved(node: Node, ports: Mapping[Node, Port]) -> str:
+def value_text(node: Node, ports: Mapping[Node, Port]) -> str:
     """Text of a value that is moved: its operator and module, or its port."""
     if node in ports:
         return f"{ports[node].kind} {ports[node].name}"
@@ -31,10 +31,12 @@ def moved(node: Node, ports: Mapping[Node, Port]) -> str:
     if found.reason:
         return found.reason
     backward = "gradient " if found.phase == "backward" else ""
-    return f"{backward}{_short(node)}{f' of {found.source.module}' if found.source.module else ''}"
+    return f"{backward}{_operator_text(node)}{f' of {found.source.module}' if found.source.module else ''}"
 
 
-def summed(instance: Instance, index: int, chosen: Mapping[Token, Sequence[str]], axes: Iterable[str], names: Names) -> str:
+def summed_factors_text(
+    instance: Instance, index: int, chosen: Mapping[Token, Sequence[str]], axes: Iterable[str], names: FactorNames
+) -> str:
     """Text of the split factors over which a result is partial along `axes`: `, summed over ffn`; empty if they have no names."""
     over = set(axes)
     tokens = [token for token in instance.sums[index] if over & set(chosen.get(token, ()))]
@@ -42,12 +44,12 @@ def summed(instance: Instance, index: int, chosen: Mapping[Token, Sequence[str]]
     return f", summed over {' and '.join(factors)}" if factors else ""
 
 
-def lines(axes: Iterable[str], entries: Mapping[str, str]) -> str:
+def plan_lines(axes: Iterable[str], entries: Mapping[str, str]) -> str:
     """The plan's entries of these axes, each after a semicolon."""
     return "".join(f"; {entries[axis]}" for axis in axes if axis in entries)
 
 
-def differing(source: Sharding, target: Sharding, order: Sequence[str]) -> list[str]:
+def differing_axes(source: Sharding, target: Sharding, order: Sequence[str]) -> list[str]:
     """The axes along which two shardings of one value differ, in the order of the mesh."""
 
     def places(sharding: Sharding) -> dict[str, object]:
@@ -58,7 +60,7 @@ def differing(source: Sharding, target: Sharding, order: Sequence[str]) -> list[
     return [axis for axis in order if mine.get(axis) != theirs.get(axis)]
 
 
-def _short(node: Node) -> str:
+def _operator_text(node: Node) -> str:
     """`mm` of torch's and meshc's own operators; those of another library with its name."""
     name = op_name(node)
     library, _, rest = name.partition(".")

@@ -25,13 +25,13 @@ from meshc.ir import spmd, update
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
-from meshc.passes.phases.order import is_zigzag, plain, told, zigzag
+from meshc.passes.phases.order import is_zigzag, plain, typed_sharding, zigzag
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """kind: slice, first, reduce_scatter, all_reduce, all_to_all, all_gather. `part` is (dim, position); `to`: of an all-to-all, the part
     from which the axis comes."""
 
@@ -44,14 +44,14 @@ class Step:
 
 def steps(
     source: Sharding, target: Sharding, sequential: frozenset[str] = frozenset(), first: frozenset[str] = frozenset()
-) -> list[Step]:
+) -> list[ReshardStep]:
     """The collectives from one sharding to another of the same value.
 
     `sequential` axes (microbatches, chunks) are reduced by collectives of their own; those in `first` before all else, so that ranks
     communicate once, after the last.
     """
-    way = _Way(source, target, sequential)
-    found = [*way.early(first)]
+    way = _ReshardPath(source, target, sequential)
+    found = [*way.reduce_first(first)]
     while (step := way.next()) is not None:
         found.append(step)
     return found
@@ -61,7 +61,7 @@ Place = tuple[int, int]
 """(dim, position of a part in it)"""
 
 
-class _Way:
+class _ReshardPath:
     """State of a value on the way from one sharding to another; each method returns the step of its name if it is due, else None."""
 
     def __init__(self, source: Sharding, target: Sharding, sequential: frozenset[str]) -> None:
@@ -71,17 +71,25 @@ class _Way:
         self.sequential = sequential
         self.place = {axis: part for part, axes in self.goal.items() for axis in axes}
 
-    def early(self, first: frozenset[str]) -> list[Step]:
+    def reduce_first(self, first: frozenset[str]) -> list[ReshardStep]:
         """All-reduces over axes in `first` that the target does not split; chunks of a microbatch before microbatches."""
-        axes = sorted((axis for axis in self._unwanted() if axis in first), key=lambda axis: axis != CHUNK)
-        return [Step("all_reduce", (axis,), reduction=self.partial.pop(axis)) for axis in axes]
+        axes = sorted((axis for axis in self._axes_to_reduce() if axis in first), key=lambda axis: axis != CHUNK)
+        return [ReshardStep("all_reduce", (axis,), reduction=self.partial.pop(axis)) for axis in axes]
 
-    def next(self) -> Step | None:
+    def next(self) -> ReshardStep | None:
         """The cheapest kind of step that is due; None at the target."""
-        ways = (self._slice, self._reduce_scatter, self._all_reduce, self._all_to_all, self._all_gather, self._first, self._rest)
+        ways = (
+            self._slice,
+            self._reduce_scatter,
+            self._all_reduce,
+            self._all_to_all,
+            self._all_gather,
+            self._keep_on_first,
+            self._reduce_rest,
+        )
         return next((step for way in ways if (step := way()) is not None), None)
 
-    def _unwanted(self) -> list[str]:
+    def _axes_to_reduce(self) -> list[str]:
         """Partial axes that the target neither splits nor has partial by the same reduction."""
         return [axis for axis in self.partial if self.wanted.get(axis) != self.partial[axis] and axis not in self.place]
 
@@ -93,31 +101,31 @@ class _Way:
         have, want = self.now[part], self.goal[part]
         return want[len(have)] if want[: len(have)] == have and len(want) > len(have) else None
 
-    def _slice(self) -> Step | None:
+    def _slice(self) -> ReshardStep | None:
         for part, axes in self.now.items():
             axis = self._next_axis(part)
             if axis is not None and axis not in self._used():
                 axes.append(axis)
-                return Step("slice", (axis,), part)
+                return ReshardStep("slice", (axis,), part)
         return None
 
-    def _reduce_scatter(self) -> Step | None:
+    def _reduce_scatter(self) -> ReshardStep | None:
         for part, axes in self.now.items():
             axis = self._next_axis(part)
             if axis is not None and axis in self.partial:
                 axes.append(axis)
-                return Step("reduce_scatter", (axis,), part, reduction=self.partial.pop(axis))
+                return ReshardStep("reduce_scatter", (axis,), part, reduction=self.partial.pop(axis))
         return None
 
-    def _all_reduce(self) -> Step | None:
-        over = self._unwanted()
-        return self._reduced([axis for axis in over if axis in self.sequential] or over)
+    def _all_reduce(self) -> ReshardStep | None:
+        over = self._axes_to_reduce()
+        return self._reduce_over([axis for axis in over if axis in self.sequential] or over)
 
-    def _rest(self) -> Step | None:
+    def _reduce_rest(self) -> ReshardStep | None:
         """An all-reduce over partial axes that the target splits and no reduce-scatter can reach."""
-        return self._reduced([axis for axis in self.partial if axis not in self.wanted])
+        return self._reduce_over([axis for axis in self.partial if axis not in self.wanted])
 
-    def _reduced(self, axes: list[str]) -> Step | None:
+    def _reduce_over(self, axes: list[str]) -> ReshardStep | None:
         """One all-reduce over those of `axes` that are partial by the same reduction as the first."""
         if not axes:
             return None
@@ -125,23 +133,23 @@ class _Way:
         group = [axis for axis in axes if self.partial[axis] == how]
         for axis in group:
             del self.partial[axis]
-        return Step("all_reduce", tuple(group), reduction=how)
+        return ReshardStep("all_reduce", tuple(group), reduction=how)
 
-    def _astray(self) -> Iterator[tuple[Place, list[str]]]:
+    def _misplaced_parts(self) -> Iterator[tuple[Place, list[str]]]:
         """Parts whose axes are not the target's first ones, with these axes."""
         yield from ((part, axes) for part, axes in self.now.items() if axes and axes != self.goal[part][: len(axes)])
 
-    def _all_to_all(self) -> Step | None:
-        for part, axes in self._astray():
+    def _all_to_all(self) -> ReshardStep | None:
+        for part, axes in self._misplaced_parts():
             other = self.place.get(axes[-1])
             if other is not None and other != part and self._next_axis(other) == axes[-1]:
                 axis = axes.pop()
                 self.now[other].append(axis)
-                return Step("all_to_all", (axis,), other, part)
+                return ReshardStep("all_to_all", (axis,), other, part)
         return None
 
-    def _all_gather(self) -> Step | None:
-        for part, axes in self._astray():
+    def _all_gather(self) -> ReshardStep | None:
+        for part, axes in self._misplaced_parts():
             keep = 0
             while keep < len(axes) and axes[: keep + 1] == self.goal[part][: keep + 1]:
                 keep += 1
@@ -150,14 +158,14 @@ class _Way:
             cut = max([cut, *(at if at == len(axes) - 1 else at + 1 for at, axis in enumerate(axes) if axis in self.sequential)])
             gone = axes[cut:]
             del axes[cut:]
-            return Step("all_gather", tuple(gone), part)
+            return ReshardStep("all_gather", tuple(gone), part)
         return None
 
-    def _first(self) -> Step | None:
+    def _keep_on_first(self) -> ReshardStep | None:
         """Axes partial in the target and not in the source: the first rank keeps the value, the others have zeros."""
         fresh = [axis for axis in self.wanted if axis not in self.partial]
         self.partial.update({axis: self.wanted[axis] for axis in fresh})
-        return Step("first", tuple(fresh)) if fresh else None
+        return ReshardStep("first", tuple(fresh)) if fresh else None
 
 
 def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
@@ -180,7 +188,7 @@ def cost(source: Sharding, target: Sharding, sizes: Mapping[str, int]) -> int:
     return total
 
 
-def apply(sharding: Sharding, step: Step) -> Sharding:
+def apply(sharding: Sharding, step: ReshardStep) -> Sharding:
     """The sharding after one step."""
     d, p = step.part
     axes = sharding.dims[d][p].axes if step.kind not in ("all_reduce", "first") else ()
@@ -208,7 +216,7 @@ def reshard(
     if (between := _other_order(source, target)) is not None:
         before, part = between
         x, now = reshard(build, x, source, before, reason, sequential, first)
-        x = _exchanged(build, x, now, part, reason)
+        x = _reorder_part(build, x, now, part, reason)
         return reshard(build, x, _in_other_order(now, part), target, reason, sequential, first)
     now = source
     for step in merge(steps(source, target, sequential, first)):
@@ -240,18 +248,18 @@ def _in_other_order(sharding: Sharding, part: Place) -> Sharding:
     return sharding.with_axes(*part, plain((axis,)) if is_zigzag(axis) else (zigzag(axis),))
 
 
-def _exchanged(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
+def _reorder_part(build: Builder, x: Node, sharding: Sharding, part: Place, reason: str) -> Node:
     moved, dim = _expose(build, x, sharding, part, always=True)
     axes = sharding.dims[part[0]][part[1]].axes
-    moved = build.reordered(moved, dim, plain(axes), any(map(is_zigzag, axes)), reason)
+    moved = build.emit_zigzag(moved, dim, plain(axes), any(map(is_zigzag, axes)), reason)
     moved = _restore(build, moved, sharding)
-    update(moved, sharding=told(_in_other_order(sharding, part)))
+    update(moved, sharding=typed_sharding(_in_other_order(sharding, part)))
     return moved
 
 
-def merge(found: list[Step]) -> list[Step]:
+def merge(found: list[ReshardStep]) -> list[ReshardStep]:
     """The steps with consecutive reduce-scatters onto one part joined in one collective."""
-    merged: list[Step] = []
+    merged: list[ReshardStep] = []
     for step in found:
         last = merged[-1] if merged else None
         if last and last.kind == step.kind == "reduce_scatter" and _joins(last, step):
@@ -261,11 +269,11 @@ def merge(found: list[Step]) -> list[Step]:
     return merged
 
 
-def _joins(last: Step, step: Step) -> bool:
+def _joins(last: ReshardStep, step: ReshardStep) -> bool:
     return last.part == step.part and last.reduction == step.reduction
 
 
-def _zero_after(now: Sharding, after: Sharding, step: Step, sizes: Mapping[str, int]) -> frozenset[tuple[int, int]]:
+def _zero_after(now: Sharding, after: Sharding, step: ReshardStep, sizes: Mapping[str, int]) -> frozenset[tuple[int, int]]:
     zero = set(now.zero)
     if step.kind in ("slice", "reduce_scatter", "all_to_all"):
         part = now.dims[step.part[0]][step.part[1]]
@@ -292,7 +300,7 @@ def _restore(build: Builder, x: Node, sharding: Sharding) -> Node:
     return x if list(build.shape(x)) == shape else build.emit(aten.reshape.default, x, shape)
 
 
-def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, reason: str) -> Node:
+def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: ReshardStep, reason: str) -> Node:
     count = prod(build.sizes[axis] for axis in step.axes)
     axes = list(step.axes)
     if step.kind == "all_reduce":
@@ -319,7 +327,7 @@ def _emit(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, r
     else:
         moved = _exchange(build, x, now, after, step, reason, size, count)
     moved = _restore(build, moved, after)
-    update(moved, sharding=told(after))
+    update(moved, sharding=typed_sharding(after))
     return moved
 
 
@@ -369,7 +377,7 @@ def _as_one(build: Builder, x: Node, dim: int, at: int) -> Node:
     return build.emit(aten.reshape.default, x, shape)
 
 
-def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: Step, reason: str, size: int, count: int) -> Node:
+def _exchange(build: Builder, x: Node, now: Sharding, after: Sharding, step: ReshardStep, reason: str, size: int, count: int) -> Node:
     """All-to-all: every part as a dim of its own, split one, join the other."""
     order = [(d, p) for d, p, _ in now.parts()]
     local = {(d, p): local_size(part, build.sizes) for d, p, part in now.parts()}

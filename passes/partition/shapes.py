@@ -27,7 +27,7 @@ class OpenShapes:
 
     def __init__(self, sizes: Sequence[Dynamic]) -> None:
         self.sizes = worlds(sizes)
-        self.worlds: list[Callable[[Any], Any]] = [_world(world) for world in self.sizes] if sizes else [lambda value: value]
+        self.worlds: list[Callable[[Any], Any]] = [_substitution(world) for world in self.sizes] if sizes else [lambda value: value]
 
     def shape(self, results: Sequence[object], near: Sequence[tuple[int, ...]], arguments: object, node: Node) -> tuple[int, ...]:
         """The shape of a result that is `results[k]` in world k. Raises CompileError for a size that is no expression of known sizes."""
@@ -69,13 +69,13 @@ class OpenShapes:
         )
 
 
-def _world(sizes: Mapping[str, int]) -> Callable[[object], object]:
-    def put(value: object) -> object:
+def _substitution(sizes: Mapping[str, int]) -> Callable[[object], object]:
+    def substitute(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(at(item, sizes) for item in value)
         return at(value, sizes)
 
-    return put
+    return substitute
 
 
 def _candidates(near: Sequence[tuple[int, ...]], numbers: Sequence[int], dim: int) -> Iterator[int]:

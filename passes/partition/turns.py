@@ -26,8 +26,8 @@ from meshc.ir.sizes import Size
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.local import Lowering
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
-from meshc.passes.phases.placed import Placed
-from meshc.passes.place.spread import spread
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.place.spread import sharding_by_tokens
 from meshc.passes.rules.rule import Turns
 from meshc.report.tables import seconds_text
 
@@ -37,7 +37,7 @@ PARTS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 
 
 @dataclass(frozen=True)
-class Pricing:
+class TurnPricing:
     """Seconds of one operator, lowered as a rank runs it."""
 
     factors: Factors
@@ -47,23 +47,23 @@ class Pricing:
 
     def seconds(self, instance: Instance, axes: Axes, turns: Turns | None = None) -> float:
         total = 0.0
-        for node in self.written(instance, axes, turns):
+        for node in self.lowered_nodes(instance, axes, turns):
             if node.op == "call_function" and spmd.is_collective(node.target):
                 total += collective_seconds(node, self.mesh, self.device)
             else:
                 total += roofline.seconds(node, self.device)
         return total
 
-    def written(self, instance: Instance, axes: Axes, turns: Turns | None) -> list[Node]:
+    def lowered_nodes(self, instance: Instance, axes: Axes, turns: Turns | None) -> list[Node]:
         """The nodes of the lowered operator, placeholders of its operands included."""
         build = Builder(self.sizes)
         operands = []
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             found = records(value[0])[value[1]]
-            sharding = spread(self._whole(value), dims, axes)
+            sharding = sharding_by_tokens(self._whole(value), dims, axes)
             local = replace(found, shape=local_shape(sharding, self.sizes), sharding=sharding)
             operands.append(build.placeholder(f"operand_{index}", local))
-        results = [spread(self._whole((instance.node, index)), dims, axes) for index, dims in enumerate(instance.results)]
+        results = [sharding_by_tokens(self._whole((instance.node, index)), dims, axes) for index, dims in enumerate(instance.results)]
         lowering = Lowering(build, instance, operands, results, dict(axes), "", in_turns=turns)
         if instance.rule.lower is None:
             lowering.call(*operands)
@@ -79,7 +79,7 @@ class Pricing:
     def ways(self, instance: Instance, axes: Axes, how: str | None = None) -> list[Turns | None]:
         """Candidate turns of an operator's steps, None for at once. `how`: "turns" or "join" if the user restricts them."""
         steps = instance.rule.steps
-        if steps is None or not _split(axes, steps.letter):
+        if steps is None or not _splitting_axes(axes, steps.letter):
             return [None]
         ways = list(self._turns(instance, axes))
         return ([None] if steps.joins and how != "turns" else []) + ([] if steps.joins and how == "join" else ways)
@@ -87,7 +87,7 @@ class Pricing:
     def _turns(self, instance: Instance, axes: Axes) -> Iterator[Turns]:
         steps = instance.rule.steps
         assert steps is not None
-        ranks = prod(self.sizes[axis] for axis in _split(axes, steps.letter))
+        ranks = prod(self.sizes[axis] for axis in _splitting_axes(axes, steps.letter))
         local = Lowering(Builder(self.sizes), instance, [], [], dict(axes), "")
         rows = {letter: local.local_size(letter) for letter in steps.parts if (letter, 0) in instance.size}
         for parts in PARTS:
@@ -99,30 +99,30 @@ class Pricing:
         return Sharding(tuple(tuple(Part(f"{factor}", self.factors.size[factor]) for factor in row) for row in self.factors.dims[value]))
 
 
-def with_turns(placed: Placed) -> Placed:
+def choose_turns(placed: PlacedModel) -> PlacedModel:
     """Decides the turns of each operator whose steps are split over ranks."""
-    decided = placed.decided()
-    pricing = Pricing(placed.factors, placed.mesh, placed.sizes, for_mesh(placed.mesh))
+    decided = placed.require_assignment()
+    pricing = TurnPricing(placed.factors, placed.mesh, placed.sizes, for_mesh(placed.mesh))
     known: dict[object, tuple[Turns | None, float]] = {}
     found: dict[Node, tuple[Turns | None, float]] = {}
     for node, axes in decided.chosen.items():
         instance = placed.factors.instances[node]
         steps = instance.rule.steps
-        if steps is None or not _split(axes, steps.letter):
+        if steps is None or not _splitting_axes(axes, steps.letter):
             continue
-        key = _alike(instance, axes)
+        key = _call_key(instance, axes)
         if key not in known:
             known[key] = pricing.best(instance, axes, placed.request.recurrence)
         found[node] = known[key]
     turns = {node: way for node, (way, _) in found.items() if way is not None}
-    return replace(placed, assignment=replace(decided, turns=turns)).noting(*_notes(placed, found), *_alike_notes(placed, pricing))
+    return replace(placed, assignment=replace(decided, turns=turns)).with_notes(*_notes(placed, found), *_replicated_notes(placed, pricing))
 
 
-def _split(axes: Axes, letter: str) -> tuple[str, ...]:
+def _splitting_axes(axes: Axes, letter: str) -> tuple[str, ...]:
     return tuple(axis for token, over in axes.items() if token[0] == letter for axis in over if axis not in spmd.SEQUENTIAL)
 
 
-def _alike(instance: Instance, axes: Axes) -> object:
+def _call_key(instance: Instance, axes: Axes) -> object:
     """A key of a call: equal for calls of one operator on values of the same sizes and splits, which are lowered the same way."""
     node = instance.node
     values = [records(value)[index] for value, index in instance.values]
@@ -132,14 +132,14 @@ def _alike(instance: Instance, axes: Axes) -> object:
     return op_name(node), args, sizes, tuple(axes.items()), read
 
 
-def _notes(placed: Placed, found: Mapping[Node, tuple[Turns | None, float]]) -> list[str]:
+def _notes(placed: PlacedModel, found: Mapping[Node, tuple[Turns | None, float]]) -> list[str]:
     """Notes on layers whose steps can run in turn only: the share of turns in which a rank has work, and the seconds forward."""
     layers: dict[tuple[str, tuple[str, ...], Turns], list[float]] = {}
     for node, (way, seconds) in found.items():
         instance, record = placed.factors.instances[node], records(node)[0]
         assert instance.rule.steps is not None
         if way is not None and not instance.rule.steps.joins and record.phase == "forward":
-            axes = _split(placed.decided().chosen[node], instance.rule.steps.letter)
+            axes = _splitting_axes(placed.require_assignment().chosen[node], instance.rule.steps.letter)
             layers.setdefault((record.source.module or op_name(node), axes, way), []).append(seconds)
     notes = []
     for (module, axes, way), each in layers.items():
@@ -152,12 +152,12 @@ def _notes(placed: Placed, found: Mapping[Node, tuple[Turns | None, float]]) -> 
     return notes
 
 
-def _alike_notes(placed: Placed, pricing: Pricing) -> list[str]:
+def _replicated_notes(placed: PlacedModel, pricing: TurnPricing) -> list[str]:
     """Notes on recurrences that do not compose and that no rank splits: all ranks along some axes compute the same steps."""
     layers: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
     pipeline = placed.mesh.pipeline_axis
     axes = [axis.name for axis in placed.mesh.axes if axis.size > 1 and axis.name != (None if pipeline is None else pipeline.name)]
-    for node, chosen in placed.decided().chosen.items():
+    for node, chosen in placed.require_assignment().chosen.items():
         instance, record = placed.factors.instances[node], records(node)[0]
         steps = instance.rule.steps
         taken = {axis for over in chosen.values() for axis in over}

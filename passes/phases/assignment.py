@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Factors, Token, Value
-from meshc.passes.phases.names import Names
+from meshc.passes.phases.names import FactorNames
 
 if TYPE_CHECKING:
     from meshc.passes.rules.rule import Turns
@@ -33,7 +33,7 @@ class Assignment:
     """
 
     factors: Factors
-    names: Names
+    names: FactorNames
     sizes: Mapping[str, int]
     given: dict[Value, Sharding | None] = field(default_factory=dict)
     wanted: dict[Node, tuple[Sharding, ...]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from meshc.passes.phases.factors import Factors, Token
 
 
 @dataclass(frozen=True)
-class Directed:
+class Directive:
     """The axis assignment that one operator must take.
 
     axes      the axes that are decided; others stay open
@@ -24,10 +24,10 @@ class Directed:
     tokens: Mapping[Token, tuple[str, ...]] = field(default_factory=dict)
     deferred: tuple[str, ...] = ()
 
-    def along(self, axes: Collection[str]) -> Directed:
+    def along(self, axes: Collection[str]) -> Directive:
         """The part about these axes."""
         tokens = {token: tuple(axis for axis in row if axis in axes) for token, row in self.tokens.items()}
-        return Directed(
+        return Directive(
             tuple(axis for axis in self.axes if axis in axes),
             {token: row for token, row in tokens.items() if row},
             tuple(axis for axis in self.deferred if axis in axes),
@@ -35,7 +35,7 @@ class Directed:
 
 
 @dataclass(frozen=True)
-class Choices:
+class AxisChoices:
     """The assignment of `axes` over a graph; other axes stay open.
 
     tokens    per operator: the axes of each token, major to minor
@@ -48,25 +48,25 @@ class Choices:
     deferred: Mapping[Node, tuple[str, ...]] = field(default_factory=dict)
     storage: Mapping[tuple[str, str], Sharding] = field(default_factory=dict)
 
-    def directed(self, node: Node) -> Directed | None:
+    def directive(self, node: Node) -> Directive | None:
         """The assignment of one operator; None if nothing is decided for it."""
-        return Directed(self.axes, self.tokens[node], self.deferred.get(node, ())) if node in self.tokens else None
+        return Directive(self.axes, self.tokens[node], self.deferred.get(node, ())) if node in self.tokens else None
 
 
 @dataclass(frozen=True)
-class Known:
+class NamedChoices:
     """Choices by the names of operators, for another graph of the same model (a copy that is compared with it)."""
 
-    choices: Choices
+    choices: AxisChoices
     tokens: Mapping[str, Mapping[Token, tuple[str, ...]]]
     deferred: Mapping[str, tuple[str, ...]]
 
     @staticmethod
-    def of(choices: Choices) -> Known:
+    def of(choices: AxisChoices) -> NamedChoices:
         tokens = {node.name: dict(taken) for node, taken in choices.tokens.items()}
-        return Known(replace(choices, tokens={}, deferred={}), tokens, {node.name: axes for node, axes in choices.deferred.items()})
+        return NamedChoices(replace(choices, tokens={}, deferred={}), tokens, {node.name: axes for node, axes in choices.deferred.items()})
 
-    def at(self, factors: Factors) -> Choices:
+    def at(self, factors: Factors) -> AxisChoices:
         """The choices for the operators of another graph that have the same names and letters; other operators stay open."""
         nodes = {
             node.name: node

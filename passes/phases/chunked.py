@@ -8,7 +8,7 @@ from torch.fx import Node
 
 
 @dataclass(frozen=True)
-class Chunked:
+class ChunkedHead:
     """
     count     number of chunks
     product   the head's matrix product, in the global view

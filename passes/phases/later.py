@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Later(Generic[Value]):
+class LazyValue(Generic[Value]):
     def __init__(self, make: Callable[[], Value]) -> None:
         self._make = make
 

@@ -8,8 +8,8 @@ from typing import Self
 
 from meshc.frontend.capture import TorchGraph
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.outset import Outset
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.traced import Joint
 from meshc.pipelining.cut import Pipeline
 from meshc.pipelining.tried import Tried
@@ -18,7 +18,7 @@ from meshc.program.program import Instruction, PlainProgram, Port, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lowered(Outset):
+class LoweredProgram(CompilationPhase):
     """
     placed    the placed model that was lowered: the global view and its shardings
     model     torch's graph of the model; from `grow` on its output and its number of random calls are the whole model's
@@ -29,7 +29,7 @@ class Lowered(Outset):
     divided   by axes: the fraction of the arithmetic on whole matrices in updates that is divided over ranks
     """
 
-    placed: Placed
+    placed: PlacedModel
     model: TorchGraph
     stages: Mapping[str, Stage]
     inputs: tuple[Port, ...]
@@ -41,8 +41,8 @@ class Lowered(Outset):
     weighed: tuple[Weighed, ...] = ()
     divided: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 
-    def updating(self, optimizer: OptimizerSpec | None) -> Self:
-        return replace(super().updating(optimizer), placed=self.placed.updating(optimizer))
+    def with_optimizer(self, optimizer: OptimizerSpec | None) -> Self:
+        return replace(super().with_optimizer(optimizer), placed=self.placed.with_optimizer(optimizer))
 
     @property
     def joint(self) -> Joint:

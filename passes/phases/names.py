@@ -32,7 +32,7 @@ class BatchDims:
 
 
 @dataclass
-class Names:
+class FactorNames:
     """`of` gives each class its name; `also` further names it answers to (`kv_heads` is also `heads`).
 
     `attention` and `products` are the operators of the regions of these names. `sums`: of gradients that autograd adds up, which belong to
@@ -48,10 +48,10 @@ class Names:
     ones: set[str] = field(default_factory=set)
     batch: BatchDims = BatchDims()
 
-    def copied(self) -> Names:
+    def copy(self) -> FactorNames:
         """An independent copy."""
         also = defaultdict(set, {factor: set(names) for factor, names in self.also.items()})
-        return Names(dict(self.of), also, set(self.attention), set(self.products), dict(self.sums), set(self.ones), self.batch)
+        return FactorNames(dict(self.of), also, set(self.attention), set(self.products), dict(self.sums), set(self.ones), self.batch)
 
     def set(self, factor: int, name: str, *also: str) -> None:
         self.of.setdefault(factor, name)

@@ -38,7 +38,7 @@ def plain_tokens(axes: Mapping[Key, tuple[str, ...]]) -> dict[Key, tuple[str, ..
     return {key: plain(each) for key, each in axes.items()}
 
 
-def turned(sharding: Sharding) -> bool:
+def has_zigzag(sharding: Sharding) -> bool:
     """Whether any part of the sharding is in zigzag order."""
     return any(is_zigzag(axis) for _, _, part in sharding.parts() for axis in part.axes)
 
@@ -48,12 +48,12 @@ def natural(sharding: Sharding) -> Sharding:
     return _each(sharding, lambda part: replace(part, axes=plain(part.axes)))
 
 
-def told(sharding: Sharding) -> Sharding:
+def typed_sharding(sharding: Sharding) -> Sharding:
     """The sharding with marks replaced by `order`, as a value's type has it."""
     return _each(sharding, lambda part: replace(part, axes=plain(part.axes), order=ZIGZAG) if is_zigzag(part.axes[0]) else part)
 
 
 def _each(sharding: Sharding, of: Callable[[Part], Part]) -> Sharding:
-    if not turned(sharding):
+    if not has_zigzag(sharding):
         return sharding
     return replace(sharding, dims=tuple(tuple(of(part) if part.axes else part for part in parts) for parts in sharding.dims))

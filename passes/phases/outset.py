@@ -11,14 +11,14 @@ from meshc.ir.sizes import at
 from meshc.ir.spmd import MICROBATCH
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.request import Opened, Request
+from meshc.passes.phases.request import OpenedDims, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
 from meshc.program.parts import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outset:
+class CompilationPhase:
     """
     plan     the request's plan, resolved over its mesh
     sizes    by name, of the mesh's axes, and of the microbatch axis if there are several microbatches
@@ -34,7 +34,7 @@ class Outset:
     plan: Plan
     sizes: Mapping[str, int]
     parts: Parts | None = None
-    opened: Opened | None = None
+    opened: OpenedDims | None = None
     depth: Depth | None = None
     kept_whole: str = ""
     notes: tuple[str, ...] = ()
@@ -44,15 +44,15 @@ class Outset:
     def mesh(self) -> Mesh:
         return self.request.mesh
 
-    def noting(self, *notes: str) -> Self:
+    def with_notes(self, *notes: str) -> Self:
         return replace(self, notes=(*self.notes, *notes))
 
-    def asked(self, request: Request) -> Self:
+    def with_request(self, request: Request) -> Self:
         """The phase under another request, with that request's plan and microbatches; dims that were opened stay open."""
         own = begin(request)
         return replace(self, request=request, plan=own.plan, sizes=own.sizes)
 
-    def updating(self, optimizer: OptimizerSpec | None) -> Self:
+    def with_optimizer(self, optimizer: OptimizerSpec | None) -> Self:
         """The phase with `optimizer` as adoption has left it: before, its spec refers to whole parameters."""
         return replace(self, request=replace(self.request, optimizer=optimizer))
 
@@ -68,12 +68,12 @@ class Outset:
         return size if self.opened is None else at(size, self.opened.values)
 
 
-def begin(request: Request) -> Outset:
+def begin(request: Request) -> CompilationPhase:
     """The first phase of a request: its plan and sizes."""
     sizes = {axis.name: axis.size for axis in request.mesh.axes} | ({MICROBATCH: request.count} if request.count > 1 else {})
-    return Outset(request=request, plan=resolve(request.plan, request.mesh), sizes=sizes)
+    return CompilationPhase(request=request, plan=resolve(request.plan, request.mesh), sizes=sizes)
 
 
-def carried(phase: Outset) -> dict[str, Any]:
+def phase_fields(phase: CompilationPhase) -> dict[str, Any]:
     """The fields that each phase passes on to the next, by name."""
-    return {each.name: getattr(phase, each.name) for each in fields(Outset)}
+    return {each.name: getattr(phase, each.name) for each in fields(CompilationPhase)}

@@ -10,14 +10,14 @@ from torch.fx import Graph, Node
 
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Choices, Directed
-from meshc.passes.phases.chunked import Chunked
+from meshc.passes.phases.choices import AxisChoices, Directive
+from meshc.passes.phases.chunked import ChunkedHead
 from meshc.passes.phases.factors import Factors, Value
-from meshc.passes.phases.later import Later
-from meshc.passes.phases.names import Names
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.later import LazyValue
+from meshc.passes.phases.names import FactorNames
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.phases.traced import Joint, TracedModel
 
 Slots = Mapping[tuple[int, int], tuple[str, ...]]
 """(dim, position) -> axes; empty: the factor stays whole."""
@@ -38,11 +38,11 @@ class Pins:
     storage: Mapping[str, Slots] = field(default_factory=dict)
     spread: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     stored: Mapping[tuple[str, str], Slots] = field(default_factory=dict)
-    operators: Mapping[Node, Directed] = field(default_factory=dict)
+    operators: Mapping[Node, Directive] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed(Outset):
+class PlacedModel(CompilationPhase):
     """
     traced      the traced model that was placed
     joint       the operator graph, immutable from here on: factors and assignment refer to its nodes
@@ -53,28 +53,28 @@ class Placed(Outset):
     assignment  from `propagate` on; ports have shardings from `lay_ports` on
     """
 
-    traced: Traced
+    traced: TracedModel
     joint: Joint
-    view: Later[Joint]
+    view: LazyValue[Joint]
     factors: Factors
-    names: Names
+    names: FactorNames
     pins: Pins = Pins()
-    choices: Choices | None = None
-    chunked: Chunked | None = None
+    choices: AxisChoices | None = None
+    chunked: ChunkedHead | None = None
     assignment: Assignment | None = None
 
     @property
     def graph(self) -> Graph:
         return self.joint.graph
 
-    def decided(self) -> Assignment:
+    def require_assignment(self) -> Assignment:
         """The assignment, which exists from `propagate` on."""
         assert self.assignment is not None, "propagate has not run"
         return self.assignment
 
-    def updating(self, optimizer: OptimizerSpec | None) -> Self:
-        return replace(super().updating(optimizer), traced=self.traced.updating(optimizer))
+    def with_optimizer(self, optimizer: OptimizerSpec | None) -> Self:
+        return replace(super().with_optimizer(optimizer), traced=self.traced.with_optimizer(optimizer))
 
-    def again(self, request: Request) -> Self:
+    def restart_for_request(self, request: Request) -> Self:
         """The phase as `factorize` left it, under another request, for the passes after it: their own results are dropped."""
-        return replace(self.asked(request), pins=Pins(), chunked=None, assignment=None)
+        return replace(self.with_request(request), pins=Pins(), chunked=None, assignment=None)

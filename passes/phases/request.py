@@ -12,19 +12,19 @@ from meshc.frontend.clipping import Clip
 from meshc.frontend.dynamic import DynamicDims
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.gradient_hooks import Hooks
-from meshc.frontend.read_places import Place
+from meshc.frontend.read_places import ReadPlace
 from meshc.ir.functions import Function
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.choices import Known
+from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.schedules.kind import Lists
 from meshc.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedInputs:
     """How inputs were joined from the parts of ranks. `dims`: by input, the dim of the joint; None if it has no batch. `ranks`: the number
     of parts; 0 if they have different numbers of rows."""
 
@@ -86,7 +86,7 @@ class Request:
     clip_grad_norm: Clip = None
     microbatches: int | None = 1
     inputs: str = "global"
-    joined: Joined | None = None
+    joined: JoinedInputs | None = None
     outputs: str = "plain"
     names: Mapping[str, Sequence[str | None]] | None = None
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
@@ -104,7 +104,7 @@ class Request:
     gather_once: bool = True
     check_indices: bool = True
     backend: str = "eager"
-    searched: Known | None = None
+    searched: NamedChoices | None = None
     depth: str = "auto"
     remat: str | None = None
     attention: str | None = None
@@ -117,7 +117,7 @@ class Request:
     chunks: int | None = None
     spare: int = 0
     beaten_s: float | None = None
-    numbers: tuple[Place, ...] = ()
+    numbers: tuple[ReadPlace, ...] = ()
 
     @property
     def count(self) -> int:
@@ -126,7 +126,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedDims:
     """Input dims of size 1 that are traced with a symbolic size, so that they have factors, and the axes that are to split them."""
 
     dims: DynamicDims

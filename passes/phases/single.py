@@ -12,10 +12,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 
-Given = TypeVar("Given", bound=Outset)
-Left = TypeVar("Left", bound=Outset)
+Given = TypeVar("Given", bound=CompilationPhase)
+Left = TypeVar("Left", bound=CompilationPhase)
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Pass(Generic[Given, Left]):
     why: str = ""
 
 
-Hook = Callable[[str, Outset], None]
+Hook = Callable[[str, CompilationPhase], None]
 """Called as hook(name of a pass, the phase that it returned)."""
 
 _ONLOOKER: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("onlooker", default=None)
 
 
 @contextmanager
-def heard_by(onlooker: Callable[[str], None]) -> Iterator[None]:
+def report_progress_to(onlooker: Callable[[str], None]) -> Iterator[None]:
     """A context in which long passes report their progress to `onlooker`."""
     before = _ONLOOKER.set(onlooker)
     try:
@@ -43,6 +43,6 @@ def heard_by(onlooker: Callable[[str], None]) -> Iterator[None]:
         _ONLOOKER.reset(before)
 
 
-def say(what: str) -> None:
+def report_progress(what: str) -> None:
     if (onlooker := _ONLOOKER.get()) is not None:
         onlooker(what)

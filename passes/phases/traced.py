@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from meshc.frontend.capture import TorchGraph
 from meshc.ir.graph import copy_into, placeholders, results_of
 from meshc.ir.sizes import Dynamic
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.phases.request import Request
 from meshc.program.program import Port
 
@@ -38,7 +38,7 @@ class Joint:
     def results(self) -> list[Node]:
         return list(results_of(self.graph))
 
-    def copied(self) -> Joint:
+    def copy(self) -> Joint:
         """The same with an independent graph."""
         graph, made = Graph(), dict[Node, Node]()
         graph.output(copy_into(graph, self.graph, made))
@@ -46,7 +46,7 @@ class Joint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(Outset):
+class TracedModel(CompilationPhase):
     """
     model        torch's graph of the model: calls as the model wrote them
     joint        the graph of operators, from `differentiate` on
@@ -64,6 +64,6 @@ class Traced(Outset):
         assert self.joint is not None, "differentiate has not run"
         return self.joint
 
-    def beside(self, request: Request) -> Self:
+    def copy_for_request(self, request: Request) -> Self:
         """The phase under another request, with an independent operator graph, since passes write into theirs."""
-        return replace(self.asked(request), joint=self.operators().copied())
+        return replace(self.with_request(request), joint=self.operators().copy())

@@ -9,7 +9,7 @@ from meshc.passes.phases.factors import Value
 from meshc.passes.phases.traced import Joint
 
 
-def alike(joint: Joint) -> list[tuple[Value, Value]]:
+def shared_factor_pairs(joint: Joint) -> list[tuple[Value, Value]]:
     """Pairs of a gradient, accumulated sum, new value or tangent with the value that it belongs to."""
     inputs = joint.placeholders()
     results = {port.key: value_of(node) for port, node in zip(joint.outputs, joint.results(), strict=True)}

@@ -13,11 +13,11 @@ from torch.fx import Node
 
 from meshc.cost.flops import COUNTS, flops
 from meshc.ir import op_name, records
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.interests import interests
 
 
-def all_steps(placed: Placed) -> list[str]:
+def recurrent_notes(placed: PlacedModel) -> list[str]:
     """A note for each such layer and axis."""
     layers = {name: child for name, child in placed.request.module.named_modules() if isinstance(child, nn.RNNBase)}
     if not layers:
@@ -34,17 +34,17 @@ def all_steps(placed: Placed) -> list[str]:
     ]
 
 
-def _along_the_sequence(placed: Placed) -> set[str]:
+def _along_the_sequence(placed: PlacedModel) -> set[str]:
     """Axes that split the sequence in any region."""
     named = {factor for factor, names in placed.names.also.items() if "seq" in names}
     found = interests(placed.plan, placed.names, list(placed.sizes))
     return {axis for axis, one in found.items() if any(region is None for factor in named for _, region in one.ranks.get(factor, ()))}
 
 
-def _idle(placed: Placed, layers: set[str]) -> list[tuple[str, str, Node]]:
+def _idle(placed: PlacedModel, layers: set[str]) -> list[tuple[str, str, Node]]:
     """(layer, axis, product) for each axis that does not split a forward product of the layer."""
     found = []
-    for node, chosen in placed.decided().chosen.items():
+    for node, chosen in placed.require_assignment().chosen.items():
         record = records(node)[0]
         if record.source.module in layers and record.phase == "forward" and op_name(node) in COUNTS:
             used = {axis for axes in chosen.values() for axis in axes}

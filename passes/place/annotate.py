@@ -20,7 +20,7 @@ import torch
 from meshc.ir import records
 from meshc.ir.mesh import Axis
 from meshc.ops import grouped as _grouped  # noqa: F401 - registers its operators
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.operator_pins import operator_pins
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.store_lines import store_lines
@@ -39,7 +39,7 @@ SORTED: Final = (torch.ops.meshc.grouped_mm.default, torch.ops.aten._grouped_mm.
 """Products of rows that a model has sorted by expert itself: the number of rows of each expert is data, so no axis can split them."""
 
 
-def annotate(placed: Placed) -> Placed:
+def annotate(placed: PlacedModel) -> PlacedModel:
     """The phase with pins and storage by the plan; raises PlanError with every fault found."""
     notes, faults = _unknown_factors(placed)
     pinning = Pinning(placed)
@@ -49,10 +49,10 @@ def annotate(placed: Placed) -> Placed:
     faults += [*more, *others]
     refuse_faults("the plan does not fit this model", faults)
     placed = replace(placed, names=pinning.names, pins=replace(pinning.pins(), stored=stored, operators=told))
-    return placed.noting(*notes, *_large_axes(placed))
+    return placed.with_notes(*notes, *_large_axes(placed))
 
 
-def _known(placed: Placed) -> dict[str, set[int]]:
+def _factors_by_name(placed: PlacedModel) -> dict[str, set[int]]:
     known: dict[str, set[int]] = {}
     for factor, names in placed.names.also.items():
         for name in names:
@@ -60,9 +60,9 @@ def _known(placed: Placed) -> dict[str, set[int]]:
     return known
 
 
-def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
+def _unknown_factors(placed: PlacedModel) -> tuple[list[str], list[str]]:
     """Notes on factors that recipes name, and faults for factors that the user names, where the model has none of that name."""
-    known = _known(placed)
+    known = _factors_by_name(placed)
     notes, faults = [], []
     for entry in placed.plan.axes:
         for term in entry.terms:
@@ -85,7 +85,7 @@ def _unknown_factors(placed: Placed) -> tuple[list[str], list[str]]:
     return notes, faults
 
 
-def _no_experts(placed: Placed) -> str:
+def _no_experts(placed: PlacedModel) -> str:
     """Why no axis can split experts, with the lines of the model's products of sorted rows."""
     calls = [records(node)[0].source for node in placed.joint.graph.nodes if node.target in SORTED]
     lines = dict.fromkeys(f"{source} `{source.code}`" if source.code else str(source) for source in calls)
@@ -98,14 +98,14 @@ def _no_experts(placed: Placed) -> str:
     )
 
 
-def idle(placed: Placed) -> dict[str, AxisEntry]:
+def idle(placed: PlacedModel) -> dict[str, AxisEntry]:
     """Axes of several ranks whose entries name dims of size 1 only."""
     return {axis.name: entry for axis, entry, sizes, ones in _splittable(placed) if ones and not sizes}
 
 
-def _splittable(placed: Placed) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
+def _splittable(placed: PlacedModel) -> Iterator[tuple[Axis, AxisEntry, dict[str, int], list[str]]]:
     """For each axis of several ranks: its entry, the factors it could split as name -> largest size, and the names of dims of size 1."""
-    known = _known(placed)
+    known = _factors_by_name(placed)
     for axis in placed.mesh.axes:
         entry = placed.plan.entry(axis.name)
         if entry is None or axis.size == 1:
@@ -118,7 +118,7 @@ def _splittable(placed: Placed) -> Iterator[tuple[Axis, AxisEntry, dict[str, int
         yield axis, entry, sizes, sorted(name for name in placed.names.ones if any(term.covers(name) for term in entry.terms))
 
 
-def _large_axes(placed: Placed) -> list[str]:
+def _large_axes(placed: PlacedModel) -> list[str]:
     """Notes on axes larger than anything that their entries could split."""
     notes = []
     for axis, _, sizes, ones in _splittable(placed):

@@ -13,27 +13,27 @@ from meshc.ir.spmd import MICROBATCH
 from meshc.passes.chunks.head import chunked
 from meshc.passes.depth.standing import whole_names
 from meshc.passes.depth.stands_for import captured_lines
-from meshc.passes.phases.placed import Placed
-from meshc.passes.place.all_steps import all_steps
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.place.all_steps import recurrent_notes
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Propagator
 from meshc.passes.place.rings import PASSING, WRITTEN_OUT, Rings, gathered_written_out
-from meshc.passes.place.storage import CLAUSE, held_to
+from meshc.passes.place.storage import CLAUSE, with_slots
 
 Kind = TypeVar("Kind", bound=Propagator)
 
 
-def assign(placed: Placed) -> Placed:
+def assign(placed: PlacedModel) -> PlacedModel:
     placed = chunked(placed)
     decides = propagator(placed, Propagator)
     decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
     placed = replace(placed, assignment=decides.run())
-    about_the_plan = (*_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings), *all_steps(placed))
-    return placed.noting(*_replicated(placed), *_whole_updates(placed, decides), *about_the_plan)
+    about_the_plan = (*_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings), *recurrent_notes(placed))
+    return placed.with_notes(*_replication_notes(placed), *_whole_updates(placed, decides), *about_the_plan)
 
 
-def propagator(placed: Placed, kind: type[Kind]) -> Kind:
+def propagator(placed: PlacedModel, kind: type[Kind]) -> Kind:
     """The propagator of a placed model under its plan."""
     joint, names = placed.joint, placed.names
     interest = interests(placed.plan, names, list(placed.sizes))
@@ -48,11 +48,11 @@ def propagator(placed: Placed, kind: type[Kind]) -> Kind:
     )  # fmt: skip
 
 
-def _idle_pins(placed: Placed) -> list[str]:
+def _idle_pins(placed: PlacedModel) -> list[str]:
     """Notes on pins of values that each rank computes where needed, in whatever sharding is requested."""
     notes = []
     for (node, index), slots in placed.pins.values.items():
-        if node.op == "call_function" and node in placed.decided().free and any(slots.values()):
+        if node.op == "call_function" and node in placed.require_assignment().free and any(slots.values()):
             modules = ", ".join(records(node)[index].returned_by) or node.name
             notes.append(
                 f"the pin of value:{modules} has no effect: nothing but integers goes into it, so each rank makes the part it uses"
@@ -60,10 +60,10 @@ def _idle_pins(placed: Placed) -> list[str]:
     return notes
 
 
-def _idle_store_lines(placed: Placed) -> list[str]:
+def _idle_store_lines(placed: PlacedModel) -> list[str]:
     """Notes on store lines without effect: of a parameter whose storage an earlier program has fixed, and of a gradient that does not
     outlive its step."""
-    decided, request = placed.decided(), placed.request
+    decided, request = placed.require_assignment(), placed.request
     notes = []
     for line in placed.plan.stores:
         captured = captured_lines([line], placed.depth)
@@ -71,7 +71,7 @@ def _idle_store_lines(placed: Placed) -> list[str]:
         about = [(name, kind) for name, kind in matched if CLAUSE[kind] in line.kinds]
         laid = [
             name for name, kind in about
-            if kind == "parameter" and name in request.fixed and held_to(decided.storage[name, kind], placed.pins.stored[name, kind])
+            if kind == "parameter" and name in request.fixed and with_slots(decided.storage[name, kind], placed.pins.stored[name, kind])
             != decided.storage[name, kind]
         ]  # fmt: skip
         if laid:
@@ -85,12 +85,12 @@ def _idle_store_lines(placed: Placed) -> list[str]:
     return notes
 
 
-def _no_rings(placed: Placed, rings: Rings) -> list[str]:
+def _no_rings(placed: PlacedModel, rings: Rings) -> list[str]:
     """Notes on attention whose keys are gathered although a ring was requested. Raises PlanError if the request must be met."""
     if rings.how not in PASSING:
         return []
     found = [(records(node)[0], why) for node, why in rings.refused.items() if records(node)[0].phase == "forward"]
-    found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.decided())]
+    found += [(records(node)[0], WRITTEN_OUT) for node in gathered_written_out(placed.require_assignment())]
     if found and placed.request.must_pass:
         raise PlanError("\n".join(_cannot_pass(rings, record, why) for record, why in found))
     return [f"the keys of {record.source.module or 'attention'} are gathered, in {record.source}: {why}" for record, why in found]
@@ -109,9 +109,9 @@ def _several(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and others"
 
 
-def _replicated(placed: Placed) -> list[str]:
+def _replication_notes(placed: PlacedModel) -> list[str]:
     seen: dict[str, tuple[int, int, str]] = {}
-    for node in placed.decided().replicated:
+    for node in placed.require_assignment().replicated:
         size = 0
         for result in records(node):
             if result.dtype is not None:
@@ -128,7 +128,7 @@ def _replicated(placed: Placed) -> list[str]:
     ]
 
 
-def _whole_updates(placed: Placed, decides: Propagator) -> list[str]:
+def _whole_updates(placed: PlacedModel, decides: Propagator) -> list[str]:
     """A note on updates that need whole matrices, and their FLOPs; how they are divided is reported by `divide_updates`."""
     work: dict[str, float] = {}
     for node in decides.whole_updates:

@@ -22,7 +22,7 @@ from meshc.errors import CompileError
 from meshc.ir import op_name, operands, records
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.names import BatchDims
-from meshc.passes.phases.request import Joined, Request
+from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.bounds import BOUNDS, origin
 from meshc.passes.rules.slices import RULES as CROPS
@@ -32,24 +32,24 @@ Labels = Mapping[str, Sequence[str | None]]
 BATCH = "batch"
 
 
-class JoinedElsewhere(CompileError):
+class WrongJoinDim(CompileError):
     """Parts of a batch were joined along another dim than the model's batch. `dims`: the right dim of each input."""
 
     def __init__(self, dims: Mapping[str, int | None]) -> None:
         super().__init__("parts of the batch are joined along other dims")
         self.dims = dims
 
-    def unsettled(self) -> CompileError:
+    def ambiguity_error(self) -> CompileError:
         """The user's error, where joining along that dim makes the model show yet another one."""
         said = ", ".join(f"{name!r}: {_labels(dim)}" for name, dim in self.dims.items())
         return CompileError(_unclear("which dims are the batch depends on along which the parts are joined", f"names={{{said}}}"))
 
 
 def find_batch(
-    factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: Joined | None
+    factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: JoinedInputs | None
 ) -> BatchDims:
     """The batch dim of each input. `names`: the user's names of dims; `joined`: dims along which inputs were joined from parts."""
-    return _Finding(factors, inputs, placeholders, names, joined).run()
+    return _BatchSearch(factors, inputs, placeholders, names, joined).run()
 
 
 def refuse_other_joint(request: Request, batch: BatchDims) -> None:
@@ -71,7 +71,7 @@ def refuse_other_joint(request: Request, batch: BatchDims) -> None:
             f"  why: ranks count the rows of a part before the model is looked at, along dim {joined.dims[first]} if nothing else is said\n"
             f"  what to do: say where they are: names={{{first!r}: {_labels(dim)}}}"
         )
-    raise JoinedElsewhere(dims)
+    raise WrongJoinDim(dims)
 
 
 def refuse_numbers_of_rows(request: Request, factors: Factors, batch: BatchDims) -> None:
@@ -114,21 +114,21 @@ def _unclear(text: str, names: str, when: str = "") -> str:
     )
 
 
-class _Finding:
+class _BatchSearch:
     """One search. `found`: by input, the batch dim and its batch factors; `known`: the batch factors of all inputs; `torn`: inputs of which
     several dims have a part of the batch each, as where parts were joined along another dim."""
 
     def __init__(
-        self, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: Joined | None
+        self, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: JoinedInputs | None
     ) -> None:
         self.factors, self.joined = factors, joined
         ports = [port for port in inputs if port.kind == "input" and port.shape]
         self.shapes = {port.name: port.shape for port in ports}
         self.rows = {port.name: factors.dims[(placeholders[port.key], 0)] for port in ports}
         self.labels = {port.name: (*names.get(port.name, ()), *[None] * len(port.shape)) for port in ports}
-        self.along = _along(factors)
+        self.along = _ordered_classes(factors)
         self.ordered = frozenset(self.along)
-        self.picked = _picked(factors)
+        self.picked = _indexed_classes(factors)
         for kind, held in (("parameter", self.along), ("buffer", self.picked)):
             for port in (port for port in inputs if port.kind == kind):
                 for factor in (factor for row in factors.dims[(placeholders[port.key], 0)] for factor in row):
@@ -146,28 +146,28 @@ class _Finding:
             if BATCH in labels:
                 self._take(name, labels.index(BATCH))
         self._take_known()
-        for name in self._left():
+        for name in self._remaining_inputs():
             if name not in self.torn and self._plain(name, 0):
                 self._take(name, 0)
         self._take_known()
-        other = {name: dim for name in self._left() if (dim := self._only_plain(name)) is not None}
+        other = {name: dim for name in self._remaining_inputs() if (dim := self._only_plain(name)) is not None}
         for name, dim in other.items():
             self._take(name, dim)
         self._take_known()
         dims: dict[str, int | None] = {name: dim for name, (dim, _) in self.found.items()}
         self._note_torn()
-        unclear = {name: self._said(name) for name in self.torn}
-        for name in self._left():
+        unclear = {name: self._unclear_text(name) for name in self.torn}
+        for name in self._remaining_inputs():
             why = self._why_not(name, 0)
             if all(self.labels[name][: len(self.shapes[name])]) or (why and self.found and not self._plain_dims(name)):
                 dims[name] = None
             elif why or (self._why_picked(name, 0) and self._plain_dims(name)):
-                unclear[name] = self._said(name)
+                unclear[name] = self._unclear_text(name)
             else:
                 dims[name] = 0
         return BatchDims(dims, {name: factors for name, (_, factors) in self.found.items()}, unclear, self.ordered)
 
-    def _left(self) -> list[str]:
+    def _remaining_inputs(self) -> list[str]:
         return [name for name in self.rows if name not in self.found]
 
     def _take(self, name: str, dim: int, some: tuple[int, ...] = ()) -> None:
@@ -177,7 +177,7 @@ class _Finding:
     def _take_known(self) -> None:
         """Takes the inputs that share the batch of others."""
         groups = {factors: name for name, (_, factors) in self.found.items() if factors}
-        for name in self._left():
+        for name in self._remaining_inputs():
             for factors, other in groups.items():
                 have = [dim for dim, row in enumerate(self.rows[name]) if {*factors} & {*row}]
                 whole = [dim for dim in have if {*factors} <= {*self.rows[name][dim]}]
@@ -230,7 +230,7 @@ class _Finding:
     def _own_sizes(self) -> set[int]:
         return {self._own_size(name, dim) for name, (dim, _) in self.found.items()}
 
-    def _said(self, name: str) -> str:
+    def _unclear_text(self, name: str) -> str:
         """The message on an input whose batch is not clear: what is known of its dims, and the line to write."""
         rank = len(self.shapes[name])
         shape = [self._own_size(name, dim) for dim in range(rank)]
@@ -245,7 +245,7 @@ class _Finding:
         return _unclear(what, f"names={{{name!r}: {labels}}}", f" if it is dim {place}{none}")
 
 
-def _along(factors: Factors) -> dict[int, str]:
+def _ordered_classes(factors: Factors) -> dict[int, str]:
     """Classes along which some operator depends on positions, with the reason: steps, windows, keys of attention. Only classes that are a
     letter's only factor: what runs along the tokens of all rows runs along no row."""
     found: dict[int, str] = {}
@@ -267,7 +267,7 @@ def _along(factors: Factors) -> dict[int, str]:
     return found
 
 
-def _picked(factors: Factors) -> dict[int, str]:
+def _indexed_classes(factors: Factors) -> dict[int, str]:
     """Classes of which several positions are selected by number, one by one, as a loop over steps does."""
     numbers: dict[int, dict[object, Node]] = defaultdict(dict)
     for instance in _forward(factors):

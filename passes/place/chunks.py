@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 
 from meshc.ir.sharding import tile_sizes
 from meshc.ir.spmd import CHUNK
-from meshc.passes.phases.chunked import Chunked
+from meshc.passes.phases.chunked import ChunkedHead
 from meshc.passes.phases.factors import Factors, Instance, Token
 
 Chosen = Mapping[Token, Sequence[str]]
 
 
-class Chunks:
+class ChunkedFactor:
     """`factor`: the class that is cut into chunks, from the head's product on; None where no rank has two rows to cut."""
 
-    def __init__(self, chunked: Chunked, factors: Factors, sizes: Mapping[str, int]) -> None:
+    def __init__(self, chunked: ChunkedHead, factors: Factors, sizes: Mapping[str, int]) -> None:
         self.chunked, self.factors, self.sizes = chunked, factors, sizes
         self.factor: int | None = None
         self.outside: frozenset[str] = frozenset()
@@ -35,7 +35,7 @@ class Chunks:
             return None
         return next((token for token in instance.size if instance.factor[token] == self.factor), None)
 
-    def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
+    def order_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The axes of a part, with the chunk axis in its place."""
         if CHUNK not in axes:
             return tuple(axes)

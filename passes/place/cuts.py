@@ -30,7 +30,7 @@ class Demand:
     outside: Side
     active: bool = True
 
-    def asked(self) -> dict[int, set[int]] | None:
+    def required_cuts(self) -> dict[int, set[int]] | None:
         """The cuts of each class that the relation needs by itself; None if the two sides have no factors in common."""
         wanted = self.suffixes({})
         merged: dict[int, set[int]] = defaultdict(set)
@@ -51,7 +51,7 @@ def cut_dims(demands: list[Demand], dropped: list[str], counts: Mapping[Node, in
     """The cuts of each class of dims. Hard relations first, the most supported first; a soft one only joins if it adds no cut. `counts`:
     the multiplicity of operators that stand for several."""
     voters: dict[tuple[int, int], list[int]] = defaultdict(list)
-    asked = [(demand, demand.asked()) for demand in demands]
+    asked = [(demand, demand.required_cuts()) for demand in demands]
     for demand, cuts in asked:
         if cuts is None:
             demand.active = False

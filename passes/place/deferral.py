@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from meshc.ir import is_getitem, records
 from meshc.ir.sharding import Sharding
-from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.rules.layout import is_grown
 
@@ -39,7 +39,7 @@ def deferring(instance: Instance) -> tuple[Value, ...]:
 
 
 @dataclass(frozen=True)
-class Deferral:
+class DeferredReductions:
     """
     instances  instances of a graph's operators;  axes  the axes of more than one rank, in mesh order
     given      shardings of the values computed so far; grows as propagation goes on
@@ -49,7 +49,7 @@ class Deferral:
     axes: Sequence[str]
     given: Mapping[Value, Sharding | None]
 
-    def past(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directed) -> Deferred:
+    def past(self, instance: Instance, chosen: Mapping[Token, tuple[str, ...]], told: Directive) -> Deferred:
         """The reductions deferred past an operator: operands that may come in partial, since the result is partial again."""
         if not may_defer(instance):
             return {}

@@ -29,7 +29,7 @@ Pairs = list[tuple[Token | None, Token | None]]
 """Pairs of tokens of a relation's two sides that are the same; None where a side has a number."""
 
 
-class _Known(NamedTuple):
+class _SideElement(NamedTuple):
     """An element of a relation's side: a factor, and the operator's token for it; both None where the relation has a number."""
 
     token: Token | None
@@ -139,7 +139,7 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: M
         operator.demand(dims)
     dropped: list[str] = []
     factors = _DimFactors(dims, cut_dims([demand for operator in operators for demand in operator.demands], dropped, counts or {}))
-    aligned = {id(demand): pairs for operator in operators for demand, pairs in _aligned(operator, factors, dropped)}
+    aligned = {id(demand): pairs for operator in operators for demand, pairs in _align_relations(operator, factors, dropped)}
 
     found = Factors({}, {}, {}, dropped)
     for value, classes in dims.of.items():
@@ -147,7 +147,7 @@ def factorize(graph: Graph, alike: Iterable[tuple[Value, Value]] = (), counts: M
     for factor, size in factors.size.items():
         found.size[factors.classes.find(factor)] = size
     for operator in operators:
-        alias, whole = _settled(operator, factors, aligned)
+        alias, whole = _resolve_tokens(operator, factors, aligned)
         found.instances[operator.node] = _instance(operator, dims, factors, alias, whole)
     return found
 
@@ -173,7 +173,7 @@ def _operators(graph: Graph, dims: _Dims) -> Iterator[_Operator]:
         yield _Operator(node, rule, values, known, [])
 
 
-def _aligned(operator: _Operator, factors: _DimFactors, dropped: list[str]) -> Iterator[tuple[Demand, Pairs]]:
+def _align_relations(operator: _Operator, factors: _DimFactors, dropped: list[str]) -> Iterator[tuple[Demand, Pairs]]:
     """The operator's relations that hold, each with its pairs of tokens. Reasons of those that do not hold are appended to `dropped`."""
     for demand in operator.demands:
         if not demand.active:
@@ -186,7 +186,7 @@ def _aligned(operator: _Operator, factors: _DimFactors, dropped: list[str]) -> I
             yield demand, pairs
 
 
-def _settled(operator: _Operator, factors: _DimFactors, aligned: Mapping[int, Pairs]) -> tuple[dict[Token, Token], set[Token]]:
+def _resolve_tokens(operator: _Operator, factors: _DimFactors, aligned: Mapping[int, Pairs]) -> tuple[dict[Token, Token], set[Token]]:
     """What an operator's relations imply for its tokens: aliases, and tokens that must be whole."""
     alias: dict[Token, Token] = {}
     whole: set[Token] = set()
@@ -271,18 +271,18 @@ def _sizes(size: int, cuts: frozenset[int]) -> list[int]:
     return [a // b for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _along(names: Iterable[str], dims: Mapping[str, int], factors: _DimFactors) -> Iterator[_Known]:
+def _along(names: Iterable[str], dims: Mapping[str, int], factors: _DimFactors) -> Iterator[_SideElement]:
     """The elements of one side of a relation."""
     for name in names:
         if name.startswith("#"):
-            yield _Known(None, None, int(name[1:]))
+            yield _SideElement(None, None, int(name[1:]))
         else:
-            yield from (_Known((name, k), factor, factors.size[factor]) for k, factor in enumerate(factors(dims[name])))
+            yield from (_SideElement((name, k), factor, factors.size[factor]) for k, factor in enumerate(factors(dims[name])))
 
 
-def _align(inside: Iterable[_Known], outside: Iterable[_Known]) -> list[tuple[_Known, _Known]] | None:
+def _align(inside: Iterable[_SideElement], outside: Iterable[_SideElement]) -> list[tuple[_SideElement, _SideElement]] | None:
     """Pairs of equal size; a number may stand for several factors."""
-    pairs: list[tuple[_Known, _Known]] = []
+    pairs: list[tuple[_SideElement, _SideElement]] = []
     inner, outer = ([known for known in side if known.size != 1] for side in (inside, outside))
     while inner or outer:
         if not inner or not outer:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from meshc.ir import records
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.names import Names
+from meshc.passes.phases.names import FactorNames
 from meshc.plan.by_name import EVEN
 from meshc.plan.plan import Plan
 
@@ -30,7 +30,7 @@ class Interest:
     ranks: Mapping[int, tuple[tuple[int, str | None], ...]]
     even: bool = False
 
-    def rank(self, factor: int, node: Node, names: Names) -> int | None:
+    def rank(self, factor: int, node: Node, names: FactorNames) -> int | None:
         best: int | None = None
         for rank, region in self.ranks.get(factor, ()):
             if (region is None or in_region(node, region, names)) and (best is None or rank < best):
@@ -51,7 +51,7 @@ class Interest:
         return all(region is not None for _, region in self.ranks.get(factor, ((0, None),)))
 
 
-def in_region(node: Node, region: str, names: Names) -> bool:
+def in_region(node: Node, region: str, names: FactorNames) -> bool:
     if region == "attention":
         return node in names.attention
     if region == "products":
@@ -59,7 +59,7 @@ def in_region(node: Node, region: str, names: Names) -> bool:
     return all(fnmatchcase(module, region) for module in names.sums.get(node) or [records(node)[0].source.module])
 
 
-def interests(plan: Plan, names: Names, axes: Sequence[str]) -> dict[str, Interest]:
+def interests(plan: Plan, names: FactorNames, axes: Sequence[str]) -> dict[str, Interest]:
     found = {}
     for axis in axes:
         ranks: dict[int, list[tuple[int, str | None]]] = {}

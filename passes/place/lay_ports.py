@@ -16,18 +16,23 @@ from meshc.ir.keys import is_a, key_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.stored_updates import state_storage
 from meshc.program.program import Port
 
 
-def lay_ports(placed: Placed) -> Placed:
+def lay_ports(placed: PlacedModel) -> PlacedModel:
     """Sets each port's sharding, from the decisions of propagation."""
     joint = placed.joint
-    inputs = [replace(port, sharding=_lies(placed, port, node)) for port, node in zip(joint.inputs, placeholders(joint.graph), strict=True)]
+    inputs = [
+        replace(port, sharding=_input_sharding(placed, port, node))
+        for port, node in zip(joint.inputs, placeholders(joint.graph), strict=True)
+    ]
     stored = {port.key: port.sharding for port in inputs}
     outputs = [
-        replace(port, sharding=stored.get(port.key) if port.kind in ("parameter", "state") else _leaves(placed, port, value_of(node)))
+        replace(
+            port, sharding=stored.get(port.key) if port.kind in ("parameter", "state") else _output_sharding(placed, port, value_of(node))
+        )
         for port, node in zip(joint.outputs, joint.results(), strict=True)
     ]
     if placed.request.inputs == "local":
@@ -45,8 +50,8 @@ def _tangents_as_outputs(inputs: Sequence[Port], outputs: Sequence[Port]) -> tup
     )
 
 
-def _lies(placed: Placed, port: Port, node: Node) -> Sharding:
-    decided = placed.decided()
+def _input_sharding(placed: PlacedModel, port: Port, node: Node) -> Sharding:
+    decided = placed.require_assignment()
     whole = decided.whole((node, 0))
     if port.kind == "parameter":
         return decided.storage[port.name, "parameter"]
@@ -58,8 +63,8 @@ def _lies(placed: Placed, port: Port, node: Node) -> Sharding:
     return whole
 
 
-def _leaves(placed: Placed, port: Port, value: Value) -> Sharding:
-    decided, request = placed.decided(), placed.request
+def _output_sharding(placed: PlacedModel, port: Port, value: Value) -> Sharding:
+    decided, request = placed.require_assignment(), placed.request
     whole = decided.whole(value)
     if port.kind == "gradient" and not is_a(port.name, "input"):
         return decided.storage[port.name, "gradient"]
@@ -70,7 +75,7 @@ def _leaves(placed: Placed, port: Port, value: Value) -> Sharding:
     if port.kind == "output":
         given = decided.given.get(value)
         if port.name in placed.traced.model.output_tree.caches() or request.outputs == "dtensor":
-            return _known(given, whole)
+            return _given_or_whole(given, whole)
         if MICROBATCH in placed.sizes and not request.train and given is not None:
             return _batch_only(placed, value, whole, given)  # a microbatch gives its rows
         if request.inputs == "local":
@@ -78,11 +83,11 @@ def _leaves(placed: Placed, port: Port, value: Value) -> Sharding:
     return whole
 
 
-def _known(given: Sharding | None, whole: Sharding) -> Sharding:
+def _given_or_whole(given: Sharding | None, whole: Sharding) -> Sharding:
     return whole if given is None else given.without_partial()
 
 
-def _batch_only(placed: Placed, value: Value, whole: Sharding, given: Sharding | None) -> Sharding:
+def _batch_only(placed: PlacedModel, value: Value, whole: Sharding, given: Sharding | None) -> Sharding:
     """The sharding that splits the batch alone: as in `given`, or over the data axes."""
     for dim, row in enumerate(placed.factors.dims[value]):
         for position, factor in enumerate(row):

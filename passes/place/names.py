@@ -19,8 +19,8 @@ from meshc.errors import PlanError
 from meshc.ir import op_name, records, value_of
 from meshc.ir.graph import placeholders as entering
 from meshc.passes.phases.factors import Factors, Instance
-from meshc.passes.phases.names import Names
-from meshc.passes.phases.request import Joined
+from meshc.passes.phases.names import FactorNames
+from meshc.passes.phases.request import JoinedInputs
 from meshc.passes.place.batch import BATCH, find_batch
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.slices import RULES as CROPS
@@ -36,21 +36,21 @@ def name_factors(
     inputs: Sequence[Port],
     names: Mapping[str, Sequence[str | None]] | None = None,
     caches: Collection[str] = (),
-    joined: Joined | None = None,
-) -> Names:
+    joined: JoinedInputs | None = None,
+) -> FactorNames:
     """Names for every class. `caches`: the inputs that are keys and values of earlier tokens. `joined`: the dims along which inputs were
     joined from parts.
 
     Raises PlanError for a user's name that fits no input or has the wrong number of dims.
     """
-    found = Names()
+    found = FactorNames()
     placeholders = dict(zip((port.key for port in inputs), entering(graph), strict=True))
     _user_names(found, factors, inputs, placeholders, names or {})
     found.batch = find_batch(factors, inputs, placeholders, names or {}, joined)
     _by_role(found, factors, "experts", "experts")
     _attention(found, factors, inputs, placeholders)
     _inputs(found, factors, inputs, placeholders)
-    _stacked(found, factors, [placeholders[port.key] for port in inputs if port.kind == "parameter"])
+    _name_stacked_experts(found, factors, [placeholders[port.key] for port in inputs if port.kind == "parameter"])
     _by_role(found, factors, "vocabulary", "vocab")
     _by_role(found, factors, "hidden", "hidden")
     _feed_forward(found, factors, [placeholders[port.key] for port in inputs if port.kind == "input"])
@@ -78,7 +78,7 @@ def name_factors(
     return found
 
 
-def _joined_steps(found: Names, factors: Factors) -> None:
+def _joined_steps(found: FactorNames, factors: Factors) -> None:
     """Names the dim along which a loop over the sequence concatenates its results."""
     lengths = {factors.size[factor] for factor, name in found.of.items() if name == "seq"}
     for instance in _forward(factors):
@@ -105,7 +105,7 @@ def _sums(graph: Graph) -> dict[Node, frozenset[str]]:
 
 
 def _user_names(
-    found: Names,
+    found: FactorNames,
     factors: Factors,
     inputs: Sequence[Port],
     placeholders: Mapping[str, Node],
@@ -126,7 +126,7 @@ def _user_names(
                     found.ones.add(label)
 
 
-def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
+def _inputs(found: FactorNames, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
     """Names an input's batch; of the other first two dims seq is one, for integers of two dims and floats of three."""
     tied = factors.tied()
     convolved = {one.factor[token] for one in factors.instances.values() if one.node.target not in CROPS for token in one.tied}
@@ -157,7 +157,7 @@ def _inputs(found: Names, factors: Factors, inputs: Sequence[Port], placeholders
                 found.also[factor].add("seq")
 
 
-def _space(found: Names, factors: Factors, tied: Mapping[int, set[int]]) -> None:
+def _space(found: FactorNames, factors: Factors, tied: Mapping[int, set[int]]) -> None:
     """Dims that windows tie get one name: an existing one, otherwise the usual one for the position in an image."""
     for instance in factors.instances.values():
         for dims in (*instance.operands, *instance.results):
@@ -193,7 +193,7 @@ def _has(instance: Instance, role: str) -> bool:
     return role in instance.rule.roles.values()
 
 
-def _attention(found: Names, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
+def _attention(found: FactorNames, factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node]) -> None:
     spans: list[tuple[Instance, Instance]] = []
     for instance in _forward(factors):
         if _has(instance, "heads"):
@@ -222,7 +222,7 @@ def _attention(found: Names, factors: Factors, inputs: Sequence[Port], placehold
             found.set(factor, "head")
 
 
-def _heads(found: Names, classes: Sequence[int]) -> None:
+def _heads(found: FactorNames, classes: Sequence[int]) -> None:
     if not classes:
         found.ones.add("heads")
     elif len(classes) == 1:
@@ -233,7 +233,7 @@ def _heads(found: Names, classes: Sequence[int]) -> None:
             found.set(factor, "group", "heads")
 
 
-def _by_role(found: Names, factors: Factors, role: str, name: str) -> None:
+def _by_role(found: FactorNames, factors: Factors, role: str, name: str) -> None:
     """Names the classes of letters with this role in the rules, unless they have a name."""
     for instance in _forward(factors):
         for factor in _classes(instance, role):
@@ -241,7 +241,7 @@ def _by_role(found: Names, factors: Factors, role: str, name: str) -> None:
                 found.set(factor, name)
 
 
-def _stacked(found: Names, factors: Factors, parameters: Sequence[Node]) -> None:
+def _name_stacked_experts(found: FactorNames, factors: Factors, parameters: Sequence[Node]) -> None:
     """Names `experts` the first dim of stacked weights [experts, .., ..] that products batch over, if another product, a router's, produces
     it: a mixture written so that every expert gets all tokens."""
     stacks = {classes[0] for node in parameters if len(dims := factors.dims[(node, 0)]) == 3 for classes in dims[:1] if len(classes) == 1}
@@ -253,7 +253,7 @@ def _stacked(found: Names, factors: Factors, parameters: Sequence[Node]) -> None
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductFactors:
     """A forward product: the classes `into` that it contracts, and `out` that come from its weight. `space`: it has windows."""
 
     into: tuple[int, ...]
@@ -261,15 +261,17 @@ class Product:
     space: bool
 
 
-def _products(factors: Factors) -> list[Product]:
+def _products(factors: Factors) -> list[ProductFactors]:
     return [
-        Product(_classes(instance, "contracts"), _classes(instance, "makes"), bool(instance.rule.windows) and not _has(instance, "experts"))
+        ProductFactors(
+            _classes(instance, "contracts"), _classes(instance, "makes"), bool(instance.rule.windows) and not _has(instance, "experts")
+        )
         for instance in _forward(factors)
         if _has(instance, "makes")
     ]
 
 
-def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> None:
+def _feed_forward(found: FactorNames, factors: Factors, inputs: Sequence[Node]) -> None:
     """Names `ffn` the classes that one product with a parameter produces and another one contracts, unless an input has them: residual
     dims.
     The widest come first, and one whose products all have a named class already is skipped. In 1024-4096-1024-4096-1024 the two of 4096 are
@@ -297,7 +299,7 @@ def _feed_forward(found: Names, factors: Factors, inputs: Sequence[Node]) -> Non
         splittable.add(factor)
 
 
-def _features(found: Names, factors: Factors) -> None:
+def _features(found: FactorNames, factors: Factors) -> None:
     """`features` is a second name of all classes that products contract or produce, except batch and sequence; the region `products` has
     all of them."""
     found.products = {node for node in factors.instances if op_name(node) in COUNTS}

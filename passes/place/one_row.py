@@ -27,12 +27,12 @@ from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import at
 from meshc.passes.phases.factors import Factors
-from meshc.passes.phases.later import Later
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.outset import Outset, begin
-from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.request import Opened, Request
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.later import LazyValue
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.outset import CompilationPhase, begin
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.request import OpenedDims, Request
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.place.annotate import idle
 from meshc.passes.place.interests import Interest
 from meshc.program import instance
@@ -41,11 +41,11 @@ Number = Callable[[object], object]
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Parted(CompileError):
+class RowsDiffer(CompileError):
     """The model computes something else for one row than for several."""
 
 
-def opened(placed: Placed) -> Opened | None:
+def rows_to_open(placed: PlacedModel) -> OpenedDims | None:
     """The dims to leave symbolic in a model that was traced at 1; None if no axis would have more to split. Raises CompileError where it
     cannot be done."""
     ask, axes = placed.request, idle(placed)
@@ -56,12 +56,12 @@ def opened(placed: Placed) -> Opened | None:
     if not dims:
         return None
     if ask.dynamic:
-        raise Parted("it is not padded where Options(dynamic=...) leaves other sizes open")
+        raise RowsDiffer("it is not padded where Options(dynamic=...) leaves other sizes open")
     labels = {label for row in dims.values() for label in row.values()}
-    return Opened(DynamicDims(dims, {label: (1, 1) for label in sorted(labels)}), frozenset(axes))
+    return OpenedDims(DynamicDims(dims, {label: (1, 1) for label in sorted(labels)}), frozenset(axes))
 
 
-def _rows(placed: Placed) -> list[tuple[str, int, str]]:
+def _rows(placed: PlacedModel) -> list[tuple[str, int, str]]:
     """(input, dim, name) of each dim of 1 that has a name: the user's, or batch."""
     found, ask = [], placed.request
     leaves = trees.leaves((ask.args, dict(ask.kwargs)))
@@ -75,22 +75,22 @@ def _rows(placed: Placed) -> list[tuple[str, int, str]]:
     return found
 
 
-def reopened(ask: Request, rows: Opened) -> Outset:
+def begin_with_open_rows(ask: Request, rows: OpenedDims) -> CompilationPhase:
     """The first phase of a new trace with these rows open. With one row there is one microbatch."""
     notes = [f"microbatches={ask.count}: the batch has one row, so the step runs as one microbatch"] if ask.count > 1 else []
-    return replace(begin(replace(ask, microbatches=1)), opened=rows).noting(*notes)
+    return replace(begin(replace(ask, microbatches=1)), opened=rows).with_notes(*notes)
 
 
 def why_whole(error: Exception) -> str:
     """Why a row stays whole, from the error that padding it raised: the first line, and the place in the user's model."""
     first, *rest = map(str.strip, str(error).splitlines() or [""])
-    if isinstance(error, Parted):
+    if isinstance(error, RowsDiffer):
         return first
     place = next((f" ({line})" for line in rest if line.startswith("in your model: ")), "")
     return f"traced with its size open, {first}{place}"
 
 
-def interests_of_rows(opened: Opened, factors: Factors, found: Mapping[str, Interest]) -> dict[str, Interest]:
+def interests_of_rows(opened: OpenedDims, factors: Factors, found: Mapping[str, Interest]) -> dict[str, Interest]:
     """The interests of axes, where rows that were opened are for the axes that they were opened for."""
     rows = {factor for factor, size in factors.size.items() if str(size) in opened.values}
 
@@ -100,7 +100,7 @@ def interests_of_rows(opened: Opened, factors: Factors, found: Mapping[str, Inte
     return {axis: interest if axis in opened.axes else without(interest) for axis, interest in found.items()}
 
 
-def settle(lowered: Lowered) -> Lowered:
+def settle(lowered: LoweredProgram) -> LoweredProgram:
     """A finished program, with 1 put in for the symbolic size of a row."""
     assert lowered.opened is not None
     values, placed = lowered.opened.values, lowered.placed
@@ -113,7 +113,7 @@ def settle(lowered: Lowered) -> Lowered:
     factors = replace(placed.factors, size={factor: at(size, values) for factor, size in placed.factors.size.items()})
     return replace(
         lowered,
-        placed=replace(placed, joint=joint, view=Later(lambda: joint), factors=factors),
+        placed=replace(placed, joint=joint, view=LazyValue(lambda: joint), factors=factors),
         stages={name: instance.put_stage(stage, values) for name, stage in lowered.stages.items()},
         backward=None if lowered.backward is None else instance.put_stage(lowered.backward, values),
         inputs=tuple(instance.put_port(port, values) for port in lowered.inputs),
@@ -124,14 +124,14 @@ def settle(lowered: Lowered) -> Lowered:
 # ------------------------------------------------------------------------------------------------------------------------ the two traces
 
 
-def compare(whole: Traced, rows: Traced) -> None:
+def compare(whole: TracedModel, rows: TracedModel) -> None:
     """Raises CompileError if `rows`, a trace with symbolic rows, differs at 1 from `whole`, which was traced at 1."""
     assert rows.model.symbols is not None and rows.opened is not None
     symbols, values = rows.model.symbols, rows.opened.values
     broken = [f"{size.name} >= {size.low}" for size in rows.dynamic if size.low > 1]
     broken += [text for text in rows.constraints if not instance.holds(text, values)]
     if broken:
-        raise Parted(f"the model computes otherwise unless {' and '.join(broken)}")
+        raise RowsDiffer(f"the model computes otherwise unless {' and '.join(broken)}")
     _compare(whole.model.module, rows.model.module, lambda value: at(symbols.open(value), values))
 
 
@@ -139,16 +139,16 @@ def _compare(fixed: GraphModule, free: GraphModule, number: Number) -> None:
     ours, theirs = _calls(fixed, lambda value: value), _calls(free, number)
     for (node, mine), (_, other) in zip(ours, theirs, strict=False):
         if mine != other:
-            raise Parted(_parted(node))
+            raise RowsDiffer(_difference_text(node))
         if node.op == "get_attr":
             held, again = getattr(fixed, str(node.target)), getattr(free, str(node.target))
             if isinstance(held, GraphModule):
                 _compare(held, again, number)
             elif not _same(held, again):
-                raise Parted(_parted(node))
+                raise RowsDiffer(_difference_text(node))
     if len(ours) != len(theirs):
         longer, common = max(ours, theirs, key=len), min(len(ours), len(theirs))
-        raise Parted(_parted(longer[common][0]))
+        raise RowsDiffer(_difference_text(longer[common][0]))
 
 
 def _same(one: object, other: object) -> bool:
@@ -179,10 +179,10 @@ def _calls(module: GraphModule, number: Number) -> list[tuple[Node, object]]:
             return f"{value:.12g}" if isinstance(value, float) else str(value)  # 1.0 may have come out as 1
         return argument
 
-    def made(value: object) -> object:
+    def result_types(value: object) -> object:
         if isinstance(value, torch.Tensor):
             return (str(value.dtype), *map(plain, value.shape))
-        return tuple(map(made, value)) if isinstance(value, list | tuple) else None
+        return tuple(map(result_types, value)) if isinstance(value, list | tuple) else None
 
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
@@ -191,7 +191,7 @@ def _calls(module: GraphModule, number: Number) -> list[tuple[Node, object]]:
             continue
         places[node] = f"%{len(places)}"
         target = "" if node.op == "placeholder" else node.target
-        found.append((node, (node.op, target, plain(node.args), plain(node.kwargs), made(value))))
+        found.append((node, (node.op, target, plain(node.args), plain(node.kwargs), result_types(value))))
     return found
 
 
@@ -200,6 +200,6 @@ def _numeric(value: object) -> bool:
     return isinstance(value, (*_NUMBERS, torch.Size)) or isinstance(value, list | tuple) and value != () and all(map(_numeric, value))
 
 
-def _parted(node: Node) -> str:
+def _difference_text(node: Node) -> str:
     source = source_of(node)
     return f"the model does otherwise for one row than for several: {source or node.name}{source.code and f' ({source.code})'}"

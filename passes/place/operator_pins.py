@@ -16,10 +16,10 @@ from fnmatch import fnmatchcase
 from torch.fx import Node
 
 from meshc.passes.depth.stands_for import captured_lines
-from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.names import Names
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.names import FactorNames
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.deferral import may_defer
 from meshc.passes.place.operators import named_operators
 from meshc.passes.place.pins import Pinning
@@ -27,17 +27,17 @@ from meshc.passes.place.store_lines import too_many
 from meshc.plan.entries import NOTHING, PARTIAL, OperatorPin
 
 
-def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Directed], list[str]]:
+def operator_pins(placed: PlacedModel, pinning: Pinning) -> tuple[Mapping[Node, Directive], list[str]]:
     """The assignments by the plan's operator pins, and every fault, each naming the lines of the plan. `pinning`: the plan's pins of
     tensors."""
     if not placed.plan.operators:
         return {}, []
     named = named_operators(placed)
-    found: dict[Node, list[tuple[OperatorPin, Directed]]] = {}
+    found: dict[Node, list[tuple[OperatorPin, Directive]]] = {}
     faults: list[str] = []
     for pin in captured_lines(placed.plan.operators, placed.depth):
-        told = {name: told_by(pin, name, instance, placed, pinning.names) for name, instance in named.items() if pin.matches(name)}
-        about = {name: each for name, each in told.items() if isinstance(each, Directed)}
+        told = {name: directive_of_pin(pin, name, instance, placed, pinning.names) for name, instance in named.items() if pin.matches(name)}
+        about = {name: each for name, each in told.items() if isinstance(each, Directive)}
         if not about:
             faults.append(f"{pin.where}: {next((each for each in told.values() if isinstance(each, str)), _unknown(pin, named))}")
         for name, each in about.items():
@@ -46,10 +46,10 @@ def operator_pins(placed: Placed, pinning: Pinning) -> tuple[Mapping[Node, Direc
                 faults += [f"{other.where} and {pin.where}: {why}" for why in _clashes(name, theirs, each, placed, named)]
             faults += _against_values(name, named[name], pin, each, pinning)
             others.append((pin, each))
-    return {node: _joined([each for _, each in pins], placed) for node, pins in found.items()}, list(dict.fromkeys(faults))
+    return {node: _merge_directives([each for _, each in pins], placed) for node, pins in found.items()}, list(dict.fromkeys(faults))
 
 
-def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, names: Names) -> Directed | str:
+def directive_of_pin(pin: OperatorPin, name: str, instance: Instance, placed: PlacedModel, names: FactorNames) -> Directive | str:
     """The assignment that a pin gives an operator of its pattern, or why it does not apply."""
     tokens: dict[Token, tuple[str, ...]] = {}
     for split in pin.splits:
@@ -68,10 +68,10 @@ def told_by(pin: OperatorPin, name: str, instance: Instance, placed: Placed, nam
             tokens[instance.tied[token]] = split.axes
     if pin.partial and not may_defer(instance):
         return f"{name} does more than add up or scale, so no sum can stay partial past it (over {', '.join(pin.partial)})"
-    return Directed(pin.axes, tokens, pin.partial)
+    return Directive(pin.axes, tokens, pin.partial)
 
 
-def token_called(factor: str, number: int, instance: Instance, names: Names) -> Token | None:
+def token_called(factor: str, number: int, instance: Instance, names: FactorNames) -> Token | None:
     """The number-th token whose factor has this name; where no factor has it as its own, of those that have it as a second name."""
     own = [token for token, each in instance.factor.items() if fnmatchcase(names.of[each], factor)]
     tokens = own or [token for token, each in instance.factor.items() if any(fnmatchcase(name, factor) for name in names.also[each])]
@@ -91,10 +91,10 @@ def _unknown(pin: OperatorPin, named: Mapping[str, Instance]) -> str:
 # ------------------------------------------------------------------------------------------------------------------- several lines
 
 
-def _clashes(name: str, one: Directed, other: Directed, placed: Placed, named: Mapping[str, Instance]) -> Iterator[str]:
+def _clashes(name: str, one: Directive, other: Directive, placed: PlacedModel, named: Mapping[str, Instance]) -> Iterator[str]:
     for axis in one.axes:
-        if axis in other.axes and (mine := _does(axis, one)) != (theirs := _does(axis, other)):
-            said = [_said(what, named[name], placed.names) for what in (mine, theirs)]
+        if axis in other.axes and (mine := _axis_effect(axis, one)) != (theirs := _axis_effect(axis, other)):
+            said = [_effect_text(what, named[name], placed.names) for what in (mine, theirs)]
             yield f"in {name} {axis} splits {said[0]} in one and {said[1]} in the other; keep one of the two"
             return
     for token, axes in one.tokens.items():
@@ -104,18 +104,18 @@ def _clashes(name: str, one: Directed, other: Directed, placed: Placed, named: M
             return
 
 
-def _does(axis: str, told: Directed) -> Token | str:
+def _axis_effect(axis: str, told: Directive) -> Token | str:
     """The effect of an axis: the token that it splits, or `PARTIAL` or `NOTHING`."""
     token = next((token for token, axes in told.tokens.items() if axis in axes), None)
     return token or (PARTIAL if axis in told.deferred else NOTHING)
 
 
-def _said(what: Token | str, instance: Instance, names: Names) -> str:
+def _effect_text(what: Token | str, instance: Instance, names: FactorNames) -> str:
     words = {NOTHING: "nothing", PARTIAL: "nothing, sums being partial,"}
     return words[what] if isinstance(what, str) else names.of[instance.factor[what]]
 
 
-def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Directed, pinning: Pinning) -> Iterator[str]:
+def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Directive, pinning: Pinning) -> Iterator[str]:
     """Faults where a pin of the operator's result wants another sharding."""
     for index, dims in enumerate(instance.results):
         for (dim, position), axes in pinning.values.get((instance.node, index), {}).items():
@@ -126,7 +126,7 @@ def _against_values(name: str, instance: Instance, pin: OperatorPin, told: Direc
                 yield f"{rival.where} and {pin.where}: what {name} makes is split otherwise in one than in the other; keep one of the two"
 
 
-def _joined(told: Sequence[Directed], placed: Placed) -> Directed:
+def _merge_directives(told: Sequence[Directive], placed: PlacedModel) -> Directive:
     """The assignment by several pins of one operator."""
     if len(told) == 1:
         return told[0]
@@ -137,7 +137,7 @@ def _joined(told: Sequence[Directed], placed: Placed) -> Directed:
             have = tokens.get(token, ())
             longer = max(have, axes, key=len)
             tokens[token] = longer if {*have, *axes} == {*longer} else tuple(sorted({*have, *axes}, key=order.index))
-    return Directed(
+    return Directive(
         tuple(dict.fromkeys(axis for each in told for axis in each.axes)), tokens,
         tuple(dict.fromkeys(axis for each in told for axis in each.deferred)),
     )  # fmt: skip

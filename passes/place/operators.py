@@ -24,7 +24,7 @@ from torch.fx import Node
 from meshc.ir import is_getitem, op_name, records
 from meshc.ir.graph import placeholders
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 
 FREE = ("constant", "random", "buffer", "number")
 """Kinds of ports that depend on no parameter and no floating input."""
@@ -33,9 +33,9 @@ HELD = ("parameter", "buffer", "state")
 _LAYER = re.compile(r"(?:(?!\d+(?:\.|$))[^.]+\.)*\d+(?=\.|$)")
 
 
-def named_operators(placed: Placed) -> dict[str, Instance]:
+def named_operators(placed: PlacedModel) -> dict[str, Instance]:
     """Operators by name, in graph order."""
-    named = list(_named(placed))
+    named = list(_nameable_operators(placed))
     callers = _callers(placed, named)
     found: dict[str, Instance] = {}
     count: Counter[str] = Counter()
@@ -46,7 +46,7 @@ def named_operators(placed: Placed) -> dict[str, Instance]:
     return found
 
 
-def _named(placed: Placed) -> Iterator[Instance]:
+def _nameable_operators(placed: PlacedModel) -> Iterator[Instance]:
     """The operators that have names, in graph order."""
     free = {
         node for port, node in zip(placed.joint.inputs, placeholders(placed.graph), strict=True)
@@ -72,7 +72,7 @@ def _kind(node: Node) -> str:
 # ------------------------------------------------------------------------------------------------------------------------- who calls
 
 
-def _callers(placed: Placed, named: Sequence[Instance]) -> dict[Node, str]:
+def _callers(placed: PlacedModel, named: Sequence[Instance]) -> dict[Node, str]:
     """The first part of each name: the module that calls the operator; the layer, for code that runs for each of several; for sums that no
     module computes, the module or parameter of the last summand."""
     places = _places(placed)
@@ -90,7 +90,7 @@ def _callers(placed: Placed, named: Sequence[Instance]) -> dict[Node, str]:
     return found
 
 
-def _places(placed: Placed) -> dict[Node, str]:
+def _places(placed: PlacedModel) -> dict[Node, str]:
     """The module of each node, or the parameter that it updates; for sums that no module computes, and for code of a list's owner, that of
     the last operand."""
     ports = zip(placeholders(placed.graph), placed.joint.inputs, strict=True)

@@ -29,7 +29,7 @@ from meshc.passes.flow import behind_the_cut
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.order import zigzag
-from meshc.passes.place.spread import spread
+from meshc.passes.place.spread import sharding_by_tokens
 from meshc.passes.rules import orders
 
 ENDS: Final = 2
@@ -47,14 +47,14 @@ class _Along:
     axis: str
 
 
-def in_orders(assignment: Assignment, graph: Graph) -> Assignment:
+def assign_zigzag(assignment: Assignment, graph: Graph) -> Assignment:
     """The assignment with zigzag order recorded in the shardings of values."""
     rings: dict[_Along, list[Node]] = defaultdict(list)
     for node in (node for node in assignment.chosen if node in assignment.zigzag):
         if (along := _along(assignment, node)) is not None:
             rings[along].append(node)
     for along, attentions in rings.items():
-        assignment = _Ordering(assignment, graph, along).turned(attentions)
+        assignment = _Ordering(assignment, graph, along).choose_order(attentions)
     return assignment
 
 
@@ -90,21 +90,21 @@ class _Ordering:
         self.assignment, self.graph, self.along = assignment, graph, along
         self.factors = assignment.factors
 
-    def turned(self, attentions: Sequence[Node]) -> Assignment:
+    def choose_order(self, attentions: Sequence[Node]) -> Assignment:
         """The assignment with zigzag order, given that these attentions need it."""
         free = [node for node in self.assignment.chosen if node in attentions or self._any_order(self.factors.instances[node])]
         place = {node: index + ENDS for index, node in enumerate(free)}
         bytes_of: dict[tuple[int, int], int] = {}
-        for value, sharding, reader in self._read():
+        for value, sharding, reader in self._reads():
             ends = place.get(value[0], 1), place.get(reader, 1) if reader is not None else 1
             if ends[0] != ends[1]:
                 key = min(ends), max(ends)
                 bytes_of[key] = bytes_of.get(key, 0) + self._bytes(value, sharding)
         wanted = {place[node] for node in attentions}
         natural = answer(partial(_natural, tuple(bytes_of), frozenset(wanted), len(free) + ENDS), *bytes_of.values())
-        return self._rewritten({node for node in free if place[node] not in natural})
+        return self._rewrite({node for node in free if place[node] not in natural})
 
-    def _read(self) -> Iterator[tuple[Value, Sharding, Node | None]]:
+    def _reads(self) -> Iterator[tuple[Value, Sharding, Node | None]]:
         """(value, sharding, reader) for each value that the axis splits where computed; reader None: it is read in another sharding."""
         for node in self.assignment.chosen:
             instance = self.factors.instances[node]
@@ -112,11 +112,11 @@ class _Ordering:
                 if self._splits(value, want):
                     yield from ((*source, node) for source in self._sources(value, want))
                 else:
-                    yield from self._made(value)
+                    yield from self._computed_behind(value)
         for result in results_of(self.graph):
-            yield from self._made(value_of(result))
+            yield from self._computed_behind(value_of(result))
 
-    def _made(self, value: Value) -> Iterator[tuple[Value, Sharding, None]]:
+    def _computed_behind(self, value: Value) -> Iterator[tuple[Value, Sharding, None]]:
         """The computed value behind layouts, with its sharding, if the axis splits it."""
         while (instance := self.factors.instances.get(value[0])) is not None and instance.kind == "layout":
             value = instance.values[0]
@@ -137,7 +137,7 @@ class _Ordering:
             yield value, want
             return
         for operand, dims in zip(instance.values, instance.operands, strict=True):
-            lies = spread(self.assignment.whole(operand), dims, tokens)
+            lies = sharding_by_tokens(self.assignment.whole(operand), dims, tokens)
             if self._splits(operand, lies):
                 yield from self._sources(operand, lies)
 
@@ -169,7 +169,7 @@ class _Ordering:
             return False
         return in_any_order(instance, mine)
 
-    def _rewritten(self, nodes: set[Node]) -> Assignment:
+    def _rewrite(self, nodes: set[Node]) -> Assignment:
         """The assignment with these nodes, their operands and their results in zigzag order."""
         found, axis = self.assignment, self.along.axis
         chosen, rings, wanted, given = dict(found.chosen), dict(found.rings), dict(found.wanted), dict(found.given)

@@ -14,7 +14,7 @@ from meshc.ir import KEY, op_name, record, records, value_of
 from meshc.ir.keys import kind_of, name_of
 from meshc.passes.depth.stands_for import captured_lines
 from meshc.passes.phases.factors import Factors, Value
-from meshc.passes.phases.placed import Pins, Placed
+from meshc.passes.phases.placed import Pins, PlacedModel
 from meshc.plan.entries import Pin
 from meshc.plan.plan import contradictions
 
@@ -29,9 +29,9 @@ class Pinning:
     by     (value, dim, position) -> the pin that fixes it
     """
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: PlacedModel) -> None:
         self.placed = placed
-        self.names = placed.names.copied()
+        self.names = placed.names.copy()
         self.values: dict[Value, Held] = {}
         self.storage: dict[str, Held] = {}
         self.spread: dict[int, tuple[str, ...]] = {}
@@ -115,7 +115,7 @@ class Pinning:
         return chosen, ""
 
 
-def _pinnable(placed: Placed) -> dict[str, list[Value]]:
+def _pinnable(placed: PlacedModel) -> dict[str, list[Value]]:
     """Values that a pin may name: parameters, inputs, and values that modules return."""
     found: dict[str, list[Value]] = {}
     for key, node in placed.joint.placeholders().items():

@@ -25,17 +25,17 @@ from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Choices, Directed
-from meshc.passes.phases.chunked import Chunked
+from meshc.passes.phases.choices import AxisChoices, Directive
+from meshc.passes.phases.chunked import ChunkedHead
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
-from meshc.passes.phases.names import Names
+from meshc.passes.phases.names import FactorNames
 from meshc.passes.phases.placed import Pins
-from meshc.passes.place.chunks import Chunks
-from meshc.passes.place.deferral import Deferral, Deferred
+from meshc.passes.place.chunks import ChunkedFactor
+from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.rings import Rings
-from meshc.passes.place.spread import backward_map, forward_map, spread
-from meshc.passes.place.storage import held_to, in_names_of, stored_split
+from meshc.passes.place.spread import backward_map, forward_map, sharding_by_tokens
+from meshc.passes.place.storage import in_names_of, stored_split, with_slots
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
@@ -49,7 +49,7 @@ class Propagator:
         self,
         graph: Graph,
         factors: Factors,
-        names: Names,
+        names: FactorNames,
         plan: Plan,
         sizes: Mapping[str, int],
         inputs: Sequence[Port],
@@ -59,8 +59,8 @@ class Propagator:
         pins: Pins | None = None,
         fixed: Mapping[str, Sharding] | None = None,
         local_batch: tuple[str, ...] = (),
-        choices: Choices | None = None,
-        chunked: Chunked | None = None,
+        choices: AxisChoices | None = None,
+        chunked: ChunkedHead | None = None,
         caches: Collection[str] = (),
     ) -> None:
         """
@@ -76,13 +76,13 @@ class Propagator:
         self.graph, self.factors, self.names, self.plan, self.sizes = graph, factors, names, plan, sizes
         self.updates, self.pins, self.fixed, self.local_batch = updates or {}, pins or Pins(), fixed or {}, local_batch
         self.axes = [axis for axis in sizes if sizes[axis] > 1 and axis != CHUNK]
-        self.chunks = None if chunked is None else Chunks(chunked, factors, sizes)
+        self.chunks = None if chunked is None else ChunkedFactor(chunked, factors, sizes)
         self.interest = interests(plan, names, list(sizes)) if interest is None else interest
         self.ports = dict(zip(placeholders(graph), inputs, strict=True))
         self.result = Assignment(factors, names, sizes, entries={entry.axis: str(entry) for entry in plan.axes})
-        self.deferral = Deferral(factors.instances, self.axes, self.result.given)
+        self.deferral = DeferredReductions(factors.instances, self.axes, self.result.given)
         self.first_use: dict[str, Sharding] = {}
-        self.choices = choices or Choices(())
+        self.choices = choices or AxisChoices(())
         self.rings: Rings | None = None
         """Decides which attentions pass their keys round a ring; None: none does."""
         self.whole_updates = computed_whole(self.updates, factors.instances)
@@ -94,7 +94,7 @@ class Propagator:
         whole = self.result.whole((node, 0))
         given: Sharding | None = whole
         if port.kind == "parameter":
-            given = self._settled(port.name, node)
+            given = self._fixed_storage(port.name, node)
         elif port.kind == "state" or self._is_cache(port):
             given = None
         elif port.kind == "input" and self.local_batch:
@@ -141,7 +141,7 @@ class Propagator:
             return
         if instance.kind == "layout":
             for index in range(len(instance.results)):
-                source = self.given(instance.values[0])
+                source = self.given_sharding(instance.values[0])
                 whole = self.result.whole((node, index))
                 self.result.given[(node, index)] = forward_map(instance, index, source, whole) if source else None
             return
@@ -149,7 +149,7 @@ class Propagator:
             self.result.replicated.append(node)
         chosen, deferred = self.decision(instance)
         self.result.chosen[node] = chosen
-        ring = self.rings.along(instance, chosen, self.given) if self.rings is not None else {}
+        ring = self.rings.along(instance, chosen, self.given_sharding) if self.rings is not None else {}
         if ring:
             self.result.rings[node] = ring
             if self.rings is not None and node in self.rings.balanced:
@@ -157,14 +157,14 @@ class Propagator:
         passing = instance.rule.passing if ring else ()
         wanted = []
         for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
-            want = spread(self.result.whole(value), dims, {**chosen, **ring} if position in passing else chosen)
+            want = sharding_by_tokens(self.result.whole(value), dims, {**chosen, **ring} if position in passing else chosen)
             partial = deferred.get(value, ())
             wanted.append(replace(want, partial=partial))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
         returning = instance.rule.coming_home if ring else ()
         for index, dims in enumerate(instance.results):
-            given = spread(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
+            given = sharding_by_tokens(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
             home = given.split_axes() if index in returning else ()  # gradients of passed blocks are whole when they return
             owed = dict.fromkeys(one for reductions in deferred.values() for one in reductions)
             for token, reduction in instance.sums[index].items():
@@ -176,36 +176,36 @@ class Propagator:
         said = [f"{'/'.join(axes)}: {self.names.of[instance.factor[token]]}" for token, axes in chosen.items() if axes]
         self.result.reasons[node] = ", ".join(dict.fromkeys(said))
 
-    def given(self, value: Value) -> Sharding | None:
+    def given_sharding(self, value: Value) -> Sharding | None:
         return self.result.given.get(value)
 
     def decision(self, instance: Instance) -> Decision:
         """An operator's decision: for an update by the state's storage, for others by `told`, pins, and the interests of axes."""
         if instance.node in self.updates:
-            return self._stored(instance), {}
-        return self.decided(instance, self.told(instance.node))
+            return self._update_axes(instance), {}
+        return self.decide(instance, self.directive(instance.node))
 
-    def told(self, node: Node) -> Directed:
+    def directive(self, node: Node) -> Directive:
         """The assignment of an operator by a search, or else by the plan's operator pins."""
-        return self.choices.directed(node) or self.pins.operators.get(node) or Directed()
+        return self.choices.directive(node) or self.pins.operators.get(node) or Directive()
 
-    def decided(self, instance: Instance, told: Directed) -> Decision:
+    def decide(self, instance: Instance, told: Directive) -> Decision:
         """An operator's decision under the assignment `told`."""
         chosen = self._choose(instance, told)
         return chosen, self.deferral.past(instance, chosen, told)
 
-    def _choose(self, instance: Instance, told: Directed) -> dict[Token, tuple[str, ...]]:
-        lying = [self._lying(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
+    def _choose(self, instance: Instance, told: Directive) -> dict[Token, tuple[str, ...]]:
+        lying = [self._axis_tokens(value, dims) for value, dims in zip(instance.values, instance.operands, strict=True)]
         chosen: dict[Token, list[str]] = {token: list(axes) for token, axes in told.tokens.items()}
-        for held, axes in self._pinned(instance).items():
+        for held, axes in self._pinned_axes(instance).items():
             chosen.setdefault(held, []).extend(axis for axis in axes if axis not in told.axes)
         taken = {axis for axes in chosen.values() for axis in axes}.union(told.axes)
         for axis in self.axes:
             if axis in taken or (instance.node not in self.updates and self.deferral.all_partial(instance, axis)):
                 continue
-            token = self._carried(instance, axis, lying) if instance.kind == "carry" else None
+            token = self._carried_token(instance, axis, lying) if instance.kind == "carry" else None
             if token is None or not self._fits(instance, token, chosen):
-                token = self._preferred(instance, axis, lying, chosen)
+                token = self._preferred_token(instance, axis, lying, chosen)
             if token is not None:
                 chosen.setdefault(token, []).append(axis)
             if token is not None and token in instance.tied:
@@ -214,7 +214,7 @@ class Propagator:
         if cut is not None and self._fits(instance, cut, chosen):
             for token in dict.fromkeys((cut, instance.tied.get(cut, cut))):
                 chosen.setdefault(token, []).append(CHUNK)
-        ordered = {token: self.ordered(instance.factor[token], axes) for token, axes in chosen.items()}
+        ordered = {token: self.order_axes(instance.factor[token], axes) for token, axes in chosen.items()}
         ordered |= {token: (*axes, *(axis for axis in ordered[token] if axis not in axes)) for token, axes in told.tokens.items()}
         for one in instance.rule.windows:  # the tied letter is split in the same order
             if (one, 0) in instance.tied and (one, 0) in ordered:
@@ -222,7 +222,7 @@ class Propagator:
         order = list(self.sizes)
         return dict(sorted(ordered.items(), key=lambda item: [order.index(axis) for axis in item[1]]))
 
-    def _pinned(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+    def _pinned_axes(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         found: dict[Token, tuple[str, ...]] = {}
         for index, dims in enumerate(instance.results):
             for (dim, position), axes in self.pins.values.get((instance.node, index), {}).items():
@@ -243,7 +243,7 @@ class Propagator:
         }
         return kept | {instance.tied[token] for token in kept if token in instance.tied}
 
-    def ordered(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
+    def order_axes(self, factor: int, axes: Sequence[str]) -> tuple[str, ...]:
         """Canonical order of a factor's axes: those that take it everywhere outside, those that take it only in a region inside, then mesh
         order. Within a microbatch come those that leave the factor for another one (`ep: experts > batch`): what these gather is then of
         one microbatch."""
@@ -257,32 +257,32 @@ class Propagator:
             return interest.only_in_region(factor), parts and interest.only_behind(factor), order.index(axis)
 
         found = sorted(axes, key=place)
-        return tuple(found) if self.chunks is None else self.chunks.ordered(found)
+        return tuple(found) if self.chunks is None else self.chunks.order_axes(found)
 
     def _fits(self, instance: Instance, token: Token, chosen: Mapping[Token, Sequence[str]]) -> bool:
         counts = [self.sizes[axis] for axis in chosen.get(token, ())]
         tokens = {token, instance.tied.get(token, token)}
         return not tokens & instance.whole and all(tile_sizes(instance.size[t], counts)[-1] > 1 for t in tokens)
 
-    def _lying(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token]:
+    def _axis_tokens(self, value: Value, dims: tuple[tuple[Token, ...], ...]) -> dict[str, Token]:
         """axis -> the token of this operand that the axis splits already."""
-        given = self.given(value)
+        given = self.given_sharding(value)
         if given is None or value[0] in self.result.free or value[0].op == "placeholder":
             return {}
         return {axis: dims[dim][position] for dim, position, part in given.parts() for axis in part.axes}
 
-    def _computed(self, instance: Instance) -> list[int]:
+    def _computed_operands(self, instance: Instance) -> list[int]:
         return [
             index
             for index, value in enumerate(instance.values)
-            if value[0] not in self.result.free and value[0].op != "placeholder" and self.given(value)
+            if value[0] not in self.result.free and value[0].op != "placeholder" and self.given_sharding(value)
         ]
 
-    def _carried(self, instance: Instance, axis: str, lying: list[dict[str, Token]]) -> Token | None:
-        tokens = {lying[i].get(axis) for i in self._computed(instance)}
+    def _carried_token(self, instance: Instance, axis: str, lying: list[dict[str, Token]]) -> Token | None:
+        tokens = {lying[i].get(axis) for i in self._computed_operands(instance)}
         return tokens.pop() if len(tokens) == 1 else None
 
-    def _preferred(
+    def _preferred_token(
         self, instance: Instance, axis: str, lying: list[dict[str, Token]], chosen: Mapping[Token, Sequence[str]]
     ) -> Token | None:
         interest = self.interest[axis]
@@ -325,7 +325,7 @@ class Propagator:
         elif port is not None and self._is_cache(port):
             self.first_use.setdefault(port.key, _without(want, SEQUENTIAL))
 
-    def _settled(self, name: str, node: Node) -> Sharding | None:
+    def _fixed_storage(self, name: str, node: Node) -> Sharding | None:
         """The storage that another program has fixed, in this program's factors."""
         base = self.fixed.get(name)
         return None if base is None else in_names_of(self.result.whole((node, 0)), name, base, self.sizes)
@@ -335,7 +335,7 @@ class Propagator:
         key = (name, kind)
         if key not in self.result.storage:
             node = self.parameter(name)
-            base = self._settled(name, node) if kind == "parameter" else None
+            base = self._fixed_storage(name, node) if kind == "parameter" else None
             if base is None:
                 base = self.choices.storage.get(key) or self.stored_by_plan(name, kind, self._stores())
             self.result.storage[key] = base
@@ -344,17 +344,17 @@ class Propagator:
     def stored_by_plan(self, name: str, kind: str, stores: Mapping[str, tuple[str, ...]]) -> Sharding:
         """The storage by first use, pins, store lines and the given store clauses, by axis."""
         node = self.parameter(name)
-        base = self._settled(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
-        base = held_to(_without(base, SEQUENTIAL), self.pins.storage.get(name, {}))
+        base = self._fixed_storage(name, node) or self.first_use.get(name) or self.result.whole((node, 0))
+        base = with_slots(_without(base, SEQUENTIAL), self.pins.storage.get(name, {}))
         said = self.pins.stored.get((name, kind), {})
-        return stored_split(held_to(base, said), kind, stores, self.sizes, said)
+        return stored_split(with_slots(base, said), kind, stores, self.sizes, said)
 
     def _stores(self) -> dict[str, tuple[str, ...]]:
         """axis -> what the plan's entry stores split along it."""
         entries = {axis: self.plan.entry(axis) for axis in self.axes if axis != MICROBATCH}
         return {axis: entry.store for axis, entry in entries.items() if entry is not None and entry.store}
 
-    def _stored(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
+    def _update_axes(self, instance: Instance) -> dict[Token, tuple[str, ...]]:
         """The axes of an update's tokens: by the state's storage, or none."""
         name = self.updates[instance.node]
         if instance.node in self.whole_updates:

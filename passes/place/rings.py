@@ -30,7 +30,7 @@ from meshc.ir.spmd import SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.place.orders import has_halves
-from meshc.passes.place.spread import spread
+from meshc.passes.place.spread import sharding_by_tokens
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.attention import shape_of_mask
 from meshc.passes.rules.ring import steps
@@ -73,7 +73,7 @@ class Rings:
                 continue
             if not axes:
                 return self._apart(instance, passing, chosen, given)
-            lying = [_lies(given(instance.values[number]), instance.operands[number], other) for number in keys]
+            lying = [_axis_positions(given(instance.values[number]), instance.operands[number], other) for number in keys]
             if not any(axis in split for split in lying for each in axes.values() for axis in each):
                 continue  # every rank has all keys
             elsewhere = {axis for token, split in chosen.items() if token[0] != letter for axis in split}
@@ -94,7 +94,7 @@ class Rings:
     def _apart(self, instance: Instance, passing: Passing, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
         """The axis of keys that stay on their ranks while few queries are gathered, if that is faster."""
         taken = {axis for axes in chosen.values() for axis in axes} | SEQUENTIAL
-        lying = [_lies(given(instance.values[number]), instance.operands[number], passing.letter) for number in passing.operands]
+        lying = [_axis_positions(given(instance.values[number]), instance.operands[number], passing.letter) for number in passing.operands]
         free = [{axis: place for axis, place in split.items() if axis not in taken} for split in lying]
         if not passing.apart or any(split != free[0] for split in free) or list(free[0].values()) != [0]:
             return {}
@@ -102,16 +102,20 @@ class Rings:
         split: dict[Token, tuple[str, ...]] = {(passing.letter, 0): (axis,)}
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link = link_of(self.mesh, (axis,), device)
-        found = _Sizes.of(instance, self.factors, self.sizes, passing, {**chosen, **split}, device, ranks)
+        found = _RingFigures.of(instance, self.factors, self.sizes, passing, {**chosen, **split}, device, ranks)
 
-        def moved(kind: str, size: float) -> float:
+        def message_seconds(kind: str, size: float) -> float:
             return device.collective_s + fastest(kind, ranks, size, link).seconds(link)
 
-        gather = 2 * moved("all_gather", ranks * found.small) + found.work_s
-        apart = moved("all_gather", ranks * found.asked) + found.work_s / ranks + found.joined_s + 2 * device.launch_s
+        gather = 2 * message_seconds("all_gather", ranks * found.small) + found.work_s
+        apart = message_seconds("all_gather", ranks * found.asked) + found.work_s / ranks + found.joined_s + 2 * device.launch_s
         if self.grad:
-            gather += 2 * moved("all_gather", ranks * found.small) + 2.5 * found.work_s + 2 * moved("reduce_scatter", ranks * found.large)
-            apart += 2.5 * found.work_s / ranks + moved("all_reduce", found.asked)
+            gather += (
+                2 * message_seconds("all_gather", ranks * found.small)
+                + 2.5 * found.work_s
+                + 2 * message_seconds("reduce_scatter", ranks * found.large)
+            )
+            apart += 2.5 * found.work_s / ranks + message_seconds("all_reduce", found.asked)
         return split if apart < gather else {}
 
     def _seconds(self, instance: Instance, passing: Passing, split: Tokens, axis: str) -> dict[str, float]:
@@ -119,16 +123,16 @@ class Rings:
         keys = passing.operands
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
         link, hop = link_of(self.mesh, (axis,), device), hop_of(self.mesh, (axis,), device)
-        found = _Sizes.of(instance, self.factors, self.sizes, passing, split, device, ranks)
+        found = _RingFigures.of(instance, self.factors, self.sizes, passing, split, device, ranks)
 
-        def gathered(kind: str, size: float) -> float:
+        def gather_seconds(kind: str, size: float) -> float:
             return len(keys) * (device.collective_s + fastest(kind, ranks, ranks * size, link).seconds(link))
 
-        def exchanged(*sizes: float) -> float:
+        def exchange_seconds(*sizes: float) -> float:
             """An exchange of halves, each copied beside the other half of its tile."""
             return sum(device.collective_s + send_seconds(size / 2, link) + 2 * size / device.bytes_per_s for size in sizes)
 
-        def passed(size: float) -> float:
+        def pass_seconds(size: float) -> float:
             return len(keys) * (device.collective_s + send_seconds(size, hop))
 
         def beside(work: float, message: float) -> float:
@@ -136,22 +140,22 @@ class Rings:
 
         blocks = found.steps + 1
         block, joined = found.work_s / blocks + device.launch_s, found.joined_s + device.launch_s
-        gather = gathered("all_gather", found.small) + found.work_s
-        ring = block + found.steps * (beside(block, passed(found.small)) + joined)
+        gather = gather_seconds("all_gather", found.small) + found.work_s
+        ring = block + found.steps * (beside(block, pass_seconds(found.small)) + joined)
         part = found.work_s / blocks / 2 + device.launch_s
-        zigzag = part + (exchanged(found.asked, found.asked, found.small, found.small) if found.exchanges else 0.0)
-        zigzag += found.steps * (beside(part, passed(found.small)) + joined)
+        zigzag = part + (exchange_seconds(found.asked, found.asked, found.small, found.small) if found.exchanges else 0.0)
+        zigzag += found.steps * (beside(part, pass_seconds(found.small)) + joined)
         if self.grad:  # 2.5 times the work, keys again, and their gradients, which share a link with them
-            gather += gathered("all_gather", found.small) + 2.5 * found.work_s + gathered("reduce_scatter", found.large)
-            ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * passed(found.small)) + joined) + passed(found.small)
-            zigzag += 2.5 * part + passed(found.small)
-            zigzag += exchanged(*[found.asked] * 3, *[found.small] * 2) if found.exchanges else 0.0
-            zigzag += found.steps * (beside(2.5 * part, 2 * passed(found.small)) + joined)
+            gather += gather_seconds("all_gather", found.small) + 2.5 * found.work_s + gather_seconds("reduce_scatter", found.large)
+            ring += 2.5 * block + found.steps * (beside(2.5 * block, 2 * pass_seconds(found.small)) + joined) + pass_seconds(found.small)
+            zigzag += 2.5 * part + pass_seconds(found.small)
+            zigzag += exchange_seconds(*[found.asked] * 3, *[found.small] * 2) if found.exchanges else 0.0
+            zigzag += found.steps * (beside(2.5 * part, 2 * pass_seconds(found.small)) + joined)
         return {"gather": gather, "ring": ring, "zigzag": zigzag if found.balances and passing.zigzag else inf}
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _RingFigures:
     """Figures of one rank: bytes of the keys that travel, before layout repeats them (`small`) and after (`large`), and of the queries
     (`asked`); seconds of the arithmetic and of joining two partial results; the number of ring steps; whether zigzag order is possible;
     whether halves are exchanged at each attention (`orders.py`)."""
@@ -168,7 +172,7 @@ class _Sizes:
     @staticmethod
     def of(
         instance: Instance, factors: Factors, sizes: Mapping[str, int], passing: Passing, split: Tokens, device: Device, ranks: int
-    ) -> _Sizes:
+    ) -> _RingFigures:
         keys, letter = passing.operands, passing.letter
         value, dims = instance.values[keys[0]], instance.operands[keys[0]]
         asked, rows = instance.values[keys[0] - 1], instance.operands[keys[0] - 1]
@@ -184,17 +188,17 @@ class _Sizes:
         joined_s = 4.0 * prod(queries) * max(4, made.dtype.itemsize) / device.bytes_per_s
         balances = can_balance(length, whole, tile[2], causal, window, offset)
         asked_bytes = prod(queries) * made.dtype.itemsize
-        small, exchanges = large * _made_larger(value, factors), not has_halves(instance, letter, ranks)
-        return _Sizes(small, large, asked_bytes, work_s, joined_s, steps_on, balances, exchanges)
+        small, exchanges = large * _unrepeated_fraction(value, factors), not has_halves(instance, letter, ranks)
+        return _RingFigures(small, large, asked_bytes, work_s, joined_s, steps_on, balances, exchanges)
 
 
 def _tile(value: Value, dims: tuple[tuple[Token, ...], ...], factors: Factors, sizes: Mapping[str, int], split: Tokens) -> tuple[int, ...]:
     """The local shape of an operand."""
     whole = Sharding(tuple(tuple(Part("", factors.size[factor]) for factor in row) for row in factors.dims[value]))
-    return local_shape(spread(whole, dims, split), sizes)
+    return local_shape(sharding_by_tokens(whole, dims, split), sizes)
 
 
-def _made_larger(value: Value, factors: Factors) -> float:
+def _unrepeated_fraction(value: Value, factors: Factors) -> float:
     """The fraction of a value's bytes before layout operators repeat them."""
     sizes = [prod(records(value[0])[value[1]].shape)]
     while (instance := factors.instances.get(value[0])) is not None and instance.kind == "layout":
@@ -203,7 +207,7 @@ def _made_larger(value: Value, factors: Factors) -> float:
     return min(sizes) / max(1, sizes[0])
 
 
-def _lies(given: Sharding | None, row: Sequence[Sequence[Token]], letter: str) -> dict[str, int]:
+def _axis_positions(given: Sharding | None, row: Sequence[Sequence[Token]], letter: str) -> dict[str, int]:
     """axis -> index of the letter's factor that the axis splits where the value is computed."""
     if given is None:
         return {}

@@ -9,16 +9,16 @@ from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.factors import Instance, Token
 
 
-def spread(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
+def sharding_by_tokens(whole: Sharding, dims: tuple[tuple[Token, ...], ...], chosen: Mapping[Token, tuple[str, ...]]) -> Sharding:
     """The sharding of an operand or result whose dims have the tokens `dims`."""
     rows = tuple(
-        tuple(split(part, chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
+        tuple(split_part(part, chosen.get(token, ())) for part, token in zip(parts, tokens, strict=True))
         for parts, tokens in zip(whole.dims, dims, strict=True)
     )
     return Sharding(rows)
 
 
-def split(part: Part, axes: tuple[str, ...]) -> Part:
+def split_part(part: Part, axes: tuple[str, ...]) -> Part:
     return part if part.axes == axes else Part(part.factor, part.size, axes)
 
 
@@ -29,7 +29,7 @@ def forward_map(instance: Instance, index: int, source: Sharding, whole: Shardin
         for part, token in zip(parts, tokens, strict=True):
             if token not in instance.whole:
                 axes[token] = axes[instance.tied.get(token, token)] = part.axes
-    return replace(spread(whole, instance.results[index], axes), partial=() if instance.rule.settles else source.partial)
+    return replace(sharding_by_tokens(whole, instance.results[index], axes), partial=() if instance.rule.settles else source.partial)
 
 
 def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding) -> tuple[Sharding, bool]:
@@ -42,4 +42,4 @@ def backward_map(instance: Instance, index: int, want: Sharding, whole: Sharding
                 complete = complete and not part.axes
             else:
                 axes[token] = axes[instance.tied.get(token, token)] = part.axes
-    return replace(spread(whole, instance.operands[0], axes), partial=want.partial), complete
+    return replace(sharding_by_tokens(whole, instance.operands[0], axes), partial=want.partial), complete

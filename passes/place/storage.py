@@ -37,7 +37,7 @@ def in_names_of(own: Sharding, name: str, base: Sharding, sizes: Mapping[str, in
 
     Raises PlanError where that is not possible.
     """
-    dims = [_renamed(mine, theirs, sizes) for mine, theirs in zip(own.dims, base.dims, strict=True)]
+    dims = [_rename_parts(mine, theirs, sizes) for mine, theirs in zip(own.dims, base.dims, strict=True)]
     found = tuple(dim for dim in dims if dim is not None)
     if len(found) < len(dims):
         raise PlanError(
@@ -51,7 +51,7 @@ def in_names_of(own: Sharding, name: str, base: Sharding, sizes: Mapping[str, in
     return Sharding(found)
 
 
-def _renamed(mine: tuple[Part, ...], theirs: tuple[Part, ...], sizes: Mapping[str, int]) -> tuple[Part, ...] | None:
+def _rename_parts(mine: tuple[Part, ...], theirs: tuple[Part, ...], sizes: Mapping[str, int]) -> tuple[Part, ...] | None:
     if not any(part.axes for part in theirs):
         return mine
     if [part.size for part in mine] == [part.size for part in theirs]:
@@ -63,7 +63,7 @@ def _renamed(mine: tuple[Part, ...], theirs: tuple[Part, ...], sizes: Mapping[st
     return (replace(mine[0], axes=first.axes), *mine[1:])
 
 
-def held_to(base: Sharding, slots: Slots) -> Sharding:
+def with_slots(base: Sharding, slots: Slots) -> Sharding:
     """`base` with the parts of `slots` split by these axes, which then split nothing else."""
     moved = {axis for axes in slots.values() for axis in axes}
     for dim, position, part in base.parts():

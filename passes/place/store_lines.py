@@ -19,8 +19,8 @@ from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import role
 from meshc.ir.sharding import tile_sizes
 from meshc.passes.depth.stands_for import captured_lines
-from meshc.passes.phases.names import Names
-from meshc.passes.phases.placed import Placed, Slots
+from meshc.passes.phases.names import FactorNames
+from meshc.passes.phases.placed import PlacedModel, Slots
 from meshc.passes.place.storage import CLAUSE
 from meshc.plan.entries import StoreLine
 from meshc.plan.plan import contradictions
@@ -32,16 +32,16 @@ STAGES_STORE: Final = ": what a stage needs lies on its ranks"
 
 
 @dataclass
-class _Found:
+class _ResolvedLines:
     slots: dict[tuple[str, str], dict[tuple[int, int], tuple[str, ...]]] = field(default_factory=dict)
     lines: dict[tuple[str, str], list[StoreLine]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
 
-def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
+def store_lines(placed: PlacedModel, names: FactorNames) -> tuple[Stored, list[str]]:
     """The storage by the plan's store lines, and every fault, each naming the lines of the plan. `names`: factor names, with those from
     pins."""
-    found = _Found()
+    found = _ResolvedLines()
     parameters = {name_of(key): (node, 0) for key, node in placed.joint.placeholders().items() if kind_of(key) == "parameter"}
     for line in captured_lines(placed.plan.stores, placed.depth):
         matches = [name for name in parameters if line.matches(name)]
@@ -70,13 +70,13 @@ def store_lines(placed: Placed, names: Names) -> tuple[Stored, list[str]]:
     return found.slots, list(dict.fromkeys(found.faults))
 
 
-def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed: Placed, names: Names) -> tuple[Slots, str]:
+def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed: PlacedModel, names: FactorNames) -> tuple[Slots, str]:
     """A line's axes of a parameter's factors, or why it does not fit."""
     chosen: dict[tuple[int, int], tuple[str, ...]] = {}
     for dim, (wanted, factors) in enumerate(zip(line.dims, row, strict=True)):
         left = list(range(len(factors)))  # of two factors of one name (halves that rotate) the first mention is the first
         for part in wanted.factors:
-            place = next((p for p in left if _answers(names, factors[p], part.factor)), None)
+            place = next((p for p in left if _has_name(names, factors[p], part.factor)), None)
             if place is None:
                 have = " * ".join(names.of[factor] for factor in factors) or "1"
                 again = "no factor" if len(left) == len(factors) else "no further factor"
@@ -90,11 +90,11 @@ def _slots(line: StoreLine, name: str, row: tuple[tuple[int, ...], ...], placed:
     return chosen, ""
 
 
-def _answers(names: Names, factor: int, pattern: str) -> bool:
+def _has_name(names: FactorNames, factor: int, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in {*names.also[factor], names.of[factor]})
 
 
-def too_many(axes: Sequence[str], size: int, placed: Placed, how: str = "stored split", why: str = STAGES_STORE) -> str:
+def too_many(axes: Sequence[str], size: int, placed: PlacedModel, how: str = "stored split", why: str = STAGES_STORE) -> str:
     """Why these axes cannot split a factor of this size, one after the other; "" if they can, be it with padding. `how` and `why` complete
     the message on the pipeline axis."""
     for at, axis in enumerate(axes):

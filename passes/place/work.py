@@ -18,13 +18,13 @@ from meshc.cost.work import CANNOT, COULD, SPLIT, Work, collapsed
 from meshc.ir.sharding import tile_sizes
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.program.instance import put_graph
 
 
-def account(placed: Placed) -> list[Work]:
+def account(placed: PlacedModel) -> list[Work]:
     """One row for equal operators of equal modules, as `meshc.cost.work` reads them."""
-    assignment = placed.decided()
+    assignment = placed.require_assignment()
     times = placed.parts.count if placed.parts is not None else 1
     axes = [axis.name for axis in placed.mesh.axes if axis.size > 1]
     found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)

@@ -20,7 +20,7 @@ from torch.fx import Node
 from meshc.ir import calls, records
 from meshc.passes.chunks.head import MOST, tall, unsaid
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.planner.space import Made
 from meshc.passes.recompute.policies import BY_BUDGET, layer_of, policy_of
 
@@ -28,7 +28,7 @@ Span: TypeAlias = tuple[int, int, float]
 """First and last position, and the share of a value that is there."""
 
 
-def gaps(values: Iterable[Made], placed: Placed) -> dict[Value, tuple[int, int]]:
+def gaps(values: Iterable[Made], placed: PlacedModel) -> dict[Value, tuple[int, int]]:
     """Of each value that may be recomputed the positions between which it need not be there."""
     policy = policy_of(BY_BUDGET, [node for node in calls(placed.graph) if records(node)[0].phase == "forward"], pipeline=False)
     last: dict[Value, int] = {}
@@ -46,7 +46,7 @@ def gaps(values: Iterable[Made], placed: Placed) -> dict[Value, tuple[int, int]]
     return {value: (position, begin) for value, position in last.items() if (begin := first[_group(value[0])]) > position}
 
 
-def parts(placed: Placed) -> dict[Node, float]:
+def parts(placed: PlacedModel) -> dict[Node, float]:
     """Which share of what an operator of the head makes is there at a time."""
     head = unsaid(placed, MOST)
     return {} if head is None else dict.fromkeys(tall(placed, head), 1 / MOST)

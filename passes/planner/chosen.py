@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.phases.choices import Choices
+from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.factors import Token
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.planner.fold import Folded
 from meshc.passes.planner.space import Axes, Decision, Option, Space
 
 
-def choices(placed: Placed, space: Space, folded: Folded, pick: Sequence[int]) -> Choices:
+def choices(placed: PlacedModel, space: Space, folded: Folded, pick: Sequence[int]) -> AxisChoices:
     tokens: dict[Node, dict[Token, Axes]] = {}
     deferred: dict[Node, Axes] = {}
     storage: dict[tuple[str, str], Sharding] = {}
@@ -31,10 +31,10 @@ def choices(placed: Placed, space: Space, folded: Folded, pick: Sequence[int]) -
         elif key.op == "call_function":
             tokens[key] = {token: axes for token, axes in zip(decision.labels, option.axes, strict=True) if axes}  # type: ignore[misc]
             deferred[key] = option.deferred
-    return Choices(space.axes, tokens, deferred, storage)
+    return AxisChoices(space.axes, tokens, deferred, storage)
 
 
-def _stored(placed: Placed, node: Node, decision: Decision, option: Option) -> Sharding:
+def _stored(placed: PlacedModel, node: Node, decision: Decision, option: Option) -> Sharding:
     factors, names = placed.factors, placed.names
     whole = Sharding(tuple(tuple(Part(names.of[f], factors.size[f]) for f in row) for row in factors.dims[(node, 0)]))
     for (dim, position), axes in zip(decision.labels, option.axes, strict=True):

@@ -19,7 +19,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.ir import leaves, op_name, records
-from meshc.passes.depth.draws import call_of, with_call
+from meshc.passes.depth.draws import call_argument, with_call
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.planner.space import Key, Made, Space
 
@@ -98,7 +98,7 @@ def _own(space: Space, key: Key) -> Iterable[Hashable]:
 
 def called_with(node: Node) -> tuple[object, ...]:
     """The arguments of a call that are no values, but for what each layer has of its own: numbers of random calls, and those in texts."""
-    args = node.args if call_of(node) is None else with_call(node, 0)
+    args = node.args if call_argument(node) is None else with_call(node, 0)
     found = (one for argument in (*args, *node.kwargs.values()) for one in leaves(argument))
     return tuple(None if isinstance(one, Node) else re.sub(r"\d+", "", one) if isinstance(one, str) else one for one in found)
 

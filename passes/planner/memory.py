@@ -29,7 +29,7 @@ import numpy as np
 from meshc.ir import records
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.planner.again import Span, apart, gaps, parts
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Copied, Floats, Made, Reading
@@ -41,7 +41,7 @@ class Memory:
     fixed    bytes that no option changes
     """
 
-    def __init__(self, model: Model, placed: Placed, again: bool = False) -> None:
+    def __init__(self, model: Model, placed: PlacedModel, again: bool = False) -> None:
         self.model = model
         self._gaps = gaps((value for group in model.groups for value in group.values), placed) if again else {}
         self._parts = parts(placed) if again else {}
@@ -52,7 +52,7 @@ class Memory:
         self.stored = [np.zeros(len(own)) for own in model.own]
         self._store(placed)
 
-    def _store(self, placed: Placed) -> None:
+    def _store(self, placed: PlacedModel) -> None:
         space, of = self.model.space, self.model.folded.of
         self.fixed = 0.0
         count = counts_of(placed.joint, placed.depth)

@@ -21,7 +21,7 @@ from meshc.cost.flops import flops
 from meshc.ir import leaves, op_name, records
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import tile_sizes
-from meshc.passes.partition.turns import Pricing
+from meshc.passes.partition.turns import TurnPricing
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.planner.fold import called_with
 from meshc.passes.planner.space import Axes, Floats, Made, Option
@@ -112,7 +112,7 @@ class Operators:
         return op_name(node), repr((called_with(node), given, dims, kinds, tokens, rule.kind, rule.first))
 
     def _lower(self, instance: Instance, axes: Mapping[Token, Axes]) -> float:
-        return Pricing(self.factors, self.mesh, self.sizes, self.device).best(instance, axes)[1]
+        return TurnPricing(self.factors, self.mesh, self.sizes, self.device).best(instance, axes)[1]
 
 
 def tiles(dims: tuple[tuple[Token, ...], ...], part: Mapping[Token, Floats | float]) -> Floats | float:

@@ -15,9 +15,9 @@ import numpy as np
 
 from meshc.cost.devices import Device
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Choices
-from meshc.passes.phases.placed import Placed
-from meshc.passes.phases.single import say
+from meshc.passes.phases.choices import AxisChoices
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.single import report_progress
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner import fold, overlap
@@ -51,7 +51,7 @@ ANSWERS: Final = 8
 class Found:
     """`pick` is of `model`; `options` of all decisions."""
 
-    choices: Choices
+    choices: AxisChoices
     certificate: Certificate
     pick: Pick
     model: Model
@@ -62,7 +62,7 @@ class Found:
 class Search:
     """One model, asked for several budgets. `placed` has been annotated. `beside`: plans that have a price by it too."""
 
-    placed: Placed
+    placed: PlacedModel
     device: Device
     open_axes: Collection[str] | None = None
     beside: Sequence[Assignment] = ()
@@ -155,7 +155,7 @@ class Search:
     def _least(self, picks: Sequence[Pick]) -> Least:
         """The fewest bytes, from choices that are known: the same for any budget, and whatever counts of seconds."""
         if not self._fewest:
-            say("the fewest bytes of a plan")
+            report_progress("the fewest bytes of a plan")
             with self.allowed.half() as allowed:
                 self._fewest.append(least(self.model, self.memory, self.everything, picks, allowed))
         return self._fewest[0]
@@ -225,22 +225,22 @@ class Search:
         return self._free
 
 
-def by_roles(placed: Placed, axes: Sequence[str]) -> Assignment:
+def by_roles(placed: PlacedModel, axes: Sequence[str]) -> Assignment:
     """What axes do by their names, those that stand for nothing with the batch."""
     entries = [by_role(axis) or AxisEntry(axis, ((Term("batch"),),)) for axis in axes]
     kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
     request = replace(placed.request, plan=placed.plan.having((*kept, *entries)))
-    return assign(annotate(placed.asked(request))).decided()
+    return assign(annotate(placed.with_request(request))).require_assignment()
 
 
 def _of_plan(axes: Sequence[str], plan: Assignment) -> Base:
     return lambda decision: option_of(axes, decision, plan)
 
 
-def _baseline(placed: Placed, open_axes: Sequence[str]) -> Assignment | None:
+def _baseline(placed: PlacedModel, open_axes: Sequence[str]) -> Assignment | None:
     """What the plan has the other axes do, the searched ones doing nothing."""
     if set(searched_axes(placed)) <= set(open_axes):
         return None
     kept = [entry for entry in placed.plan.axes if entry.axis not in open_axes]
     idle = [AxisEntry(axis) for axis in open_axes]
-    return assign(replace(placed, plan=placed.plan.having((*kept, *idle)))).decided()
+    return assign(replace(placed, plan=placed.plan.having((*kept, *idle)))).require_assignment()

@@ -18,13 +18,13 @@ from meshc.ir import is_getitem, leaves, op_name, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.depth.standing import standing_of
+from meshc.passes.depth.standing import multiplicity_of
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.deferral import deferring, may_defer
-from meshc.passes.place.spread import backward_map, spread
+from meshc.passes.place.spread import backward_map, sharding_by_tokens
 from meshc.passes.place.storage import in_names_of
 from meshc.passes.place.stored_updates import computed_whole, where_stored
 from meshc.passes.planner.candidates import Possible
@@ -39,13 +39,13 @@ Base: TypeAlias = Callable[[Decision], Option]
 """What a plan takes of each decision, whatever its options."""
 
 
-def searched_axes(placed: Placed) -> Axes:
+def searched_axes(placed: PlacedModel) -> Axes:
     """The axes of a mesh that split values: not those of size 1, and not the pipeline's."""
     pipeline = placed.mesh.pipeline_axis
     return tuple(axis.name for axis in placed.mesh.axes if axis.size > 1 and axis is not pipeline)
 
 
-def survey(placed: Placed, open_axes: Collection[str], baseline: Assignment | None, around: Base | None = None) -> Space:
+def survey(placed: PlacedModel, open_axes: Collection[str], baseline: Assignment | None, around: Base | None = None) -> Space:
     """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). With `around` options are those
     that differ from it along few axes. Raises Unequal where layers that stand for others may not decide alike."""
     return _Survey(placed, open_axes, baseline, around).run()
@@ -53,7 +53,7 @@ def survey(placed: Placed, open_axes: Collection[str], baseline: Assignment | No
 
 @dataclass
 class _Survey:
-    placed: Placed
+    placed: PlacedModel
     open_axes: Collection[str]
     baseline: Assignment | None
     around: Base | None
@@ -72,7 +72,7 @@ class _Survey:
         self.parameters = {port.name: node for node, port in self.ports.items() if port.kind == "parameter"}
         self.position = {node: at for at, node in enumerate(self.graph.nodes)}
         self.whole_updates = computed_whole(placed.joint.updates, self.factors.instances)
-        self.standing = standing_of(placed.joint, placed.depth)
+        self.standing = multiplicity_of(placed.joint, placed.depth)
 
     def run(self) -> Space:
         for node in self.graph.nodes:
@@ -208,7 +208,7 @@ class _Survey:
         riding = deferring(instance) if defers else ()
         for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             marks = {token: (f"{label}",) for token, label in at.items()}
-            want = spread(self._whole(value), dims, marks)  # type: ignore[arg-type]
+            want = sharding_by_tokens(self._whole(value), dims, marks)  # type: ignore[arg-type]
             self._read(key, node, index, value, want, phase, value in riding)
         for index, dims in enumerate(instance.results):
             landing = tuple(at.get(token) for row in dims for token in row)
@@ -227,7 +227,7 @@ class _Survey:
     def _choices(self, instance: Instance, labels: tuple[Token, ...]) -> Possible:
         sizes = tuple(instance.size[token] for token in labels)
         held, deferred = self._as_planned(instance, labels)
-        told = (self.placed.pins.operators.get(instance.node) or Directed()).along(self.open_axes)
+        told = (self.placed.pins.operators.get(instance.node) or Directive()).along(self.open_axes)
         for token, axes in told.tokens.items():
             held[labels.index(token)] = (*axes, *held.get(labels.index(token), ()))
         deferred = (*deferred, *told.deferred)

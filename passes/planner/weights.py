@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch.fx import Node
 
-from meshc.passes.depth.standing import Standing
+from meshc.passes.depth.standing import LayerMultiplicity
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.factors import Value
 from meshc.passes.planner.space import Key, Made, Reading
 
 
-def weigh(made: Mapping[Value, Made], standing: Standing) -> None:
+def weigh(made: Mapping[Value, Made], standing: LayerMultiplicity) -> None:
     """Notes of each value how many it stands for."""
     back = {
         (standing.twin[node], index)
@@ -34,7 +34,7 @@ def weigh(made: Mapping[Value, Made], standing: Standing) -> None:
             value.count = standing.count[one]
 
 
-def twins_of(decisions: Collection[Key], standing: Standing, parameters: Mapping[str, Node]) -> dict[Key, Key]:
+def twins_of(decisions: Collection[Key], standing: LayerMultiplicity, parameters: Mapping[str, Node]) -> dict[Key, Key]:
     """The decisions of each block 2, with those of block 1 that they must be like. Raises Unequal where there is none."""
     names = {node: name for name, node in parameters.items()}
     found: dict[Key, Key] = {}
@@ -49,7 +49,7 @@ def twins_of(decisions: Collection[Key], standing: Standing, parameters: Mapping
 
 
 def neighbours(
-    made: Mapping[Value, Made], standing: Standing, twins: Mapping[Key, Key], stored: Mapping[Key, Key]
+    made: Mapping[Value, Made], standing: LayerMultiplicity, twins: Mapping[Key, Key], stored: Mapping[Key, Key]
 ) -> dict[Key, Key]:
     """Decisions of blocks 0 and 3 with those of block 1 that they should be like, where the two can be decided alike. `stored`: what the
     two store."""
@@ -78,7 +78,7 @@ def neighbours(
     return {key: twin for key, twin in found.items() if key not in twins and key != twin}
 
 
-def stored_alike(decisions: Collection[Key], standing: Standing, parameters: Mapping[str, Node]) -> dict[Key, Key]:
+def stored_alike(decisions: Collection[Key], standing: LayerMultiplicity, parameters: Mapping[str, Node]) -> dict[Key, Key]:
     """How the layers of blocks 0 and 3 store their parameters and states, with how those of block 1 do it. Equal layers have theirs in
     one order."""
     names: dict[tuple[int, int, int], list[str]] = defaultdict(list)
@@ -93,11 +93,11 @@ def stored_alike(decisions: Collection[Key], standing: Standing, parameters: Map
     }  # fmt: skip
 
 
-def _from(standing: Standing, node: Node, block: int) -> bool:
+def _from(standing: LayerMultiplicity, node: Node, block: int) -> bool:
     return node in standing.block and standing.block[node][1] == block
 
 
-def _pairs(mine: Iterable[Reading], theirs: Iterable[Reading], standing: Standing) -> Iterator[tuple[Reading, Reading]]:
+def _pairs(mine: Iterable[Reading], theirs: Iterable[Reading], standing: LayerMultiplicity) -> Iterator[tuple[Reading, Reading]]:
     """Readings of two blocks that the same layers of them make, in order. Block 0 and block 3 may have less layers."""
     rows: dict[int, list[Reading]] = defaultdict(list)
     for one in theirs:
@@ -109,11 +109,11 @@ def _pairs(mine: Iterable[Reading], theirs: Iterable[Reading], standing: Standin
             yield one, other
 
 
-def _place(reading: Reading, standing: Standing) -> int:
+def _place(reading: Reading, standing: LayerMultiplicity) -> int:
     assert reading.node is not None
     return standing.place[reading.node]
 
 
-def _by(value: Made, block: int, standing: Standing) -> Iterator[Reading]:
+def _by(value: Made, block: int, standing: LayerMultiplicity) -> Iterator[Reading]:
     """What a block reads of a value, in order."""
     return (reading for reading in value.readings if reading.node is not None and _from(standing, reading.node, block))

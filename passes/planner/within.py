@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from meshc.passes.phases.single import say
+from meshc.passes.phases.single import report_progress
 from meshc.passes.planner.ascent import Ascent
 from meshc.passes.planner.least import Least
 from meshc.passes.planner.linear import solved
@@ -172,7 +172,7 @@ class Within:
             moments, known = len(self.moments), self.best + self.ascent.weighed.owed(self.budget)
             fitting = together([] if self.fitting is None else [self.fitting], self.ascent)
             columns, everything = columns_of(self.ascent, known, fitting, self.moments, self.budget, most=most)
-            say(f"a plan within {bytes_text(self.budget)}, linear program {tried + 1}")
+            report_progress(f"a plan within {bytes_text(self.budget)}, linear program {tried + 1}")
             relaxed = columns.relaxed() if self.allowed.spend(columns) else None
             if relaxed is None:
                 return
@@ -199,7 +199,7 @@ class Within:
         if again or not self.allowed.spend(few, BRANCHES):
             return -np.inf
         self.crossed.add(asked)
-        say(f"a plan within {bytes_text(self.budget)}, branch and bound")
+        report_progress(f"a plan within {bytes_text(self.budget)}, branch and bound")
         pick, least = few.whole(FEW_NODES, ENOUGH)
         if pick is not None:
             self.note(pick)

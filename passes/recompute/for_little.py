@@ -19,7 +19,7 @@ from torch.fx import Node
 from meshc.cost.devices import for_mesh
 from meshc.cost.operators import seconds
 from meshc.ir import is_integer
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.recompute.policies import LITTLE
 from meshc.passes.recompute.recomputable import Recomputable, of_lowered
 from meshc.passes.recompute.trade import Trade
@@ -34,7 +34,7 @@ LEAST: Final = 0.01
 """Of what a rank holds, less is not worth the lines of a program."""
 
 
-def for_little(lowered: Lowered, fixed: Collection[Node]) -> Lowered:
+def for_little(lowered: LoweredProgram, fixed: Collection[Node]) -> LoweredProgram:
     """`fixed`: what is not recomputed."""
     can = of_lowered(lowered, LITTLE, fixed=fixed)
     if not can.wanted or not can.operands:
@@ -58,7 +58,7 @@ def for_little(lowered: Lowered, fixed: Collection[Node]) -> Lowered:
     return lowered
 
 
-def _hands_on(lowered: Lowered) -> bool:
+def _hands_on(lowered: LoweredProgram) -> bool:
     """Whether forward and backward will be stages of their own: what one hands to the other is as little as can be."""
     return lowered.mesh.pipeline_axis is not None or not lowered.request.train
 

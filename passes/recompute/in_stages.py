@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from meshc.cost.devices import for_mesh
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.recompute.policies import BY_BUDGET
 from meshc.passes.recompute.recomputable import of_lowered
 from meshc.passes.recompute.trade import Kept, Trade
@@ -39,7 +39,7 @@ class Places:
 class InStages:
     """Of a step as `recompute` left it, before it is in microbatches. `fixed`: what is not recomputed."""
 
-    def __init__(self, lowered: Lowered, places: Places, fixed: Collection[Node] = ()) -> None:
+    def __init__(self, lowered: LoweredProgram, places: Places, fixed: Collection[Node] = ()) -> None:
         self.lowered, self.places = lowered, places
         (stage,) = lowered.stages.values()
         self._at = {node: places.stage[node.name] for node in stage.graph.nodes if node.name in places.stage}
@@ -80,7 +80,7 @@ class InStages:
         """The fewest bytes that each can keep."""
         return {rank: trade.least.bytes for rank, trade in self._trades.items()}
 
-    def keeping(self, most: Mapping[int, int]) -> tuple[Lowered, int]:
+    def keeping(self, most: Mapping[int, int]) -> tuple[LoweredProgram, int]:
         """A copy in which backward recomputes what is not kept, where each of these ranks keeps at most so many bytes; and how many
         values that are."""
         found = {rank: self._trades[rank].within(bytes_kept) for rank, bytes_kept in most.items()}
@@ -88,4 +88,4 @@ class InStages:
         several = [kept for kept, _ in found.values()]
         again = tuple(dict.fromkeys(node for kept in several for node in kept.again))
         whole = Kept(frozenset(), frozenset(), sum(kept.bytes for kept in several), 0.0, again, sum(kept.seconds for kept in several))
-        return left.noting(said(whole, sum(bound for _, bound in found.values()), self._can, " a microbatch")), len(again)
+        return left.with_notes(said(whole, sum(bound for _, bound in found.values()), self._can, " a microbatch")), len(again)

@@ -13,7 +13,7 @@ from meshc.ir import KEY, calls_of, is_getitem, is_integer, local_bytes, record,
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.recompute.policies import Policies
 from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view
@@ -54,7 +54,7 @@ def recomputable(
     return Recomputable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
 
 
-def of_lowered(lowered: Lowered, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()) -> Recomputable:
+def of_lowered(lowered: LoweredProgram, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()) -> Recomputable:
     """Of the only stage, by the last line about a value, or the usual policy."""
     (stage,) = lowered.stages.values()
     keys = stage.keys()

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from torch.fx import Graph, Node
 
 from meshc.ir import calls_of, has_record, is_getitem, records, value_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.recompute.for_little import for_little
 from meshc.passes.recompute.least import least_kept
 from meshc.passes.recompute.recomputable import Recomputable, of_lowered
@@ -27,7 +27,7 @@ _NAMED = "name modules as model.named_modules() does, with * for any text, or le
 _NO_MODULE = f"forward runs no operator in such a module; {_NAMED}"
 
 
-def recompute(lowered: Lowered) -> Lowered:
+def recompute(lowered: LoweredProgram) -> LoweredProgram:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
     request, plan = lowered.request, lowered.plan
     if not request.grad:
@@ -47,7 +47,7 @@ def recompute(lowered: Lowered) -> Lowered:
     return keep_within(lowered, budget - request.spare, settled(lowered)) if lowered.mesh.pipeline_axis is None else lowered
 
 
-def settled(lowered: Lowered) -> set[Node]:
+def settled(lowered: LoweredProgram) -> set[Node]:
     """Values of forward of which the plan, or a checkpointed region of the model, says whether they are recomputed: a budget changes
     nothing about them."""
     (stage,) = lowered.stages.values()
@@ -59,7 +59,7 @@ def settled(lowered: Lowered) -> set[Node]:
     }  # fmt: skip
 
 
-def _kept(lowered: Lowered, forward: list[Node]) -> set[str]:
+def _kept(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
     """What lines of the plan keep, as records name it. Raises PlanError."""
     modules = {records(node)[0].source.module for node in forward}
     faults = [f"{line.where}: {_NO_MODULE}" for line in lowered.plan.remats if not any(map(line.covers, modules))]

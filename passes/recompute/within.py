@@ -25,10 +25,10 @@ from meshc.cost.operators import seconds
 from meshc.ir import calls_of, local_bytes, record, spmd
 from meshc.ir.graph import copied, copy_into
 from meshc.passes.lower.schedule_collectives import start_reductions
-from meshc.passes.lower.share_memory import words_of
-from meshc.passes.lower.update_early import updated_early
+from meshc.passes.lower.share_memory import possible_sharing
+from meshc.passes.lower.update_early import move_updates_early
 from meshc.passes.offload.there_and_back import lay_there, roots_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute.elsewhere import Elsewhere
 from meshc.passes.recompute.policies import BY_BUDGET
@@ -45,7 +45,7 @@ LEAST_FREED: Final = 0.25
 PARTS: Final = 4
 
 
-def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lowered:
+def keep_within(lowered: LoweredProgram, budget: int, fixed: Collection[Node]) -> LoweredProgram:
     """`budget`: bytes of a rank. `fixed`: what is not recomputed."""
     held = held_of(lowered)
     if held <= budget:
@@ -78,7 +78,7 @@ def keep_within(lowered: Lowered, budget: int, fixed: Collection[Node]) -> Lower
 class _Choice:
     """Of what is kept, recomputed or on the host in between. `most`, `least`: bytes that are kept on the device at the ends of it."""
 
-    def __init__(self, lowered: Lowered, can: Recomputable, fixed: Collection[Node]) -> None:
+    def __init__(self, lowered: LoweredProgram, can: Recomputable, fixed: Collection[Node]) -> None:
         device, (stage,) = for_mesh(lowered.mesh), lowered.stages.values()
         self.takes = takes_of(can, lowered, device)
         self.trade, room = Trade(can, self.takes), may_have_there(lowered.request)
@@ -96,8 +96,8 @@ class _Choice:
 class _Made:
     """What comes of a choice, and what a rank holds of it."""
 
-    def __init__(self, lowered: Lowered, can: Recomputable, kept: Kept, bound: float) -> None:
-        self.left = with_copies(lowered, [(can.backward, kept.again)], kept.there).noting(said(kept, bound, can))
+    def __init__(self, lowered: LoweredProgram, can: Recomputable, kept: Kept, bound: float) -> None:
+        self.left = with_copies(lowered, [(can.backward, kept.again)], kept.there).with_notes(said(kept, bound, can))
         self.held = held_of(self.left)
 
 
@@ -112,23 +112,23 @@ def may_have_there(request: Request) -> int | None:
     return None if request.host_budget is None else request.host_budget * (2 if request.double else 1)
 
 
-def held_of(lowered: Lowered) -> int:
+def held_of(lowered: LoweredProgram) -> int:
     """Bytes of a rank, as they are known before passes have made microbatches or stages and said where gradients are reduced and read."""
     return _walked(lowered).total
 
 
-def _walked(lowered: Lowered) -> memory.RankBytes:
+def _walked(lowered: LoweredProgram) -> memory.RankBytes:
     (stage,) = lowered.stages.values()
     if lowered.request.train and lowered.request.microbatches == 1:
         stage = replace(stage, graph=copied(stage.graph))
         for reduction in (spmd.reduce_scatter, spmd.all_reduce):
             start_reductions(stage.graph, reduction)
-        updated_early(stage.graph)
+        move_updates_early(stage.graph)
     alone = replace(lowered, stages={stage.name: stage}, schedule=(Instruction("run", stage.name),))
-    return memory.worst(alone.as_program(), words_of)
+    return memory.worst(alone.as_program(), possible_sharing)
 
 
-def takes_of(can: Recomputable, lowered: Lowered, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:
+def takes_of(can: Recomputable, lowered: LoweredProgram, device: Device, each_s: Mapping[Node, float] | None = None) -> dict[Node, float]:
     """Seconds of recomputing each value. What is made of parameters alone is made in backward in any case. `each_s`: of forward's
     operators, where that is known."""
     known = each_s or {}
@@ -140,7 +140,9 @@ def takes_of(can: Recomputable, lowered: Lowered, device: Device, each_s: Mappin
     }  # fmt: skip
 
 
-def with_copies(lowered: Lowered, again: Iterable[tuple[Sequence[Node], Sequence[Node]]], there: Collection[Node] = ()) -> Lowered:
+def with_copies(
+    lowered: LoweredProgram, again: Iterable[tuple[Sequence[Node], Sequence[Node]]], there: Collection[Node] = ()
+) -> LoweredProgram:
     """A copy in which some of backward's nodes make some of forward's values again: pairs of both. `there`: what lies on the host in
     between."""
     (stage,) = lowered.stages.values()

@@ -11,13 +11,13 @@ from collections.abc import Collection
 from functools import cache
 
 from meshc.errors import ScheduleError
-from meshc.passes.schedules.kind import Kind, Lists
+from meshc.passes.schedules.kind import Lists, ScheduleKind
 from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
 from meshc.pipelining.timing import Costs
 
 
 @cache
-def _found() -> dict[str, Kind]:
+def _kinds_by_name() -> dict[str, ScheduleKind]:
     modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
     kinds = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
@@ -25,18 +25,18 @@ def _found() -> dict[str, Kind]:
 
 def names() -> tuple[str, ...]:
     """The names of all schedules, sorted."""
-    return tuple(_found())
+    return tuple(_kinds_by_name())
 
 
-def get(name: str) -> Kind:
+def get(name: str) -> ScheduleKind:
     """The schedule of a name. Raises ScheduleError if there is none."""
-    if name not in _found():
+    if name not in _kinds_by_name():
         raise ScheduleError(f"there is no schedule {name!r}: use one of {', '.join(names())}, or write one (docs/add-a-schedule.md)")
-    return _found()[name]
+    return _kinds_by_name()[name]
 
 
 def build(
-    wanted: str | Kind | Lists | Schedule,
+    wanted: str | ScheduleKind | Lists | Schedule,
     ranks: int,
     microbatches: int,
     stages: int | None = None,
@@ -56,7 +56,7 @@ def build(
         if wanted.ranks != ranks:
             raise ScheduleError(f"{wanted.name or 'the schedule'} has lists for {wanted.ranks} ranks; the pipeline has {ranks}")
         return wanted
-    if isinstance(wanted, (str, Kind)):
+    if isinstance(wanted, (str, ScheduleKind)):
         kind = get(wanted) if isinstance(wanted, str) else wanted
         stages = kind.stages(ranks) if stages is None else stages
         kind.refuse(ranks, stages, microbatches)
@@ -68,7 +68,7 @@ def build(
     return connect(function(ranks, stages, microbatches, costs), chain(stages) if links is None else links, name)
 
 
-def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = True) -> Kind:
+def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = True) -> ScheduleKind:
     """A user's function as a schedule; its result is checked at each call. The function is called with costs and without, and must return
     the same lists for the same numbers on every rank."""
     name = getattr(function, "__name__", "") or type(function).__name__
@@ -97,4 +97,4 @@ def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = 
             raise ScheduleError(f"{asked}: no rank runs stage {missing[0]}")
         return made
 
-    return Kind(name, lists, source="the user's own function", stages_per_rank=stages_per_rank, trains=trains)
+    return ScheduleKind(name, lists, source="the user's own function", stages_per_rank=stages_per_rank, trains=trains)

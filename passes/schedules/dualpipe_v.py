@@ -14,15 +14,15 @@ pairs of stage and microbatch. Fewer than 2p microbatches leave gaps where the o
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import Kind
-from meshc.passes.schedules.steps import Step, numbered, without
+from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.steps import Step, keep_microbatches, number_microbatches
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
 
 def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> list[list[Action]]:
     full = max(microbatches, 2 * ranks)
-    return without([numbered(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
+    return keep_microbatches([number_microbatches(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:
@@ -45,7 +45,7 @@ def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:
     ]
 
 
-SCHEDULE = Kind(
+SCHEDULE = ScheduleKind(
     "dualpipe_v",
     lists,
     "DeepSeek's DualPipe (README and dualpipev.py of github.com/deepseek-ai/DualPipe); Sea AI Lab, hackmd.io/@ufotalent/r1lVXsa9Jg",

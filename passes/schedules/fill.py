@@ -28,11 +28,11 @@ _PATIENCE = (0.0, 0.3)
 def fastest(drawn: Sequence[Sequence[Action]], costs: Costs) -> Sequence[Sequence[Action]]:
     """The drawn schedule of a chain of stages, or one that is faster under the costs and needs no more memory; ties keep the drawn one."""
     stages = 1 + max(action.stage for actions in drawn for action in actions)
-    made = [drawn, *(_Player(drawn, costs, patience).lists() for patience in _PATIENCE)]
+    made = [drawn, *(_GapFiller(drawn, costs, patience).lists() for patience in _PATIENCE)]
     return min(made, key=lambda lists: round(simulate(connect(lists, chain(stages)), costs).makespan_s, 12))
 
 
-class _Player:
+class _GapFiller:
     def __init__(self, drawn: Sequence[Sequence[Action]], costs: Costs, patience: float) -> None:
         self.costs = costs
         self.patience = patience

@@ -10,7 +10,7 @@ Of the time each rank idles (p - 1) / (m + p - 1), on p ranks with m microbatche
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import Kind
+from meshc.passes.schedules.kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
@@ -19,4 +19,4 @@ def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> li
     return [[Action(op, rank, microbatch) for op in "FB" for microbatch in range(microbatches)] for rank in range(ranks)]
 
 
-SCHEDULE = Kind("gpipe", lists, "Huang et al. 2019, GPipe, arXiv 1811.06965", by_costs=False)
+SCHEDULE = ScheduleKind("gpipe", lists, "Huang et al. 2019, GPipe, arXiv 1811.06965", by_costs=False)

@@ -11,7 +11,7 @@ It idles (p - 1) / (v m + p - 1) of the time, on p ranks with v stages each, for
 from __future__ import annotations
 
 from meshc.passes.schedules import interleaved
-from meshc.passes.schedules.kind import Kind
+from meshc.passes.schedules.kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
@@ -21,4 +21,6 @@ def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> li
     return [[action for action in actions if action.op == "F"] for actions in trained]
 
 
-SCHEDULE = Kind("inference", lists, "the forward half of GPipe, arXiv 1811.06965", stages_per_rank=None, trains=False, by_costs=False)
+SCHEDULE = ScheduleKind(
+    "inference", lists, "the forward half of GPipe, arXiv 1811.06965", stages_per_rank=None, trains=False, by_costs=False
+)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 
-from meshc.passes.schedules.kind import Kind
+from meshc.passes.schedules.kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
@@ -44,7 +44,7 @@ def _rank(rank: int, ranks: int, chunks: int, groups: list[range]) -> list[Actio
     return actions + backward[len(forward) - ahead :]
 
 
-SCHEDULE = Kind(
+SCHEDULE = ScheduleKind(
     "interleaved",
     lists,
     "Narayanan et al. 2021, section 2.2 of arXiv 2104.04473 (Megatron-LM)",

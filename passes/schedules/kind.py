@@ -15,7 +15,7 @@ Lists: TypeAlias = Callable[[int, int, int, Costs | None], Sequence[Sequence[Act
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ScheduleKind:
     """A schedule that users can request.
 
     name             its name in options

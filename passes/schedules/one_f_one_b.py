@@ -10,8 +10,8 @@ It idles as long as GPipe, (p - 1) / (m + p - 1) of the time; rank r holds the a
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import Kind
-from meshc.passes.schedules.steps import numbered
+from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.steps import number_microbatches
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
@@ -22,7 +22,9 @@ def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> li
 
 def _rank(stage: int, ahead: int, microbatches: int) -> list[Action]:
     forward, backward = ("F", stage), ("B", stage)
-    return numbered([forward] * ahead + [forward, backward] * (microbatches - ahead) + [backward] * ahead)
+    return number_microbatches([forward] * ahead + [forward, backward] * (microbatches - ahead) + [backward] * ahead)
 
 
-SCHEDULE = Kind("1f1b", lists, "PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503; figure 4 of arXiv 2104.04473", by_costs=False)
+SCHEDULE = ScheduleKind(
+    "1f1b", lists, "PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503; figure 4 of arXiv 2104.04473", by_costs=False
+)

@@ -12,7 +12,7 @@ Step: TypeAlias = tuple[str, int]
 """(op, stage)"""
 
 
-def numbered(steps: Iterable[Step]) -> list[Action]:
+def number_microbatches(steps: Iterable[Step]) -> list[Action]:
     """Actions of steps: each stage takes its microbatches in order, in each of its ops. A whole backward counts as both of its halves."""
     counts: Counter[Step] = Counter()
     actions = []
@@ -22,6 +22,6 @@ def numbered(steps: Iterable[Step]) -> list[Action]:
     return actions
 
 
-def without(lists: Iterable[Sequence[Action]], microbatches: int) -> list[list[Action]]:
+def keep_microbatches(lists: Iterable[Sequence[Action]], microbatches: int) -> list[list[Action]]:
     """The lists without the actions of microbatches from this number on. The remaining actions wait for nothing new."""
     return [[action for action in actions if action.microbatch < microbatches] for actions in lists]

@@ -11,8 +11,8 @@ Rank r is r gradients of weights behind, so every rank holds p microbatches, as 
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import Kind
-from meshc.passes.schedules.steps import Step, numbered
+from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.steps import Step, number_microbatches
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 
@@ -29,10 +29,10 @@ def _rank(stage: int, ahead: int, microbatches: int) -> list[Action]:
         steps.append(("I", stage))
         if backward >= stage:
             steps.append(("W", stage))
-    return numbered(steps + [("W", stage)] * min(stage, microbatches))
+    return number_microbatches(steps + [("W", stage)] * min(stage, microbatches))
 
 
-SCHEDULE = Kind(
+SCHEDULE = ScheduleKind(
     "zb_h1",
     lists,
     "Qi et al. 2023, section 2.3 of arXiv 2401.10241 (ZB-H1; ZB1P in later papers)",

@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshc.passes.schedules.fill import fastest
-from meshc.passes.schedules.kind import Kind
-from meshc.passes.schedules.steps import Step, numbered, without
+from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.steps import Step, keep_microbatches, number_microbatches
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs, equal
 
 
 def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> Sequence[Sequence[Action]]:
     full = max(microbatches, 2 * ranks - 1)
-    drawn = without([numbered(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
+    drawn = keep_microbatches([number_microbatches(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
     if costs is None and full == microbatches:
         return drawn  # no stage and no rank can be any faster
     return fastest(drawn, equal(stages) if costs is None else costs)
@@ -50,4 +50,6 @@ def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:
     ]
 
 
-SCHEDULE = Kind("zb_v", lists, "Qi et al. 2023, section 6 of arXiv 2401.10241; arXiv 2405.15362", stages_per_rank=2, splits_backward=True)
+SCHEDULE = ScheduleKind(
+    "zb_v", lists, "Qi et al. 2023, section 6 of arXiv 2401.10241; arXiv 2405.15362", stages_per_rank=2, splits_backward=True
+)

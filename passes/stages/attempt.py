@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
     """The error of a candidate that is impossible."""
 
     error: MeshcError
@@ -21,10 +21,10 @@ class Refused:
         return str(self.error).splitlines()[0]
 
 
-def attempt(make: Callable[[], Made]) -> Made | Refused:
+def attempt(make: Callable[[], Made]) -> Made | Refusal:
     try:
         return make()
     except CompilerFault:
         raise
     except (CompileError, PlanError, ScheduleError) as error:
-        return Refused(error)
+        return Refusal(error)

@@ -20,24 +20,34 @@ from torch.fx import Node
 from meshc.cost.predict import costs_of
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.outset import begin
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute.in_stages import Places
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
-from meshc.passes.stages.forwarded import forwarded
+from meshc.passes.stages.forwarded import choose_forwarded
 from meshc.passes.stages.gather_once import gather_once, gathers_once
-from meshc.passes.stages.halves import WEIGHTS, split_backward, weights_apart
+from meshc.passes.stages.halves import WEIGHTS, split_backward, split_convolution_backwards
 from meshc.passes.stages.owners import Owners
-from meshc.passes.stages.places import Cuttable
+from meshc.passes.stages.places import CutPlaces
 from meshc.passes.stages.prices import Prices
-from meshc.passes.stages.shape import Shape, Shapes, refined, shapes_of
-from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds, assigned, kinds, numbers, positions, sums_read
-from meshc.passes.stages.tied import Parts, parts_of
-from meshc.passes.stages.updates import cut_updates, place
-from meshc.passes.stages.whole_sums import reads_sums, refuse_elsewhere
-from meshc.passes.stages.within_budget import Held, cuts_within, waiting_of
+from meshc.passes.stages.shape import PipelineShape, PipelineShapes, possible_shapes, refine_cuts
+from meshc.passes.stages.stage_assignment import (
+    BACKWARD,
+    FORWARD,
+    Half,
+    Kinds,
+    assign_halves,
+    kinds,
+    positions,
+    sequence_numbers,
+    sums_read,
+)
+from meshc.passes.stages.tied import MicrobatchResults, microbatch_results
+from meshc.passes.stages.updates import cut_updates, place_updates
+from meshc.passes.stages.whole_sums import reads_sums, refuse_sums_of_other_stages
+from meshc.passes.stages.within_budget import StageBytes, cuts_within, waiting_microbatches
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
 from meshc.program.accumulate import whole_of
@@ -47,12 +57,12 @@ Names = tuple[tuple[str, str], ...]
 """Halves of a stage, each with the name of its graphs."""
 
 
-def cut_stages(lowered: Lowered) -> Lowered:
+def cut_stages(lowered: LoweredProgram) -> LoweredProgram:
     """Stages, messages and owners where the mesh has a pipeline axis, in the shape that is predicted to be fastest; other programs are
     unchanged. Choices by memory or by the number of microbatches are those of `passes/driver/search.py`."""
     if lowered.mesh.pipeline_axis is None:
-        return lowered.noting(*_idle_options(lowered.request))
-    uncut = Uncut(lowered)
+        return lowered.with_notes(*_idle_options(lowered.request))
+    uncut = UncutProgram(lowered)
     return uncut.cut(uncut.shapes.can[0][0])
 
 
@@ -62,14 +72,14 @@ def _idle_options(request: Request) -> list[str]:
     return [f"Options({', '.join(given)}) has no effect: the mesh {request.mesh} has no axis pp of two ranks or more"] if given else []
 
 
-class Uncut:
+class UncutProgram:
     """A program before it is cut into stages: all that is the same for every shape.
 
     lowered  `before`, `each` and `after`, with parameters gathered once where that is expected to fit
     halves   the microbatch with backwards of convolutions split, and the dependence of its values;  plain  the same unsplit
     """
 
-    def __init__(self, lowered: Lowered) -> None:
+    def __init__(self, lowered: LoweredProgram) -> None:
         if "each" not in lowered.stages:
             lowered = replace(lowered, stages=without_update(lowered.stages["main"]))
         self.gathered = gathers_once(lowered, lowered.inputs)
@@ -77,48 +87,48 @@ class Uncut:
             lowered = replace(lowered, stages=gather_once(lowered.stages))
         self.lowered = lowered
         whole = lowered.stages["each"]
-        halves = weights_apart(whole)
+        halves = split_convolution_backwards(whole)
         self.sums = reads_sums(whole)
-        self.halves = Each.of(halves, lowered)
-        self.plain = Each.of(whole, lowered) if halves is not whole else self.halves
+        self.halves = MicrobatchStage.of(halves, lowered)
+        self.plain = MicrobatchStage.of(whole, lowered) if halves is not whole else self.halves
         self.prices = Prices(halves, lowered, self.halves.found, self.halves.at)
-        self._cuttable = Cuttable(self.prices, self.halves.found)
+        self._cuttable = CutPlaces(self.prices, self.halves.found)
         self.work = self._cuttable.work(lowered.request.count)
 
     @cached_property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> PipelineShapes:
         request = self.lowered.request
-        found = shapes_of(request, self.halves.found, self.work, self.sums)
-        return found if request.pp_splits else refined(found, self.work)
+        found = possible_shapes(request, self.halves.found, self.work, self.sums)
+        return found if request.pp_splits else refine_cuts(found, self.work)
 
-    def estimated(self, request: Request) -> Shapes:
+    def estimate_shapes(self, request: Request) -> PipelineShapes:
         """Shapes for another number of microbatches, estimated from the program lowered for this one."""
         times = self.prices.grown.times(begin(request).sizes)
-        return shapes_of(request, self.halves.found, self._cuttable.work(request.count, times), self.sums)
+        return possible_shapes(request, self.halves.found, self._cuttable.work(request.count, times), self.sums)
 
-    def cut(self, shape: Shape) -> Lowered:
+    def cut(self, shape: PipelineShape) -> LoweredProgram:
         axis = self.lowered.mesh.pipeline_axis
         assert axis is not None
-        own = self.halves if shape.halved else self.plain
+        own = self.halves if shape.halved_stages else self.plain
         return Cutter(self.lowered, axis.name, own, shape).run()
 
-    def within(self, shape: Shape, needed: int, budget: int) -> list[Shape]:
+    def shapes_within_budget(self, shape: PipelineShape, needed: int, budget: int) -> list[PipelineShape]:
         """Shapes with other cuts whose stages may hold no more than `budget` bytes, where this shape holds `needed`; the faster first."""
-        return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._held, needed, budget)]
+        return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._stage_bytes, needed, budget)]
 
-    def places(self, shape: Shape) -> Places:
+    def places(self, shape: PipelineShape) -> Places:
         """The stage of each value, and how many microbatches of it are in memory at once. (Its reader looks at whole backwards.)"""
-        placed = assigned(self.plain.found, shape.cuts, self.plain.at)
-        waiting = [max(1, round(count)) for count in waiting_of(shape)]
+        placed = assign_halves(self.plain.found, shape.cuts, self.plain.at)
+        waiting = [max(1, round(count)) for count in waiting_microbatches(shape)]
         return Places({node.name: half.stage for node, half in placed.items()}, shape.ranks, waiting)
 
     @cached_property
-    def _held(self) -> Held:
-        return Held.of(self.lowered, self.halves.found, self.halves.stage.keys())
+    def _stage_bytes(self) -> StageBytes:
+        return StageBytes.of(self.lowered, self.halves.found, self.halves.stage.keys())
 
 
 @dataclass(frozen=True)
-class Each:
+class MicrobatchStage:
     """The stage `each` of a microbatch, the dependence of its values, and the position of each that decides its pipeline stage."""
 
     stage: Stage
@@ -126,58 +136,58 @@ class Each:
     at: Mapping[Node, int]
 
     @classmethod
-    def of(cls, each: Stage, lowered: Lowered) -> Each:
+    def of(cls, each: Stage, lowered: LoweredProgram) -> MicrobatchStage:
         found = kinds(each.graph, each.keys())
         sums = sums_read(each.keys(), each.results())
-        return cls(each, found, positions(found, numbers(each.graph, lowered.joint.graph), sums))
+        return cls(each, found, positions(found, sequence_numbers(each.graph, lowered.joint.graph), sums))
 
 
 class Cutter:
     """Cuts the stages `before`, `each` and `after` in a given shape; the given stages are not changed."""
 
-    def __init__(self, lowered: Lowered, axis: str, each: Each, shape: Shape) -> None:
+    def __init__(self, lowered: LoweredProgram, axis: str, each: MicrobatchStage, shape: PipelineShape) -> None:
         self.lowered, self.axis, self.each, self.found, self.shape = lowered, axis, each.stage, each.found, shape
         self.ranks = shape.ranks
-        placed = assigned(each.found, shape.cuts, each.at)
-        self.placed = {**placed, **forwarded(each.found, placed, shape.ranks, lowered.mesh)}
+        placed = assign_halves(each.found, shape.cuts, each.at)
+        self.placed = {**placed, **choose_forwarded(each.found, placed, shape.ranks, lowered.mesh)}
 
-    def run(self) -> Lowered:
+    def run(self) -> LoweredProgram:
         lowered, shape = self.lowered, self.shape
         before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
-        parts = parts_of(each, after, self.placed, Half(len(self.ranks) - 1, FORWARD))
+        parts = microbatch_results(each, after, self.placed, Half(len(self.ranks) - 1, FORWARD))
         ways = self._ways(parts)
-        crossings = {names: flows(self.found, placed, _made(parts, placed)) for names, placed in ways.items()}
+        crossings = {names: flows(self.found, placed, _result_halves(parts, placed)) for names, placed in ways.items()}
         stages = self._halves(each, parts, ways, crossings)
-        refuse_elsewhere(stages, parts.made)
+        refuse_sums_of_other_stages(stages, parts.made)
         messages = messages_of(next(iter(crossings.values())), self.ranks, shape.actions)
         owners = Owners(lowered, stages, self.ranks, before)
         made = {whole[1]: self.ranks[half.stage] for key, (_, half) in parts.made.items() if (whole := whole_of(key))}
-        made, returned = owners.returned(parts.after, made)
-        late = self._late(parts.after, made, owners)
+        made, returned = owners.sum_moves(parts.after, made)
+        late = self._update_stages(parts.after, made, owners)
         early = before_ranks(before, [*stages, *late], self._rank_of, max(self.ranks) + 1)
         cut = {stage.name: stage for stage in (*early, *stages, *late)}
-        moves = tuple(owners.shared()), (*returned, *owners.written(shape))
+        moves = tuple(owners.parameter_moves()), (*returned, *owners.buffer_moves(shape))
         pipeline = Pipeline(self.axis, shape.schedule(messages), messages, owners.of, *moves)
         if shape.by_costs:
             pipeline = replace(pipeline, schedule=shape.schedule(messages, costs_of(pipeline, cut, lowered.mesh)))
         check(pipeline.schedule, messages, stages=len(self.ranks), microbatches=shape.microbatches, trains=shape.trains)
         return replace(lowered, stages=cut, schedule=(), pipeline=pipeline)
 
-    def _ways(self, parts: Parts) -> dict[Names, dict[Node, Half]]:
+    def _ways(self, parts: MicrobatchResults) -> dict[Names, dict[Node, Half]]:
         """Half of each node by the names of the halves' graphs: backward whole, and in two where the schedule wants that. The first entry
         includes forward."""
         found: dict[Names, Mapping[Node, Half]] = {}
         graphs = self.shape.graphs
-        if not self.shape.halved or any(name == "backward" for name, _ in graphs):
+        if not self.shape.halved_stages or any(name == "backward" for name, _ in graphs):
             found[((FORWARD, "forward"), (BACKWARD, "backward"))] = self.placed
-        if self.shape.halved:
+        if self.shape.halved_stages:
             names = ((BACKWARD, "input"), (WEIGHTS, "weight"))
-            placed = split_backward(self.found, self.placed, [node for node, _ in parts.made.values()], self.shape.halved)
+            placed = split_backward(self.found, self.placed, [node for node, _ in parts.made.values()], self.shape.halved_stages)
             found[names if found else ((FORWARD, "forward"), *names)] = placed
         return {names: {node: half for node, half in placed.items() if node not in parts.apart} for names, placed in found.items()}
 
     def _halves(
-        self, each: Stage, parts: Parts, ways: Mapping[Names, Mapping[Node, Half]], crossings: Mapping[Names, Flows]
+        self, each: Stage, parts: MicrobatchResults, ways: Mapping[Names, Mapping[Node, Half]], crossings: Mapping[Names, Flows]
     ) -> list[Stage]:
         """The stages that run once a microbatch."""
         split = Splitter(each.graph, each.keys())
@@ -193,12 +203,12 @@ class Cutter:
                     stages.append(split.stage(f"{name}_{stage}", results, {node: flow_of(node) for node in crossing.reads[half]}))
         return stages
 
-    def _late(self, after: Stage, made: Mapping[str, int], owners: Owners) -> list[Stage]:
+    def _update_stages(self, after: Stage, made: Mapping[str, int], owners: Owners) -> list[Stage]:
         """The stage of each rank after the last microbatch."""
         entering = {**made, **{key: rank for key, rank in owners.of.items() if key in after.inputs}}
         kept = {key: rank for key, rank in owners.of.items() if key in after.outputs}
         names = {name_of(key): rank for key, rank in owners.of.items() if is_a(key, "parameter")}
-        updates = place(after, entering, names, {node.name: name for node, name in self.lowered.joint.updates.items()})
+        updates = place_updates(after, entering, names, {node.name: name for node, name in self.lowered.joint.updates.items()})
         return cut_updates(after, updates, max(self.ranks) + 1, self.axis, kept)
 
     def _rank_of(self, stage: Stage) -> int:
@@ -206,6 +216,6 @@ class Cutter:
         return int(number) if kind == "after" else self.ranks[int(number)]
 
 
-def _made(parts: Parts, placed: Mapping[Node, Half]) -> Sequence[tuple[Node, Half]]:
+def _result_halves(parts: MicrobatchResults, placed: Mapping[Node, Half]) -> Sequence[tuple[Node, Half]]:
     """The results of a microbatch, each with the half that computes it."""
     return [(node, placed.get(node, half)) for node, half in parts.made.values()]

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
-from meshc.passes.lower.share_memory import words_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.lower.share_memory import possible_sharing
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute import within
 from meshc.program.steps import items_of
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Memory of the rank of a pipeline that needs most, and where its peak is: `F0.3, relu at model.py:12`.
 
     ranks  bytes of each rank;  cut  the cut program, kept only for the candidate that needs least so far
@@ -32,13 +32,13 @@ class Need:
     most: memory.RankBytes
     at: str
     ranks: tuple[int, ...] = ()
-    cut: Lowered | None = field(default=None, compare=False)
+    cut: LoweredProgram | None = field(default=None, compare=False)
 
 
 class DoesNotFit(PlanError):
     """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/refuse.py`)."""
 
-    def __init__(self, need: Need, request: Request) -> None:
+    def __init__(self, need: MemoryNeed, request: Request) -> None:
         most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
         source = "the device's memory" if said is None else f"Options(memory_budget={said})"
         super().__init__(
@@ -70,25 +70,25 @@ def may_hold(request: Request) -> int | None:
     return int(for_mesh(request.mesh).memory_bytes) if request.mesh.device_type == "cuda" else None
 
 
-def need_of(lowered: Lowered) -> Need:
+def memory_need(lowered: LoweredProgram) -> MemoryNeed:
     """The memory need of a program that is cut into stages."""
     program, pipeline = lowered.as_program(), lowered.pipeline
     assert pipeline is not None
-    ranks = memory.by_rank(program, words_of)  # the marks that the stages will have
+    ranks = memory.by_rank(program, possible_sharing)  # the marks that the stages will have
     most = max(ranks, key=lambda one: one.total)
     items = items_of(program, {pipeline.axis: most.rank})
     item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
     at, totals = f"{item}, {most.peak.at}", tuple(one.total for one in ranks)
-    return Need(pipeline.schedule.name or "the schedule", lowered.request.count, most, at, totals, lowered)
+    return MemoryNeed(pipeline.schedule.name or "the schedule", lowered.request.count, most, at, totals, lowered)
 
 
-def noted(found: list[Need], need: Need) -> list[Need]:
+def append_need(found: list[MemoryNeed], need: MemoryNeed) -> list[MemoryNeed]:
     """`found` with one more need; `cut` is kept only in the one that needs least."""
-    if found and least(found).most.total <= need.most.total:
+    if found and least_need(found).most.total <= need.most.total:
         return [*found, replace(need, cut=None)]
     return [*(replace(one, cut=None) for one in found), need]
 
 
-def least(found: list[Need]) -> Need:
+def least_need(found: list[MemoryNeed]) -> MemoryNeed:
     """The candidate that needs least."""
     return min(found, key=lambda need: need.most.total)

@@ -28,9 +28,9 @@ MOST_TRIED: Final = 64
 """Candidate values at most: those that would save most."""
 
 
-def forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Half]:
+def choose_forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], mesh: Mesh) -> dict[Node, Half]:
     """The values to send, each with the half that computes it: the first stage that needs it. `ranks`: of each stage."""
-    costs = Given(found, placed, ranks, mesh)
+    costs = ForwardingCost(found, placed, ranks, mesh)
     chosen: dict[Node, Half] = {}
     candidates = costs.candidates()
     best = costs.total_s(chosen) if candidates else 0.0
@@ -43,7 +43,7 @@ def forwarded(found: Kinds, placed: Mapping[Node, Half], ranks: Sequence[int], m
     return chosen
 
 
-class Given:
+class ForwardingCost:
     """Cost of values of inputs alone in one microbatch.
 
     takes  seconds of each operator

@@ -22,7 +22,7 @@ from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.passes.stages.stage_assignment import kinds
 from meshc.program.program import Port, Stage
 
@@ -30,7 +30,7 @@ SHARE = 0.5
 """Share of memory for parameters, state, whole parameters and whole gradients; activations need the rest."""
 
 
-def gathers_once(phase: Outset, inputs: Sequence[Port]) -> bool:
+def gathers_once(phase: CompilationPhase, inputs: Sequence[Port]) -> bool:
     """Whether a pipeline's stages keep their parameters gathered, by the memory that this is expected to take."""
     axis = phase.mesh.pipeline_axis
     if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
@@ -61,11 +61,11 @@ def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
     split = Splitter(each.graph, keys)
     given = {node: key_of("gathered", node.name) for node in gathers}
     made = split.stage("before", {key: node for node, key in given.items()}, {})
-    before = _joined(stages["before"], made) if "before" in stages else made
+    before = _join_stages(stages["before"], made) if "before" in stages else made
     return {**stages, "before": before, "each": split.stage("each", results, given)}
 
 
-def _joined(one: Stage, other: Stage) -> Stage:
+def _join_stages(one: Stage, other: Stage) -> Stage:
     """Both stages as one; an input of both enters once."""
     graph = Graph()
     entered: dict[str, Node] = {}

@@ -36,7 +36,7 @@ aten = torch.ops.aten
 WEIGHTS: Final = "W"
 
 
-def weights_apart(each: Stage) -> Stage:
+def split_convolution_backwards(each: Stage) -> Stage:
     """A copy of the stage with each convolution's backward in two where both are read; the stage itself if there is none."""
     if not any(_makes_both(node) for node in each.graph.nodes):
         return each

@@ -14,8 +14,8 @@ from torch.fx import Node
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, records
 from meshc.ir.keys import is_a, key_of, name_of
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.stages.shape import Shape
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.stages.shape import PipelineShape
 from meshc.passes.stages.updates import ALL
 from meshc.pipelining.cut import Move
 from meshc.program.program import Stage
@@ -24,7 +24,7 @@ from meshc.program.program import Stage
 class Owners:
     """`of`: owner's rank by key of a parameter, its state and gradient. `ranks`: of each stage. `before`: the stage before microbatches."""
 
-    def __init__(self, lowered: Lowered, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
+    def __init__(self, lowered: LoweredProgram, stages: Sequence[Stage], ranks: Sequence[int], before: Stage | None) -> None:
         self.lowered, self.stages, self.ranks = lowered, stages, ranks
         self._behind = {} if before is None else _read_for(before)
         self.of = self._owners()
@@ -45,7 +45,7 @@ class Owners:
                 owners[port.key] = owners[of]
         return owners
 
-    def shared(self) -> list[Move]:
+    def parameter_moves(self) -> list[Move]:
         """Moves of parameters to their other readers before the first microbatch."""
         wanted: dict[Move, None] = {}
         for stage in self.stages:
@@ -55,7 +55,7 @@ class Owners:
                     wanted[Move(key, self.of[key], rank)] = None
         return list(wanted)
 
-    def returned(self, after: Stage, made: Mapping[str, int]) -> tuple[dict[str, int], list[Move]]:
+    def sum_moves(self, after: Stage, made: Mapping[str, int]) -> tuple[dict[str, int], list[Move]]:
         """Rank of each sum when the update begins, and the moves that this needs: to the owner of the sum's parameter, or to all ranks if
         the sum is for parameters of several."""
         settled = dict(made)
@@ -80,7 +80,7 @@ class Owners:
                     moves.append(Move(key, here, settled[key]))
         return settled, moves
 
-    def written(self, shape: Shape) -> list[Move]:
+    def buffer_moves(self, shape: PipelineShape) -> list[Move]:
         """Moves of buffers that microbatches write, from the stage that writes them to all ranks. Raises PlanError if another stage reads
         such a buffer, or its microbatches run out of order."""
         moves = []

@@ -28,7 +28,7 @@ WHOLE: Final = "B"
 
 
 @dataclass(frozen=True)
-class Spent:
+class StageSeconds:
     """Seconds of the stages between any two positions in one half.
 
     before  seconds of the operators before each position
@@ -54,7 +54,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """Seconds of stages and messages, for one number of microbatches.
 
     points  positions: the beginning, those of candidate cuts, the end
@@ -63,7 +63,7 @@ class Work:
     """
 
     points: tuple[int, ...]
-    halves: Mapping[str, Spent]
+    halves: Mapping[str, StageSeconds]
     send_s: Sequence[float]
 
     def costs(self, cuts: Sequence[int]) -> Costs:
@@ -96,7 +96,7 @@ class Work:
         return {}
 
 
-class Cuttable:
+class CutPlaces:
     """Candidate cuts of a microbatch, and the seconds of stages for any number of microbatches."""
 
     def __init__(self, prices: Prices, found: Kinds) -> None:
@@ -109,22 +109,22 @@ class Cuttable:
             places = sorted(sorted(places, key=lambda i: (*self._crossing[i], i))[:MOST_PLACES])
         self.points = (0, *places, len(self.order))
 
-    def work(self, microbatches: int, times: float = 1.0) -> Work:
+    def work(self, microbatches: int, times: float = 1.0) -> StageWork:
         """The seconds of stages. `times`: rows of a microbatch, relative to the microbatch of this graph."""
-        plain, halved = self.prices.played(times, False), self.prices.played(times, True)
-        into = self.prices.into_wholes(microbatches, times)
-        halves = {op: self._spent((op,), halved, into) for op in HALVES} if self.trains else {}
-        halves["F"] = self._spent(("F",), plain, into)
+        plain, halved = self.prices.played_seconds(times, False), self.prices.played_seconds(times, True)
+        into = self.prices.accumulation_seconds(microbatches, times)
+        halves = {op: self._stage_seconds((op,), halved, into) for op in HALVES} if self.trains else {}
+        halves["F"] = self._stage_seconds(("F",), plain, into)
         if self.trains:
-            halves[WHOLE] = self._spent(HALVES[1:], plain, into)
+            halves[WHOLE] = self._stage_seconds(HALVES[1:], plain, into)
         prices = self.prices
         wire = link_of(prices.mesh, [prices.axis], prices.device)
         send_s = [
             max(0, count - 1) * wire.latency_s + send_seconds(times * size, wire) if count else 0.0 for size, count in self._crossing
         ]
-        return Work(self.points, halves, send_s)
+        return StageWork(self.points, halves, send_s)
 
-    def _spent(self, ops: Sequence[str], takes: Mapping[Node, float], into: Sequence[tuple[Node, float]]) -> Spent:
+    def _stage_seconds(self, ops: Sequence[str], takes: Mapping[Node, float], into: Sequence[tuple[Node, float]]) -> StageSeconds:
         prices = self.prices
         own = np.zeros(len(self.order))
         pairs: list[tuple[int, int, float]] = []
@@ -140,7 +140,7 @@ class Cuttable:
                 own[place] += takes[shared.node]
             pairs += [(a, b, takes[shared.node]) for a, b in zip(readers, readers[1:], strict=False)]
         columns = np.array(pairs, dtype=float).reshape(-1, 3)
-        return Spent(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
+        return StageSeconds(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
 
 
 def _inside_experts(order: Sequence[Node]) -> list[int]:

@@ -28,11 +28,11 @@ from meshc.ir import is_getitem, is_tensor, local_bytes, record, records, value_
 from meshc.ir.graph import made_of
 from meshc.ir.sharding import Part, local_size
 from meshc.ir.spmd import MICROBATCH, is_collective
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.stages.flows import worth_keeping
 from meshc.passes.stages.halves import WEIGHTS, split_backward
-from meshc.passes.stages.stage_assignment import FORWARD, Kinds, assigned
-from meshc.passes.stages.tied import adds_alike
+from meshc.passes.stages.stage_assignment import FORWARD, Kinds, assign_halves
+from meshc.passes.stages.tied import adds_same_shapes
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
 
@@ -44,7 +44,7 @@ ORDER: Final = {op: turn for turn, op in enumerate(HALVES)}
 
 
 @dataclass(frozen=True)
-class Shared:
+class ReplicatedNode:
     """A node that every reading stage computes. `readers`: positions of its readers by half, ascending."""
 
     node: Node
@@ -60,12 +60,12 @@ class Prices:
     shared   nodes without a half that take time
     """
 
-    def __init__(self, each: Stage, lowered: Lowered, found: Kinds, at: Mapping[Node, int]) -> None:
+    def __init__(self, each: Stage, lowered: LoweredProgram, found: Kinds, at: Mapping[Node, int]) -> None:
         self.each, self.found, self.at, self.mesh = each, found, at, lowered.mesh
         self.device: Device = for_mesh(lowered.mesh)
-        self.grown = Grown(each, lowered.sizes)
+        self.grown = MicrobatchRows(each, lowered.sizes)
         ends = [node for node in found.backward if not any(user.op != "output" for user in node.users)]
-        split = split_backward(found, assigned(found, (), at), ends, (0,))
+        split = split_backward(found, assign_halves(found, (), at), ends, (0,))
         self.half = {node: half.op if half.op in (FORWARD, WEIGHTS) else INPUTS for node, half in split.items()}
         self._nodes = [node for node in each.graph.nodes if node.op == "call_function"]
         self._prices: dict[Node, Price] = {
@@ -80,7 +80,7 @@ class Prices:
 
     def _terms(self, node: Node) -> Iterator[Node]:
         """The terms of a part that are accumulated: if several stages may compute terms of an addition, each of these."""
-        if adds_alike(node) and len({self.at[operand] for operand in node.all_input_nodes if operand in self.at}) > 1:
+        if adds_same_shapes(node) and len({self.at[operand] for operand in node.all_input_nodes if operand in self.at}) > 1:
             self._apart.add(node)
             for operand in node.all_input_nodes:
                 yield from self._terms(operand)
@@ -88,7 +88,7 @@ class Prices:
             yield node
 
     @cached_property
-    def shared(self) -> tuple[Shared, ...]:
+    def shared(self) -> tuple[ReplicatedNode, ...]:
         readers: dict[Node, dict[str, set[int]]] = {}
         loose = self.found.learned | self.found.given
         for node in reversed(self._nodes):
@@ -104,9 +104,9 @@ class Prices:
             if node in self.found.given and mine and self._is_kept(node, mine):
                 mine = {min(mine, key=ORDER.__getitem__): {min(min(places) for places in mine.values())}}
             readers[node] = mine
-        takes = self.alone(1.0)
+        takes = self.separate_seconds(1.0)
         return tuple(
-            Shared(node, {op: tuple(sorted(places)) for op, places in mine.items()})
+            ReplicatedNode(node, {op: tuple(sorted(places)) for op, places in mine.items()})
             for node, mine in readers.items() if takes[node] and mine
         )
 
@@ -123,7 +123,7 @@ class Prices:
 
     @cached_property
     def _once(self) -> dict[Node, float]:
-        return self.alone(1.0)
+        return self.separate_seconds(1.0)
 
     @property
     def axis(self) -> str:
@@ -131,7 +131,7 @@ class Prices:
         assert axis is not None
         return axis.name
 
-    def alone(self, times: float) -> dict[Node, float]:
+    def separate_seconds(self, times: float) -> dict[Node, float]:
         """Seconds of each call with nothing else on the link, for `times` as many rows."""
         return {
             node: self._prices[node].seconds(times) if node in self._prices
@@ -139,10 +139,10 @@ class Prices:
             for node in self._nodes
         }  # fmt: skip
 
-    def played(self, times: float, halved: bool) -> dict[Node, float]:
+    def played_seconds(self, times: float, halved: bool) -> dict[Node, float]:
         """Seconds of each operator, and of each collective the rank's wait for it, with backward in one piece or in two halves. An addition
         over stages takes none: its terms are accumulated."""
-        takes = self.alone(times) | dict.fromkeys(self._apart, 0.0)
+        takes = self.separate_seconds(times) | dict.fromkeys(self._apart, 0.0)
         exchanges = [node for node in self._nodes if is_collective(node.target) and takes[node]]
         if exchanges:
             clock = Clock(contention=self.device.contention, uneven=self.device.uneven)
@@ -174,7 +174,7 @@ class Prices:
                 found[node] = min((ORDER[self.half[user]] if user in self.half else found.get(user, 0) for user in node.users), default=0)
         return found
 
-    def into_wholes(self, microbatches: int, times: float) -> list[tuple[Node, float]]:
+    def accumulation_seconds(self, microbatches: int, times: float) -> list[tuple[Node, float]]:
         """Seconds of adding each term to its sum, with the node that computes the term."""
         found = []
         for way, term in self.parts:
@@ -184,7 +184,7 @@ class Prices:
         return found
 
 
-class Grown:
+class MicrobatchRows:
     """The values that have the rows of a microbatch, and so scale with them."""
 
     def __init__(self, each: Stage, sizes: Mapping[str, int]) -> None:

@@ -15,12 +15,12 @@ from meshc.errors import CompileError, PlanError
 from meshc.ir import records
 from meshc.passes import schedules
 from meshc.passes.phases.request import Request
-from meshc.passes.schedules.kind import Kind, Lists
-from meshc.passes.stages.attempt import Refused, attempt
+from meshc.passes.schedules.kind import Lists, ScheduleKind
+from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.balance import SLACK, ways_to_cut
-from meshc.passes.stages.places import Work
+from meshc.passes.stages.places import StageWork
 from meshc.passes.stages.stage_assignment import Kinds
-from meshc.passes.stages.whole_sums import refuse_early
+from meshc.passes.stages.whole_sums import refuse_early_backward
 from meshc.pipelining.cut import STAGE_NAMES
 from meshc.pipelining.rehearsed import Rehearsed
 from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
@@ -53,7 +53,7 @@ ACTIONS: Final = 20_000
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     """Cuts, ranks and schedule of a pipeline.
 
     cuts   positions among the forward half's operators
@@ -63,7 +63,7 @@ class Shape:
 
     cuts: tuple[int, ...]
     ranks: tuple[int, ...]
-    kind: Kind | str
+    kind: ScheduleKind | str
     microbatches: int
     trains: bool
 
@@ -74,10 +74,10 @@ class Shape:
     @property
     def by_costs(self) -> bool:
         """Whether the lists depend on the stages' seconds."""
-        return isinstance(self.kind, Kind) and self.kind.by_costs
+        return isinstance(self.kind, ScheduleKind) and self.kind.by_costs
 
     @cached_property
-    def halved(self) -> frozenset[int]:
+    def halved_stages(self) -> frozenset[int]:
         """Stages with a backward in two halves."""
         return frozenset(stage for name, stage in self.graphs if name == "weight")
 
@@ -98,73 +98,73 @@ class Shape:
         ranks = max(self.ranks) + 1
         return connect(self.kind.lists(ranks, len(self.ranks), self.microbatches, costs), links, self.kind.name)
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StageWork) -> float:
         """Estimated seconds of the microbatches."""
         costs, links = work.costs(self.cuts), chain(len(self.ranks))
-        played = Rehearsed(self.schedule(links, costs)) if self.by_costs else _rehearsed(replace(self, cuts=()), links)
+        played = Rehearsed(self.schedule(links, costs)) if self.by_costs else _rehearse(replace(self, cuts=()), links)
         return played.makespan_s(costs)
 
 
 @lru_cache(maxsize=64)
-def _rehearsed(shape: Shape, links: frozenset[Link]) -> Rehearsed:
+def _rehearse(shape: PipelineShape, links: frozenset[Link]) -> Rehearsed:
     """The simulated schedule of a shape whose lists do not depend on costs; memoised for all cuts."""
     return Rehearsed(shape.schedule(links))
 
 
 @dataclass(frozen=True)
-class Shapes:
+class PipelineShapes:
     """Candidate shapes.
 
     can     possible shapes with their estimated seconds, at least one, the fastest first
     cannot  refused schedules by name, each with its error
     """
 
-    can: tuple[tuple[Shape, float], ...]
-    cannot: Mapping[str, Refused] = field(default_factory=dict)
+    can: tuple[tuple[PipelineShape, float], ...]
+    cannot: Mapping[str, Refusal] = field(default_factory=dict)
 
 
-def shapes_of(request: Request, found: Kinds, work: Work, sums: bool = False) -> Shapes:
+def possible_shapes(request: Request, found: Kinds, work: StageWork, sums: bool = False) -> PipelineShapes:
     """The schedule that the user asked for, else all of them, each with the cuts into stages of equal time that are fastest under it.
     `sums`: whether backward reads sums over all microbatches."""
     trains = bool(found.backward)
     named = _named_cuts(request, found) if request.pp_splits else None
-    stages = _asked_stages(request, named)
+    stages = _requested_stages(request, named)
     balanced = cache(partial(_balanced_cuts, work))
 
-    def shaped(kind: Kind | str) -> tuple[Shape, float]:
+    def fastest_shape(kind: ScheduleKind | str) -> tuple[PipelineShape, float]:
         ranks = _ranks(request, kind, stages)
-        ways = balanced(len(ranks), isinstance(kind, Kind) and kind.splits_backward) if named is None else (named,)
-        made = [Shape(cuts, ranks, kind, request.count, trains) for cuts in ways]
+        ways = balanced(len(ranks), isinstance(kind, ScheduleKind) and kind.splits_backward) if named is None else (named,)
+        made = [PipelineShape(cuts, ranks, kind, request.count, trains) for cuts in ways]
         if sums:
-            refuse_early(made[0].name, made[0].actions)
+            refuse_early_backward(made[0].name, made[0].actions)
         return fastest(made, work)
 
     if request.schedule is not None:
-        return Shapes((shaped(_asked(request.schedule, trains, stages, request)),))
-    can: list[tuple[Shape, float]] = []
-    cannot: dict[str, Refused] = {}
+        return PipelineShapes((fastest_shape(_requested_schedule(request.schedule, trains, stages, request)),))
+    can: list[tuple[PipelineShape, float]] = []
+    cannot: dict[str, Refusal] = {}
     for name in schedules.names():
         kind = schedules.get(name)
         if kind.trains == trains:
-            made = attempt(partial(shaped, kind))
-            if isinstance(made, Refused):  # too few places, stages or microbatches for this schedule
+            made = attempt(partial(fastest_shape, kind))
+            if isinstance(made, Refusal):  # too few places, stages or microbatches for this schedule
                 cannot[name] = made
             else:
                 can.append(made)
     if not can:
         raise cannot["1f1b" if trains else "inference"].error
-    return Shapes(tuple(sorted(can, key=lambda one: one[1])), cannot)
+    return PipelineShapes(tuple(sorted(can, key=lambda one: one[1])), cannot)
 
 
-def refined(shapes: Shapes, work: Work) -> Shapes:
+def refine_cuts(shapes: PipelineShapes, work: StageWork) -> PipelineShapes:
     """The shapes with the cuts of the fastest refined by local search."""
     best = shapes.can[0][1]
     near = [one for one in shapes.can if one[1] <= best * (1 + NEAR)][:REFINED]
-    moved = [_moved(shape, work) for shape, _ in near]
+    moved = [_move_cuts(shape, work) for shape, _ in near]
     return replace(shapes, can=tuple(sorted((*moved, *(one for one in shapes.can if one not in near)), key=lambda one: one[1])))
 
 
-def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
+def _move_cuts(shape: PipelineShape, work: StageWork) -> tuple[PipelineShape, float]:
     """Local search over cuts: each is tried at points spread between its neighbours, then moved by smaller and smaller distances. The lists
     of the ranks are rebuilt only at the end. Ranks keep almost equal work, since work once a call, and memory, follow it."""
     first = work.costs(shape.cuts)
@@ -195,7 +195,7 @@ def _moved(shape: Shape, work: Work) -> tuple[Shape, float]:
     return fastest([shape, other], work)
 
 
-def fastest(shapes: Sequence[Shape], work: Work) -> tuple[Shape, float]:
+def fastest(shapes: Sequence[PipelineShape], work: StageWork) -> tuple[PipelineShape, float]:
     """The fastest of several cuts under one schedule, with its seconds; cuts that send more must be clearly faster."""
     least = min(work.messages_s(shape.cuts) for shape in shapes)
     return min(((shape, shape.seconds(work)) for shape in shapes), key=lambda one: one[1] * _toll(work.messages_s(one[0].cuts), least))
@@ -206,16 +206,16 @@ def _toll(messages_s: float, least_s: float) -> float:
     return 1.0 + TOLL * messages_s / least_s if least_s else 1.0
 
 
-def _busiest(shape: Shape, costs: Costs) -> float:
+def _busiest(shape: PipelineShape, costs: Costs) -> float:
     """Seconds of computation per microbatch of the busiest rank."""
-    ops = [op for op in ("F", *(("I", "W") if shape.halved else ("B",))) if (op, 0) in costs.seconds]
+    ops = [op for op in ("F", *(("I", "W") if shape.halved_stages else ("B",))) if (op, 0) in costs.seconds]
     own: dict[int, float] = defaultdict(float)
     for stage, rank in enumerate(shape.ranks):
         own[rank] += sum(costs.seconds[op, stage] for op in ops)
     return max(own.values())
 
 
-def _ranks(request: Request, kind: Kind | str, stages: int | None) -> tuple[int, ...]:
+def _ranks(request: Request, kind: ScheduleKind | str, stages: int | None) -> tuple[int, ...]:
     """The rank of each stage. `stages`: their number, if the user gave it."""
     count, axis = request.count, request.mesh.pipeline_axis
     assert axis is not None
@@ -236,7 +236,7 @@ def _ranks(request: Request, kind: Kind | str, stages: int | None) -> tuple[int,
     return tuple(owner[stage] for stage in range(stages))
 
 
-def _asked_stages(request: Request, named: tuple[int, ...] | None) -> int | None:
+def _requested_stages(request: Request, named: tuple[int, ...] | None) -> int | None:
     """Number of stages that the user requested, by modules or by stages per rank; None: the schedule decides."""
     axis, each = request.mesh.pipeline_axis, request.stages_per_rank
     assert axis is not None
@@ -248,7 +248,7 @@ def _asked_stages(request: Request, named: tuple[int, ...] | None) -> int | None
     return len(named) + 1 if named is not None else None if each is None else each * axis.size
 
 
-def _asked(schedule: str | Lists, trains: bool, stages: int | None, request: Request) -> Kind | str:
+def _requested_schedule(schedule: str | Lists, trains: bool, stages: int | None, request: Request) -> ScheduleKind | str:
     """The requested schedule: its kind, by name or function, or the user's text."""
     if not isinstance(schedule, str):
         axis = request.mesh.pipeline_axis
@@ -284,7 +284,7 @@ def _inside(module: str, name: str) -> bool:
     return module == name or module.startswith(name + ".") or fnmatchcase(module, name)
 
 
-def _balanced_cuts(work: Work, stages: int, halved: bool) -> tuple[tuple[int, ...], ...]:
+def _balanced_cuts(work: StageWork, stages: int, halved: bool) -> tuple[tuple[int, ...], ...]:
     """Candidate cuts into stages of equal time, those that send less first."""
     table = work.seconds(halved)
     waiting = table + 2 * (work.sends[:, None] + work.sends[None, :])  # with few microbatches messages count like operators

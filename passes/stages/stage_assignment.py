@@ -115,7 +115,7 @@ def positions(found: Kinds, numbers: Mapping[Node, int], parts: Mapping[Node, No
     return known
 
 
-def assigned(found: Kinds, cuts: Sequence[int], at: Mapping[Node, int]) -> dict[Node, Half]:
+def assign_halves(found: Kinds, cuts: Sequence[int], at: Mapping[Node, int]) -> dict[Node, Half]:
     """The half of each node that has one.
 
     cuts  positions in `found.forward` at which stages 1, 2, ... begin
@@ -132,7 +132,7 @@ def sums_read(keys: Mapping[Node, str], results: Mapping[str, Node]) -> dict[Nod
     return {node: made[key] for node, key in keys.items() if key in made}
 
 
-def numbers(graph: Graph, whole: Graph) -> dict[Node, int]:
+def sequence_numbers(graph: Graph, whole: Graph) -> dict[Node, int]:
     """`seq_nr` of each node of a per-rank graph, from its global-view value."""
     known = {node.name: node.meta["seq_nr"] for node in whole.nodes if node.meta.get("seq_nr") is not None}
     return {

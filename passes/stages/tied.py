@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Parts:
+class MicrobatchResults:
     """Results of a microbatch by key, each with the half that computes it; the stage after the last microbatch; additions left out."""
 
     made: dict[str, tuple[Node, Half]]
@@ -30,27 +30,27 @@ class Parts:
     apart: set[Node] = field(default_factory=set)
 
 
-def parts_of(each: Stage, after: Stage, placed: Mapping[Node, Half], end: Half) -> Parts:
+def microbatch_results(each: Stage, after: Stage, placed: Mapping[Node, Half], end: Half) -> MicrobatchResults:
     """The results of a microbatch, sums over several stages split into terms. `end`: the half of results without one."""
-    found = Parts({}, after)
+    found = MicrobatchResults({}, after)
     for key, node in each.results().items():
         terms = _terms(node, placed) if is_a(key, "part") else [node]
         for term in terms:
             found.made[key_of("part", term.name) if len(terms) > 1 else key] = (term, placed.get(term, end))
         if len(terms) > 1:
             _leave_out(node, terms, found.apart)
-            found.after = _summed_apart(found.after, key_of("sum", name_of(key)), [key_of("sum", term.name) for term in terms])
+            found.after = _add_terms_after(found.after, key_of("sum", name_of(key)), [key_of("sum", term.name) for term in terms])
     return found
 
 
 def _terms(node: Node, placed: Mapping[Node, Half]) -> list[Node]:
     """The terms of a sum by stages: gradients of a tied parameter travel once a call, not with every microbatch."""
-    if not adds_alike(node) or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
+    if not adds_same_shapes(node) or len({placed[x] for x in node.all_input_nodes if x in placed}) < 2:
         return [node]
     return [term for operand in node.args for term in _terms(operand, placed)]  # type: ignore[arg-type]
 
 
-def adds_alike(node: Node) -> bool:
+def adds_same_shapes(node: Node) -> bool:
     """Whether a node adds up tensors of its own shape."""
     if node.target is not aten.add.Tensor or node.kwargs:
         return False
@@ -65,7 +65,7 @@ def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
             _leave_out(operand, terms, apart)
 
 
-def _summed_apart(after: Stage, key: str, terms: Sequence[str]) -> Stage:
+def _add_terms_after(after: Stage, key: str, terms: Sequence[str]) -> Stage:
     """A copy of `after` in which a sum enters as several terms, which it adds up."""
     graph = copied(after.graph)
     entered = placeholders(graph)

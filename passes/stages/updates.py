@@ -37,7 +37,7 @@ class Updates:
     totals: dict[Node, list[Node]] = field(default_factory=dict)  # sums over ranks, and what each adds up
 
 
-def place(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], labels: Mapping[str, str]) -> Updates:
+def place_updates(stage: Stage, entering: Mapping[str, int], owners: Mapping[str, int], labels: Mapping[str, str]) -> Updates:
     """The homes of a stage's nodes. Raises CompileError if values of several ranks are mixed by another operator than an addition.
 
     entering  rank of each key that enters: parameters, states, sums

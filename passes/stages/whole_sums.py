@@ -24,7 +24,7 @@ def reads_sums(each: Stage) -> bool:
     return any(is_a(key, *ADDED) for key in each.inputs)
 
 
-def refuse_early(name: str, actions: Sequence[Sequence[Action]]) -> None:
+def refuse_early_backward(name: str, actions: Sequence[Sequence[Action]]) -> None:
     """Raises ScheduleError unless each stage's forwards all run before its first backward."""
     for items in actions:
         for stage in {item.stage for item in items}:
@@ -36,7 +36,7 @@ def refuse_early(name: str, actions: Sequence[Sequence[Action]]) -> None:
                 )
 
 
-def refuse_elsewhere(stages: Sequence[Stage], made: Mapping[str, tuple[Node, Half]]) -> None:
+def refuse_sums_of_other_stages(stages: Sequence[Stage], made: Mapping[str, tuple[Node, Half]]) -> None:
     """Raises CompileError if a stage reads a sum that another stage computes. `made`: node and half by key of a part."""
     halves = {whole[1]: half for key, (_, half) in made.items() if (whole := whole_of(key))}
     for stage in stages:

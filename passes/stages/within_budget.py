@@ -19,10 +19,10 @@ from torch.fx import Node
 from meshc.cost import memory
 from meshc.ir import is_tensor, local_bytes, record, records
 from meshc.ir.keys import is_a
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.stages.balance import Numbers, best_cuts, least_cuts
-from meshc.passes.stages.places import Work
-from meshc.passes.stages.shape import Shape
+from meshc.passes.stages.places import StageWork
+from meshc.passes.stages.shape import PipelineShape
 from meshc.passes.stages.stage_assignment import Kinds
 from meshc.pipelining.activations import held
 from meshc.program.packing import is_view
@@ -32,7 +32,7 @@ MARGIN: Final = 0.98
 
 
 @dataclass(frozen=True)
-class Held:
+class StageBytes:
     """Estimated bytes of stages, cumulative over the forward operators.
 
     kept   bytes of parameters, their gradients and state, by first reader, before each position
@@ -43,7 +43,7 @@ class Held:
     saved: tuple[float, ...]
 
     @classmethod
-    def of(cls, lowered: Lowered, found: Kinds, keys: Mapping[Node, str]) -> Held:
+    def of(cls, lowered: LoweredProgram, found: Kinds, keys: Mapping[Node, str]) -> StageBytes:
         position = {node: i for i, node in enumerate(found.forward)}
         kept, saved = [0.0] * len(position), [0.0] * len(position)
         inputs = lowered.inputs
@@ -80,23 +80,23 @@ class Held:
         return before[None, :] - before[:, None]
 
 
-def cuts_within(shape: Shape, work: Work, has: Held, needed: int, budget: int) -> list[tuple[int, ...]]:
+def cuts_within(shape: PipelineShape, work: StageWork, has: StageBytes, needed: int, budget: int) -> list[tuple[int, ...]]:
     """Cuts that may need no more than `budget` bytes, the faster first. `needed`: bytes of a rank under the shape's own cuts."""
     stages = range(len(shape.ranks))
-    waiting = waiting_of(shape)
+    waiting = waiting_microbatches(shape)
     share = [shape.ranks.count(rank) for rank in shape.ranks]
     ends = [0, *shape.cuts, work.points[-1]]
     own = [has.bytes(ends[k], ends[k + 1], waiting[k]) for k in stages]
     estimate = max(sum(own[k] for k in stages if shape.ranks[k] == rank) for rank in shape.ranks)
     limit = MARGIN * budget * estimate / max(needed, 1)
     sizes = [share[k] * has.table(work.points, waiting[k]) for k in stages]
-    fast = best_cuts(work.seconds(bool(shape.halved)), work.sends, len(stages), [size <= limit for size in sizes])
+    fast = best_cuts(work.seconds(bool(shape.halved_stages)), work.sends, len(stages), [size <= limit for size in sizes])
     small = least_cuts(len(stages), sizes)
     found = [tuple(work.points[point] for point in points) for points, _ in filter(None, (fast, small))]
     return [cuts for cuts in dict.fromkeys(found) if cuts != shape.cuts]
 
 
-def waiting_of(shape: Shape) -> list[float]:
+def waiting_microbatches(shape: PipelineShape) -> list[float]:
     """For each stage, the most microbatches between its forward and its backward."""
     stages = range(len(shape.ranks))
     lists = shape.actions

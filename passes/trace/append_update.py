@@ -17,40 +17,42 @@ import torch
 from torch.fx import Node
 
 from meshc.errors import CompileError
-from meshc.frontend.listed_experts import unchosen
+from meshc.frontend.listed_experts import unchosen_parameters
 from meshc.ir import record
 from meshc.ir.graph import give
 from meshc.ir.keys import key_of
 from meshc.optimizer.keeping import kept_update
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import MASTER, SUM
-from meshc.passes.depth.slice import sliced
+from meshc.passes.depth.slice import slice_layers
 from meshc.passes.depth.standing import whole_names
-from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.phases.traced import Joint, TracedModel
 from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.bias_updates import bias_updates
 from meshc.passes.trace.gradients import Gradients, group_of
-from meshc.passes.trace.keep_unchosen import Unchosen, of_zeros, rows_of_clusters
+from meshc.passes.trace.keep_unchosen import UnchosenExperts, rows_of_clusters, zero_gradient_notes
 from meshc.program.program import Port
 
 aten = torch.ops.aten
 meshc = torch.ops.meshc
 
 
-def append_update(traced: Traced) -> Traced:
+def append_update(traced: TracedModel) -> TracedModel:
     """Appends norm, clipping and optimizer; without an optimizer, gradients stay the program's outputs."""
     spec, joint = traced.request.optimizer, traced.operators()
     if spec is None:
-        return traced.noting(*of_zeros(traced.request.module, [port.name for port in joint.outputs if port.kind == "gradient"]))
+        return traced.with_notes(
+            *zero_gradient_notes(traced.request.module, [port.name for port in joint.outputs if port.kind == "gradient"])
+        )
     graph, inputs, updates = joint.graph, list(joint.inputs), dict[Node, str]()
     add = Appender(graph, "update")
     entered = joint.placeholders()
     results = list(zip(joint.outputs, joint.results(), strict=True))
     kept = [(port, node) for port, node in results if port.kind != "gradient"]
     gradients = {port.name: node for port, node in results if port.kind == "gradient"}
-    with sliced(traced.request.module, traced.depth):
+    with slice_layers(traced.request.module, traced.depth):
         modules = dict(traced.request.module.named_parameters())
-        uncalled = unchosen(traced.request.module)
+        uncalled = unchosen_parameters(traced.request.module)
         step, model = traced.request.expert_bias_update, traced.request.module
         kept += [] if step is None else bias_updates(model, step, entered, kept, add.call)
     if not gradients:
@@ -61,21 +63,21 @@ def append_update(traced: Traced) -> Traced:
     _refuse_strange(spec, gradients, modules)
     _refuse_idle(spec, gradients, modules)
     if traced.request.adds:
-        kept += found.added(gradients)
-        return _finished(traced, joint, inputs, kept, found)
+        kept += found.accumulated_sums(gradients)
+        return _with_results(traced, joint, inputs, kept, found)
     coefficients = found.coefficients(gradients, total)
     numbers = _number_inputs(add, inputs, spec)
     unwritten: dict[str, str] = {}
     clusters = rows_of_clusters(model, uncalled, entered, traced.parts is not None)
-    experts = Unchosen(add.call, uncalled, kept, clusters)
+    experts = UnchosenExperts(add.call, uncalled, kept, clusters)
     for name, gradient in gradients.items():
         parameter = modules[name]
         group = group_of(spec, parameter)
         if group is None:
             continue
         before = len(add.made)
-        gradient = found.clipped(name, gradient, coefficients)
-        sums = found.emptied(name)
+        gradient = found.clip(name, gradient, coefficients)
+        sums = found.zeroed_sums(name)
         mine = entered[key_of("parameter", name)]
         state = _state_inputs(add, inputs, name, parameter, group)
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
@@ -83,7 +85,7 @@ def append_update(traced: Traced) -> Traced:
         after |= sums
         if new is mine:
             unwritten[name] = group.optimizer
-        new, after = experts.kept(name, mine, new, state, after)
+        new, after = experts.keep_state(name, mine, new, state, after)
         kept.append((Port("parameter", name, tuple(parameter.shape), parameter.dtype, of=name), new))
         for slot in group.slots_of(parameter):
             value = after[slot.name]
@@ -92,11 +94,11 @@ def append_update(traced: Traced) -> Traced:
             if node.target is not operator.getitem:
                 updates[node] = name
     _refuse_unwritten(unwritten)
-    noted = traced.noting(*_strangers(spec, gradients, modules, traced), *_without_masters(spec))
-    return _finished(noted, joint, inputs, kept, found)
+    noted = traced.with_notes(*_foreign_parameter_notes(spec, gradients, modules, traced), *_without_masters(spec))
+    return _with_results(noted, joint, inputs, kept, found)
 
 
-def _finished(traced: Traced, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> Traced:
+def _with_results(traced: TracedModel, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> TracedModel:
     """The phase with a joint graph whose results are `kept`."""
     give(joint.graph, (node for _, node in kept))
     outputs = tuple(port for port, _ in kept)
@@ -106,7 +108,7 @@ def _finished(traced: Traced, joint: Joint, inputs: list[Port], kept: list[tuple
 
 def _refuse_frozen(names: list[str]) -> None:
     """Refuses a step of a model without trainable parameters, which torch would refuse in backward."""
-    why = f"{_listed(names)}: requires_grad is False" if names else "the model has no parameters"
+    why = f"{_list_text(names)}: requires_grad is False" if names else "the model has no parameters"
     raise CompileError(
         f"there is nothing to train\n  why: {why}\n"
         "  what to do: requires_grad_(True) on what is to be trained, before meshc.compile; a model that is only to be evaluated is\n"
@@ -152,7 +154,7 @@ def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Ma
     faults = {name: holders[id(modules[name])] for name in gradients if id(modules[name]) in holders}
     if faults:
         raise CompileError(
-            f"{_listed(faults)}: held by {_holders(faults)}, whose step is not called, so they would never be updated\n"
+            f"{_list_text(faults)}: held by {_holders(faults)}, whose step is not called, so they would never be updated\n"
             f"  why: what steps is {spec.optimizer}\n"
             "  what to do: call its step too, or give TrainStep(optimizer=[...]) with all optimizers that are to step; parameters\n"
             "  that are to stay as they are: leave them out, or set requires_grad_(False)"
@@ -162,20 +164,22 @@ def _refuse_idle(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Ma
 def _refuse_unwritten(faults: Mapping[str, str]) -> None:
     if faults:
         raise CompileError(
-            f"{_listed(faults)}: held by {_holders(faults)}, and have a gradient, but its step leaves them as they are\n"
+            f"{_list_text(faults)}: held by {_holders(faults)}, and have a gradient, but its step leaves them as they are\n"
             f"  why: {_holders(faults)}.step was traced for parameters of their shape, and writes nothing to them\n"
             "  what to do: give them to an optimizer that updates them, TrainStep(optimizer=[first, second]); parameters\n"
             "  that are to stay as they are: leave them out, or set requires_grad_(False)"
         )
 
 
-def _strangers(spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object], traced: Traced) -> list[str]:
+def _foreign_parameter_notes(
+    spec: OptimizerSpec, gradients: Mapping[str, Node], modules: Mapping[str, object], traced: TracedModel
+) -> list[str]:
     """Notes on parameters that no optimizer holds, and on the optimizer's parameters that are not the model's."""
     notes = []
     held = {id(p) for group in spec.groups for p in group.params}
     free = [whole for name in gradients if id(modules[name]) not in held for whole in whole_names(traced.depth, name)]
     if free:
-        notes.append(f"no optimizer holds {_listed(free)}: they have a gradient and are not updated")
+        notes.append(f"no optimizer holds {_list_text(free)}: they have a gradient and are not updated")
     mine = {id(p) for p in traced.request.module.parameters()}  # of all layers, captured or not
     others = sum(id(p) not in mine for group in spec.groups for p in group.params)
     if others:
@@ -190,7 +194,7 @@ def _without_masters(spec: OptimizerSpec) -> list[str]:
     return ["master_weights=True: no parameter of the optimizer has 16 bits, so none has a master"] if asked and not made else []
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_text(names: Iterable[str]) -> str:
     shown = list(names)
     return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
 

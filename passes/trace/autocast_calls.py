@@ -30,7 +30,7 @@ WHOLE: dict[str, Function] = {
 
 
 @dataclass
-class Call:
+class AtenCall:
     """One ATen call with its fake operands (after their casts) and results."""
 
     function: OpOverload
@@ -62,13 +62,13 @@ class Casts:
         return cast
 
 
-class Watch(TorchDispatchMode):
+class AtenCallRecorder(TorchDispatchMode):
     """Records the ATen calls of a torch-level call; with a region, casts their operands as torch would."""
 
     def __init__(self, device: str, region: Region | None, casts: Casts) -> None:
         super().__init__()
         self.device, self.region, self.casts = device, region, casts
-        self.calls: list[Call] = []
+        self.calls: list[AtenCall] = []
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -87,9 +87,9 @@ class Watch(TorchDispatchMode):
             before = len(self.made)
             self._cast(name, INSIDE[self.device][name], self.region, args, kwargs)
             if len(self.made) > before:
-                raise Refused(f"torch casts inside the kernel of {name}, where autograd does not see it")
+                raise AutocastRefused(f"torch casts inside the kernel of {name}, where autograd does not see it")
         out = function(*args, **kwargs)
-        self.calls.append(Call(function, args, kwargs, out))
+        self.calls.append(AtenCall(function, args, kwargs, out))
         return out
 
     def _cast(
@@ -100,7 +100,7 @@ class Watch(TorchDispatchMode):
         try:
             dtype = operand_dtype(policy, region, dtypes, any(isinstance(leaf, torch.dtype) for leaf in leaves))
         except ValueError as error:
-            raise Refused(f"{name}: {error}") from None
+            raise AutocastRefused(f"{name}: {error}") from None
 
         def cast(leaf: object) -> object:
             if dtype is None or not isinstance(leaf, Tensor) or leaf.dtype == dtype or not eligible(leaf.dtype):
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
         return casted
 
 
-class Refused(Exception):
+class AutocastRefused(Exception):
     """Why a call of a region cannot be lowered."""
 
 
@@ -120,7 +120,7 @@ class Refused(Exception):
 def _policy(device: str, name: str) -> Policy | None:
     policy = POLICIES[device].get(name)
     if policy is None and torch._C._dispatch_has_kernel_for_dispatch_key(name, DISPATCH_KEYS[device]):
-        raise Refused(f"{name} has an autocast rule for {device} that meshc does not know")
+        raise AutocastRefused(f"{name} has an autocast rule for {device} that meshc does not know")
     return policy
 
 
@@ -128,7 +128,7 @@ def tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in trees.leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def trace(watch: Watch, operands: list[Tensor], names: list[int], result: object) -> list[object]:
+def trace(watch: AtenCallRecorder, operands: list[Tensor], names: list[int], result: object) -> list[object]:
     """The ATen calls of a call, with a name and a dtype in place of each tensor; a cast operand keeps its operand's name."""
     name_of: dict[int, object] = dict(zip(map(id, operands), names, strict=True))
 
@@ -137,7 +137,7 @@ def trace(watch: Watch, operands: list[Tensor], names: list[int], result: object
             return repr(leaf)
         source = leaf if id(leaf) in name_of else watch.casts.source.get(id(leaf), leaf)
         if id(source) not in name_of:
-            raise Refused("it uses a tensor that is no operand")
+            raise AutocastRefused("it uses a tensor that is no operand")
         return name_of[id(source)], leaf.dtype
 
     rows: list[object] = []

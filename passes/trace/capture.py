@@ -21,29 +21,29 @@ from meshc.frontend.stock_experts import formed_experts
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
-from meshc.passes.depth.slice import sliced
-from meshc.passes.phases.outset import Outset, carried
-from meshc.passes.phases.traced import Traced
+from meshc.passes.depth.slice import slice_layers
+from meshc.passes.phases.outset import CompilationPhase, phase_fields
+from meshc.passes.phases.traced import TracedModel
 from meshc.plan.expert_groups import groups_of
 
 
-def capture(outset: Outset) -> Traced:
+def capture(outset: CompilationPhase) -> TracedModel:
     ask = outset.request
     args, kwargs = ask.args, dict(ask.kwargs)
     if outset.parts is not None:
         args, kwargs = outset.parts.like_one((args, kwargs))
     dynamic, opened = _open(outset, args, kwargs)
-    with sliced(ask.module, outset.depth), _formed(outset, (args, kwargs)):
+    with slice_layers(ask.module, outset.depth), _group_experts(outset, (args, kwargs)):
         model = torch_graph(
             ask.module, ask.function, args, kwargs, signature=ask.signature, grad=ask.grad, autocast=ask.autocast, double=ask.double,
             dynamic=opened, numbers=ask.numbers,
         )  # fmt: skip
     if ask.train:
         refuse_empty(model.inputs)
-    return Traced(**carried(outset), model=model, dynamic=dynamic)
+    return TracedModel(**phase_fields(outset), model=model, dynamic=dynamic)
 
 
-def _formed(outset: Outset, inputs: object) -> AbstractContextManager[None]:
+def _group_experts(outset: CompilationPhase, inputs: object) -> AbstractContextManager[None]:
     """A context in which experts are traced in as many groups as the plan has, with the request's bound and capacity."""
     ask = outset.request
     groups = partial(groups_of, outset.plan, outset.sizes)
@@ -51,7 +51,7 @@ def _formed(outset: Outset, inputs: object) -> AbstractContextManager[None]:
 
 
 def _open(
-    outset: Outset, args: Sequence[object], kwargs: Mapping[str, object]
+    outset: CompilationPhase, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[Dynamic, ...], dict[str, dict[int, Dynamic]]]:
     """The symbolic sizes, and the dims of inputs that have them."""
     ask = outset.request
@@ -67,5 +67,5 @@ def _open(
     for path, shape in inputs:
         fixed |= {size for dim, size in enumerate(shape) if dim not in dynamic.dims.get(path, {})}
     pieces = prod(outset.sizes.values())
-    found = dynamic.settled(inputs, fixed, pieces)
+    found = dynamic.choose_hints(inputs, fixed, pieces)
     return tuple(found.values()), {path: {dim: found[name] for dim, name in row.items()} for path, row in dynamic.dims.items()}

@@ -31,14 +31,14 @@ IDLE: tuple[object, ...] = ("to", "type_as", "float", "contiguous")
 """Calls that change at most the dtype."""
 
 
-class Otherwise(Exception):
+class PatternMismatch(Exception):
     """The pattern does not match."""
 
 
 def need(holds: object) -> None:
     """Raises Otherwise unless `holds`."""
     if not holds:
-        raise Otherwise
+        raise PatternMismatch
 
 
 def argument(node: Node, place: int, name: str, default: object = None) -> object:

@@ -14,13 +14,13 @@ from meshc.frontend.train_step import METRICS
 from meshc.ir import Record
 from meshc.ir.graph import call, give, placeholders
 from meshc.ir.keys import is_a
-from meshc.passes.phases.traced import Joint, Traced
+from meshc.passes.phases.traced import Joint, TracedModel
 from meshc.passes.trace.drop_unread import drop_unread
 
 aten = torch.ops.aten
 
 
-def close_loss(traced: Traced) -> Traced:
+def close_loss(traced: TracedModel) -> TracedModel:
     """The loss's tangent becomes the constant 1, or a microbatch's share of a mean. Gradients of inputs and buffers are dropped."""
     joint = traced.operators()
     graph = joint.graph
@@ -45,7 +45,7 @@ def close_loss(traced: Traced) -> Traced:
     give(graph, results)
     drop_unread(graph)
     joint = replace(joint, inputs=tuple(kept_inputs), outputs=tuple(kept_outputs))
-    return replace(traced.noting(*_missing_gradients(joint)), joint=joint)
+    return replace(traced.with_notes(*_missing_gradients(joint)), joint=joint)
 
 
 def _missing_gradients(joint: Joint) -> list[str]:

@@ -19,7 +19,7 @@ from meshc.ir import Record, Source, record, records
 from meshc.ir.functions import Function
 from meshc.ir.graph import call, give
 from meshc.ir.nodes import is_getitem
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.program.program import Port
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -31,11 +31,11 @@ PRODUCTS: Final = (meshc.routed_mm.default, meshc.group_mm.default)
 LAYOUT: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
 
 
-def count_experts(traced: Traced) -> Traced:
+def count_experts(traced: TracedModel) -> TracedModel:
     """Adds to a training step one metric for each layer of experts, two where experts have a capacity."""
     joint = traced.operators()
     ports, results = list(joint.outputs), joint.results()
-    for path, (product, choice, experts) in _routed(list(joint.graph.nodes)).items():
+    for path, (product, choice, experts) in _routed_experts(list(joint.graph.nodes)).items():
         add = Beside(choice, record(product).source, traced.parts is not None)
         if choice.target not in CAPPED:
             counts, dropped = add.counts(choice, experts), None
@@ -55,7 +55,7 @@ def count_experts(traced: Traced) -> Traced:
     return replace(traced, joint=replace(joint, outputs=tuple(ports)))
 
 
-def _routed(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
+def _routed_experts(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
     """By the path of a layer's experts: their first product, the choice that it reads, and the number of experts."""
     found: dict[str, tuple[Node, Node, int]] = {}
     for node in nodes:
@@ -63,11 +63,11 @@ def _routed(nodes: list[Node]) -> dict[str, tuple[Node, Node, int]]:
         if path and path not in found and record(node).phase == "forward":
             _, matrices, choice = node.args[:3]
             assert isinstance(matrices, Node) and isinstance(choice, Node)
-            found[path] = node, *_chosen(choice, record(matrices).shape[0])
+            found[path] = node, *_find_choice(choice, record(matrices).shape[0])
     return found
 
 
-def _chosen(node: Node, places: int) -> tuple[Node, int]:
+def _find_choice(node: Node, places: int) -> tuple[Node, int]:
     """The choice of the model, or of a capacity, behind the operators that lay it out for products, and the number of experts: `places`,
     unless some of these are for copies."""
     while True:

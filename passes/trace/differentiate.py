@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace import parts
 from meshc.passes.trace.close_loss import close_loss
 from meshc.passes.trace.count_experts import count_experts
@@ -12,9 +12,9 @@ from meshc.passes.trace.joint_graph import joint_graph
 from meshc.passes.trace.movable_experts import refuse_other_readers
 
 
-def differentiate(traced: Traced) -> Traced:
+def differentiate(traced: TracedModel) -> TracedModel:
     model = traced.model
-    traced = replace(traced.noting(*model.notes), joint=joint_graph(model))
+    traced = replace(traced.with_notes(*model.notes), joint=joint_graph(model))
     if model.symbols is not None:
         dynamic, constraints = model.symbols.constraints(model.fake_mode.shape_env, traced.dynamic)
         traced = replace(traced, dynamic=dynamic, constraints=constraints)

@@ -24,14 +24,14 @@ Number = float | Tensor
 
 def per_tensor(x: Tensor, scale: float, zero_point: int, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
     """(fake-quantised x, mask of levels within the range)"""
-    return _quantized(x, *_single(scale), zero_point, quant_min, quant_max, torch.float32)
+    return _quantize(x, *_single(scale), zero_point, quant_min, quant_max, torch.float32)
 
 
 def per_tensor_read(
     x: Tensor, scale: Tensor, zero_point: Tensor, fake_quant_enabled: Tensor, quant_min: int, quant_max: int
 ) -> tuple[Tensor, Tensor]:
     """The same with scale and zero point as tensors of one number, and a flag that turns quantisation off."""
-    out, mask = _quantized(x, *_reciprocal(scale.reshape(())), zero_point.reshape(()), quant_min, quant_max, torch.float32)
+    out, mask = _quantize(x, *_reciprocal(scale.reshape(())), zero_point.reshape(()), quant_min, quant_max, torch.float32)
     enabled = fake_quant_enabled.reshape(()) != 0
     return torch.where(enabled, out, x), mask | ~enabled
 
@@ -39,7 +39,7 @@ def per_tensor_read(
 def per_channel(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int) -> tuple[Tensor, Tensor]:
     """The same with a scale and a zero point for each index along `axis`."""
     shape = [-1 if d == axis % x.dim() else 1 for d in range(x.dim())]
-    return _quantized(x, *_reciprocal(scale.reshape(shape)), zero_point.reshape(shape), quant_min, quant_max, torch.int64)
+    return _quantize(x, *_reciprocal(scale.reshape(shape)), zero_point.reshape(shape), quant_min, quant_max, torch.int64)
 
 
 def learnable_per_tensor(
@@ -47,7 +47,7 @@ def learnable_per_tensor(
 ) -> Tensor:
     """Fake-quantised x, for trained scale and zero point."""
     zero = zero_point.reshape(()).to(torch.float32).round().clamp(quant_min, quant_max)
-    return _quantized(x, *_reciprocal(scale.reshape(())), zero, quant_min, quant_max, torch.float32)[0]
+    return _quantize(x, *_reciprocal(scale.reshape(())), zero, quant_min, quant_max, torch.float32)[0]
 
 
 def learnable_per_tensor_backward(
@@ -88,7 +88,7 @@ def _reciprocal(scale: Tensor) -> tuple[Tensor, Tensor]:
     return narrow, narrow.reciprocal()
 
 
-def _quantized(
+def _quantize(
     x: Tensor, scale: Number, inverse: Number, zero: Number, quant_min: int, quant_max: int, kept: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`kept`: the kernel's dtype of levels. A fractional zero point is added before rounding."""

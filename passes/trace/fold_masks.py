@@ -22,7 +22,7 @@ from meshc import ir
 from meshc.ir.keys import is_a, name_of
 from meshc.ops import implementations as _operators  # noqa: F401 - registers them
 from meshc.ops.attention_hidden import NEVER
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace.known_values import KnownValues
 from meshc.passes.trace.seen_ranges import Ranges, SeenRanges
 
@@ -48,7 +48,7 @@ class Pattern:
     offset: int = 0
 
 
-def fold_masks(traced: Traced) -> Traced:
+def fold_masks(traced: TracedModel) -> TracedModel:
     """Changes the attention operators of the joint graph; operators that only computed their masks are erased."""
     joint = traced.operators()
     graph, ports = joint.graph, joint.placeholders()
@@ -96,16 +96,16 @@ def pattern_of(bias: Tensor | None, queries: int) -> Pattern | None:
     rows = first[0, 0].expand(queries, -1)
     if bool(rows.all()):
         return Pattern(False)
-    return _causal(rows)
+    return _causal_pattern(rows)
 
 
-def _causal(seen: Tensor) -> Pattern | None:
+def _causal_pattern(seen: Tensor) -> Pattern | None:
     """The causal pattern of `seen` [queries, keys], if each row is a range that ends, and begins, one key further than the row before."""
     ends = seen.shape[1] - seen.flip(1).int().argmax(1)
-    return _windowed(seen.int().argmax(1), ends, seen.sum(1), seen.shape[1])
+    return _windowed_pattern(seen.int().argmax(1), ends, seen.sum(1), seen.shape[1])
 
 
-def _windowed(begins: Tensor, ends: Tensor, counts: Tensor, keys: int) -> Pattern | None:
+def _windowed_pattern(begins: Tensor, ends: Tensor, counts: Tensor, keys: int) -> Pattern | None:
     """The causal pattern of rows with these ranges: per row the first key that is seen, the one behind the last, and how many are seen."""
     queries = len(ends)
     offset = int(ends[0]) - 1
@@ -130,4 +130,4 @@ def pattern_of_ranges(found: Ranges | None, queries: int) -> Pattern | None:
         return Pattern(False)
     if inside != 0 or outside > NEVER or bool((ends <= begins).any()):
         return None
-    return _windowed(begins, ends, ends - begins, found.keys)
+    return _windowed_pattern(begins, ends, ends - begins, found.keys)

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.private import OpOverload
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -26,7 +26,7 @@ FROM_THE_END: dict[object, OpOverload] = {
 }
 
 
-def fold_scans(traced: Traced) -> Traced:
+def fold_scans(traced: TracedModel) -> TracedModel:
     """Replaces the second flip of each; operators that only led to it are erased."""
     graph = traced.operators().graph
     for node in graph.nodes:
@@ -41,10 +41,10 @@ def fold_scans(traced: Traced) -> Traced:
 
 def _between_flips(node: Node) -> tuple[Node, tuple[Node, int]] | None:
     """The scan whose result a flip reverses, with its operand before the first flip, and the dim."""
-    scan = _flipped(node)
+    scan = _flip_operand(node)
     if scan is None or scan[0].target not in FROM_THE_END or scan[0].kwargs:
         return None
-    first = _flipped(scan[0].args[0])
+    first = _flip_operand(scan[0].args[0])
     dim, dims = scan[0].args[1], len(ir.record(node).shape)
     if first is None or not isinstance(dim, int) or not first[1] == scan[1] == dim % dims:
         return None
@@ -52,7 +52,7 @@ def _between_flips(node: Node) -> tuple[Node, tuple[Node, int]] | None:
     return (scan[0], (first[0], dim % dims)) if dtype is not None and dtype.is_floating_point else None
 
 
-def _flipped(node: object) -> tuple[Node, int] | None:
+def _flip_operand(node: object) -> tuple[Node, int] | None:
     """The operand and the dim of a flip along one dim."""
     if not isinstance(node, Node) or node.target is not aten.flip.default:
         return None

@@ -27,7 +27,7 @@ from meshc.private import FakeTensorMode
 aten = torch.ops.aten
 
 
-def hooked(
+def apply_hooks(
     name: str,
     hooks: Hooks,
     parameter: Node,
@@ -38,7 +38,7 @@ def hooked(
     constant: Callable[[Tensor], Node],
 ) -> Node:
     """The gradient after its hooks. `like`: a meta tensor of the parameter. `call`, `seed_step`, `constant`: create nodes of the graph."""
-    traced = _traced(name, hooks, like)
+    traced = _trace_hooks(name, hooks, like)
     values: dict[Node, object] = {}
     given = iter((lambda: parameter, lambda: gradient, seed_step))
     for node in traced.graph.nodes:
@@ -54,7 +54,7 @@ def hooked(
     return cast(Node, values[results_of(traced.graph)[1]])
 
 
-def _traced(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
+def _trace_hooks(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
     """A graph of (parameter, gradient, seed and step), which returns the first two."""
 
     def function(parameter: Tensor, gradient: Tensor, seed_step: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def _traced(name: str, hooks: Hooks, like: Tensor) -> GraphModule:
             fakes = [*(torch.empty(like.shape, dtype=like.dtype) for _ in range(2)), torch.zeros(2, dtype=torch.int64)]
             traced = make_fx(torch.func.functionalize(function, remove="mutations"))(*fakes)
             if any(_draws(node) for node in traced.graph.nodes):
-                numbered = _Numbered(name, traced).run
+                numbered = _StepDraws(name, traced).run
                 traced = make_fx(torch.func.functionalize(numbered, remove="mutations"))(*fakes)
     except MeshcError as error:
         raise CompileError(f"{name}: {error}") from error
@@ -125,7 +125,7 @@ def _draws(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-class _Numbered(Interpreter):
+class _StepDraws(Interpreter):
     """Runs a graph with its random calls replaced by numbered draws of a step."""
 
     def __init__(self, name: str, traced: GraphModule) -> None:

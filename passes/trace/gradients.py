@@ -27,9 +27,9 @@ from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import SUM
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace.appender import Appender
-from meshc.passes.trace.gradient_hooks import hooked
+from meshc.passes.trace.gradient_hooks import apply_hooks
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ class Gradients:
     def __init__(
         self,
         add: Appender,
-        traced: Traced,
+        traced: TracedModel,
         modules: Mapping[str, Tensor],
         entered: Mapping[str, Node],
         inputs: list[Port],
@@ -54,7 +54,7 @@ class Gradients:
 
     def ahead_of_clipping(self, gradients: Mapping[str, Node]) -> tuple[dict[str, Node], Node]:
         """Gradients after hooks and accumulation, and the norm of all."""
-        found = {name: self._through(name, self._summed(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
+        found = {name: self._through(name, self._accumulate(name, self._through(name, node, 0)), 1) for name, node in gradients.items()}
         before = len(self.add.made)
         total = self._norm(found)
         for node in self.add.made[before:]:
@@ -80,7 +80,7 @@ class Gradients:
         before, parameter = len(self.add.made), self.modules[name]
         like = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
         entry = self.entered[key_of("parameter", name)]
-        result = hooked(name, mine, entry, gradient, like, self.add.call, self.seed_step, self._constant)
+        result = apply_hooks(name, mine, entry, gradient, like, self.add.call, self.seed_step, self._constant)
         self._mark(before, name, f"a gradient hook of {name}")
         return result
 
@@ -109,7 +109,7 @@ class Gradients:
 
     # Sums over calls.
 
-    def _summed(self, name: str, gradient: Node) -> Node:
+    def _accumulate(self, name: str, gradient: Node) -> Node:
         spec = self.traced.request.optimizer
         group = None if spec is None else group_of(spec, self.modules[name])
         slot = next((slot for slot in group.slots_of(self.modules[name]) if slot.name == SUM), None) if group is not None else None
@@ -123,7 +123,7 @@ class Gradients:
         self._mark(before, name, f"gradients of {name} over calls")
         return result
 
-    def added(self, gradients: Mapping[str, Node]) -> list[tuple[Port, Node]]:
+    def accumulated_sums(self, gradients: Mapping[str, Node]) -> list[tuple[Port, Node]]:
         """The results of a call without an update: the accumulated sums, in their storage."""
         found = []
         for name, place in self.sums.items():
@@ -133,7 +133,7 @@ class Gradients:
             found.append((Port("state", f"{name}/{SUM}", record(value).shape, record(place).dtype or torch.float32, of=name), value))
         return found
 
-    def emptied(self, name: str) -> dict[str, Node]:
+    def zeroed_sums(self, name: str) -> dict[str, Node]:
         """The zeroed sum after an update has used it, by its slot."""
         if name not in self.sums:
             return {}
@@ -161,7 +161,7 @@ class Gradients:
             found |= dict.fromkeys(names, call(aten.clamp.default, ratio, None, 1.0))
         return found
 
-    def clipped(self, name: str, gradient: Node, coefficients: Mapping[str, Node]) -> Node:
+    def clip(self, name: str, gradient: Node, coefficients: Mapping[str, Node]) -> Node:
         """A gradient times its coefficient, in its parameter's dtype."""
         if name not in coefficients:
             return gradient

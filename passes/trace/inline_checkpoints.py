@@ -22,14 +22,14 @@ from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.sources import source_of
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace.checkpoint_regions import carry_region, tag_region
 from meshc.passes.trace.repeat_writes import CheckpointedRegion, repeat_writes, requires_grad
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
-def inline_checkpoints(traced: Traced) -> Traced:
+def inline_checkpoints(traced: TracedModel) -> TracedModel:
     """Replaces the calls, nested bodies included."""
     module, names = traced.model.module, Counter[str]()
     places: dict[Node, CheckpointedRegion] = {}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Node
 
 from meshc.errors import CompileError, listed
-from meshc.frontend.listed_experts import ZEROS, unchosen
+from meshc.frontend.listed_experts import ZEROS, unchosen_parameters
 from meshc.frontend.train_step import ROUTED
 from meshc.ir import record, records
 from meshc.ir.keys import key_of
@@ -36,7 +36,7 @@ Places = Mapping[str, tuple[tuple[str, int], ...]]
 """By parameter: (path of a module with experts or clusters, number of the expert or cluster there)."""
 
 
-class Unchosen:
+class UnchosenExperts:
     """
     places    parameters of experts and clusters that may not be chosen
     counts    by path, the number of rows that have chosen each expert
@@ -51,7 +51,9 @@ class Unchosen:
         self.counts = {name.removeprefix(ROUTED): node for name, node in metrics if name.startswith(ROUTED)}
         self.chosen: dict[tuple[tuple[str, int], ...], Node] = {}
 
-    def kept(self, name: str, old: Node, new: Node, state: Mapping[str, Node], after: Mapping[str, Node]) -> tuple[Node, dict[str, Node]]:
+    def keep_state(
+        self, name: str, old: Node, new: Node, state: Mapping[str, Node], after: Mapping[str, Node]
+    ) -> tuple[Node, dict[str, Node]]:
         """A parameter and its state after an update."""
         places = self.places.get(name, ())
         if not places or new is old or any(path not in self.counts and (path, number) not in self.clusters for path, number in places):
@@ -73,9 +75,9 @@ class Unchosen:
         return new if new is old else self.call(aten.where.self, chosen, new, old)
 
 
-def of_zeros(module: nn.Module, gradients: Iterable[str]) -> list[str]:
+def zero_gradient_notes(module: nn.Module, gradients: Iterable[str]) -> list[str]:
     """A note where a program returns gradients of parameters that may not be chosen: only an update within a program can skip them."""
-    places = unchosen(module)
+    places = unchosen_parameters(module)
     names = [name for name in gradients if name in places]
     if not names:
         return []

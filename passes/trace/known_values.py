@@ -35,7 +35,7 @@ FILLED = (
 Found = TypeVar("Found")
 
 
-def settled(node: Node, found: dict[Node, Found], compute: Callable[[Node], Found]) -> Found:
+def compute_operands_first(node: Node, found: dict[Node, Found], compute: Callable[[Node], Found]) -> Found:
     """The memoised `compute(node)`, called once `found` has the results of all operands."""
     work = [node]
     while work:
@@ -57,13 +57,13 @@ class KnownValues:
 
     def of(self, node: Node) -> Tensor | None:
         """The value, of a shape that broadcasts to the node's."""
-        return settled(node, self._values, self._compute)
+        return compute_operands_first(node, self._values, self._compute)
 
     def _compute(self, node: Node) -> Tensor | None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not ir.is_tensor(node):
             return None
         if node.target in FILLED:
-            values: list[Tensor | None] = [_alike(x) for x in node.all_input_nodes]
+            values: list[Tensor | None] = [_placeholder_tensor(x) for x in node.all_input_nodes]
         else:
             values = [self._values[x] for x in node.all_input_nodes]
         if any(value is None for value in values) or not _repeats_itself(node.target):
@@ -71,9 +71,9 @@ class KnownValues:
         if node.target not in (aten.expand.default, *RESHAPES) and _holds_open_size((node.args, node.kwargs)):
             return None
         if node.target is aten.expand.default:
-            return _padded(values[0], len(ir.record(node).shape))
+            return _pad_dims(values[0], len(ir.record(node).shape))
         if node.target in RESHAPES:
-            return self._reshaped(node, values[0])
+            return self._reshape_value(node, values[0])
         if node.target is not aten.unsqueeze.default and node.target not in FILLED and torch.Tag.pointwise not in node.target.tags:
             values = [_whole(x, self._values[x]) for x in node.all_input_nodes]
         if any(value is None for value in values):
@@ -90,7 +90,7 @@ class KnownValues:
             return None
         return found if isinstance(found, Tensor) else None
 
-    def _reshaped(self, node: Node, value: Tensor | None) -> Tensor | None:
+    def _reshape_value(self, node: Node, value: Tensor | None) -> Tensor | None:
         """Dims of size 1 may be added or removed before repeated dims; otherwise the value is expanded to its full shape."""
         (x,), shape = node.all_input_nodes, list(ir.record(node).shape)
         if value is not None and list(ir.record(x).shape) == shape:
@@ -108,7 +108,7 @@ def _repeats_itself(target: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable and "empty" not in target.name()
 
 
-def _alike(node: Node) -> Tensor | None:
+def _placeholder_tensor(node: Node) -> Tensor | None:
     """A tensor of the node's shape and dtype that takes no memory."""
     found = ir.records(node)[0]
     if found.dtype is None or _holds_open_size(found.shape) or prod(found.shape) > LARGEST:
@@ -116,7 +116,7 @@ def _alike(node: Node) -> Tensor | None:
     return torch.zeros((), dtype=found.dtype).expand(found.shape)
 
 
-def _padded(value: Tensor | None, rank: int) -> Tensor | None:
+def _pad_dims(value: Tensor | None, rank: int) -> Tensor | None:
     return None if value is None else value.reshape((1,) * (rank - value.dim()) + tuple(value.shape))
 
 

@@ -31,15 +31,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
-from meshc.frontend.autocast_policy import Region, eligible, entered
+from meshc.frontend.autocast_policy import Region, eligible, inner_region
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.frontend.traced_gradients import GRADIENT
 from meshc.ir import trees
 from meshc.ir.functions import Keywords, Target
 from meshc.ir.graph import placeholders
-from meshc.passes.phases.traced import Traced
-from meshc.passes.trace.autocast_calls import WHOLE, Casts, Refused, Watch, tensors, trace
+from meshc.passes.phases.traced import TracedModel
+from meshc.passes.trace.autocast_calls import WHOLE, AtenCallRecorder, AutocastRefused, Casts, tensors, trace
 from meshc.passes.trace.raise_flex import FLEX
 from meshc.private import FakeTensor, FakeTensorMode
 
@@ -53,7 +53,7 @@ _GRADIENT_WITHIN: Final = (
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
-def lower_autocast(traced: Traced) -> Traced:
+def lower_autocast(traced: TracedModel) -> TracedModel:
     """Replaces the autocast regions of the model by casts."""
     return replace(traced, model=as_casts(traced.model, traced.mesh.device_type))
 
@@ -68,7 +68,7 @@ def as_casts(traced: TorchGraph, device: str | None = None) -> TorchGraph:
         return traced
     entered = placeholders(traced.module.graph)
     inputs = [node.meta.get("example_value", node.meta.get("val")) for node in entered]  # an unused one has only "val"
-    lowering = Lowering(traced.module, traced.fake_mode, device)
+    lowering = AutocastLowering(traced.module, traced.fake_mode, device)
     with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
         lowering.run(inputs, [])
     return replace(traced, notes=(*traced.notes, *lowering.notes()))
@@ -93,7 +93,7 @@ def _has_region(module: GraphModule) -> bool:
 Result = TypeVar("Result")
 
 
-class Lowering:
+class AutocastLowering:
     """A graph (the model's, or the body of a checkpoint), walked once in order with a fake value for every node."""
 
     def __init__(self, module: GraphModule, fake_mode: FakeTensorMode, device: str | None) -> None:
@@ -103,7 +103,7 @@ class Lowering:
         self.erased: set[Node] = set()
         self.emitted: set[Node] = set()
         self.retyped: set[torch.dtype] = set()
-        self.bodies: list[Lowering] = []
+        self.bodies: list[AutocastLowering] = []
 
     def run(self, inputs: Sequence[object], around: list[Region]) -> object:
         """Lowers the graph, whose call is inside the regions `around`, outermost first; returns its fake outputs."""
@@ -122,7 +122,7 @@ class Lowering:
                 result = self._value(node.args[0])
             elif node.target is ENTER:
                 outside[node] = len(stack)
-                stack.append(self._at(node, entered, stack, self.device, *node.args))
+                stack.append(self._at(node, inner_region, stack, self.device, *node.args))
             elif node.target is EXIT:
                 del stack[outside[node.args[0]] :]
                 if not stack:  # torch clears its cache
@@ -140,7 +140,7 @@ class Lowering:
     def _at(self, node: Node, function: Callable[..., Result], *args: object) -> Result:
         try:
             return function(*args)
-        except (Refused, RuntimeError, TypeError, ValueError) as error:
+        except (AutocastRefused, RuntimeError, TypeError, ValueError) as error:
             name = getattr(node.target, "__name__", node.target)
             advice = "" if error.args == (_GRADIENT_WITHIN,) else f"\n{_ANYWHERE}"
             raise CompileError(f"{name}() at {source_of(node)} cannot be compiled under autocast: {error}{advice}") from error
@@ -158,22 +158,22 @@ class Lowering:
         region = stack[-1] if stack and stack[-1].enabled else None
         args, kwargs = self._value(node.args), self._value(node.kwargs)
         if node.target is CHECKPOINT:
-            self.bodies.append(Lowering(args[0], self.fake_mode, self.device))
+            self.bodies.append(AutocastLowering(args[0], self.fake_mode, self.device))
             self.values[node] = self.bodies[-1].run(args[1:], stack)
         elif node.target is GRADIENT:
             if region:
-                raise Refused(_GRADIENT_WITHIN)
+                raise AutocastRefused(_GRADIENT_WITHIN)
             self.values[node] = _gradients(node, self._value(node.args[1]))
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             if region and node.target is FLEX:
                 args, region = (*self._flex(node, args[:3], region), *args[3:]), None
             if region or any(_has_region(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, GraphModule)):
-                raise Refused("of the operators that take functions, meshc lowers autocast in checkpoint only")
+                raise AutocastRefused("of the operators that take functions, meshc lowers autocast in checkpoint only")
             self.values[node] = _apply(node, args, kwargs)
         elif region is None:
             self.values[node] = _apply(node, args, kwargs)
         else:
-            with Watch(region.device, region, self.casts) as watch:
+            with AtenCallRecorder(region.device, region, self.casts) as watch:
                 self.values[node] = _apply(node, args, kwargs)
             if watch.made and not self._hoist(node, watch, args, kwargs):
                 self._expand(node, watch)
@@ -190,7 +190,7 @@ class Lowering:
         node.args = (*(used for used, _ in cast), *node.args[3:])
         return [value for _, value in cast]
 
-    def _hoist(self, node: Node, watch: Watch, args: Sequence[object], kwargs: Keywords) -> bool:
+    def _hoist(self, node: Node, watch: AtenCallRecorder, args: Sequence[object], kwargs: Keywords) -> bool:
         """Puts the casts in front of the call, if the call then does what torch does: the same ATen calls on the same dtypes."""
         operands = tensors((args, kwargs))
         uses = Counter(map(id, operands))
@@ -206,7 +206,7 @@ class Lowering:
         turn = turns()
         cast_args, cast_kwargs = trees.mapped(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
         try:
-            with Watch(watch.device, None, self.casts) as plain:
+            with AtenCallRecorder(watch.device, None, self.casts) as plain:
                 result = _apply(node, cast_args, cast_kwargs)
         except (RuntimeError, TypeError, ValueError):
             return False
@@ -232,7 +232,7 @@ class Lowering:
         node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
         return True
 
-    def _expand(self, node: Node, watch: Watch) -> None:
+    def _expand(self, node: Node, watch: AtenCallRecorder) -> None:
         """Replaces the call by the recorded ATen calls, with their casts."""
         wires = self._wires(node.all_input_nodes, node)
 
@@ -242,14 +242,14 @@ class Lowering:
             if id(leaf) not in wires:
                 source = self.casts.source.get(id(leaf))
                 if source is None or id(source) not in wires:
-                    raise Refused("it uses a tensor that is no operand")
+                    raise AutocastRefused("it uses a tensor that is no operand")
                 wires[id(leaf)] = self._cast_node(leaf, wires[id(source)], node)
             return wires[id(leaf)]
 
         for call in watch.calls:
             name = call.function.name()
             if torch.Tag.nondeterministic_seeded in call.function.tags and name not in WHOLE:
-                raise Refused(f"it draws random numbers by {name}")
+                raise AutocastRefused(f"it draws random numbers by {name}")
             args, kwargs = trees.mapped(wire, (call.args, call.kwargs))
             new = self._emit("call_function", WHOLE.get(name, call.function), args, kwargs, call.out, node)
             wires.update(self._wires([new], node))
@@ -263,7 +263,7 @@ class Lowering:
                 user.args = map_arg(user.args, lambda used: structure if used is node else used)
                 user.kwargs = map_arg(user.kwargs, lambda used: structure if used is node else used)
             else:
-                raise Refused("its result is used in a way that meshc does not know")
+                raise AutocastRefused("its result is used in a way that meshc does not know")
         self._erase(node)
 
     def _erase(self, node: Node) -> None:

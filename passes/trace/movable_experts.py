@@ -35,7 +35,7 @@ def refuse_other_readers(joint: Joint) -> None:
     faults = []
     for name in sorted(names):
         node = found.get(f"parameter:{name.lstrip('.')}")
-        for reader in [] if node is None else _strangers(node):
+        for reader in [] if node is None else _row_readers(node):
             faults.append(f"{name}: {op_name(reader).removeprefix('aten.')} at {records(reader)[0].source or 'the model itself'}")
     if faults:
         raise CaptureError(
@@ -45,7 +45,7 @@ def refuse_other_readers(joint: Joint) -> None:
         )
 
 
-def _strangers(weights: Node) -> list[Node]:
+def _row_readers(weights: Node) -> list[Node]:
     """Readers that depend on the order of rows."""
     readers, found = [(weights, user) for user in weights.users], []
     while readers:

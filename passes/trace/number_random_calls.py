@@ -42,17 +42,17 @@ def number_random_calls(model: TorchGraph, stand_ins: StandIns) -> TorchGraph:
             continue
         count = draws(node.target, node.args, node.kwargs)
         if count == 0:
-            if node.target in QUIET and node not in stand_ins.transformed:
-                stand_ins.put(node, QUIET[node.target])
+            if node.target in QUIET and node not in stand_ins.transformed_nodes:
+                stand_ins.replace_call(node, QUIET[node.target])
             continue
         function = RAISED.get(node.target) or NUMBERED.get(node.target)
         if function is None:
-            raise _undefined(node)
+            raise _undefined_error(node)
         seed = seed or _seed(model)
-        if node in stand_ins.transformed:
+        if node in stand_ins.transformed_nodes:
             calls += draw_below(node, seed, calls, count)
             continue
-        stand_ins.put(node, function, seed_step=seed, call=calls)
+        stand_ins.replace_call(node, function, seed_step=seed, call=calls)
         if function in NUMBERED.values():
             own_result(node)
         calls += count
@@ -71,7 +71,7 @@ def _seed(model: TorchGraph) -> Node:
     return node
 
 
-def _undefined(node: Node) -> CompileError:
+def _undefined_error(node: Node) -> CompileError:
     why = f"\n  why: {REFUSED[node.target]}" if node.target in REFUSED else ""
     known = ", ".join(sorted({function if isinstance(function, str) else function.__name__ for function in RAISED}))
     return CompileError(

@@ -25,7 +25,7 @@ def refuse_mixed(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in PRODUCTS or records(node)[0].phase != "forward":
             continue
-        given = [_seen(operand) for operand in operands(node)]
+        given = [_dtype_and_shape(operand) for operand in operands(node)]
         if len({dtype for dtype, _ in given}) > 1:
             said = " and ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for dtype, shape in given)
             faults.append(f"{op_name(node).removeprefix('aten.')} at {str(records(node)[0].source) or 'the model itself'}: {said}")
@@ -36,7 +36,7 @@ def refuse_mixed(graph: Graph) -> None:
         )
 
 
-def _seen(operand: Node) -> tuple[torch.dtype | None, list[int]]:
+def _dtype_and_shape(operand: Node) -> tuple[torch.dtype | None, list[int]]:
     node, index = value_of(operand)
     found = records(node)[index]
     return found.dtype, list(found.shape)

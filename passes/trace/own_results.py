@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from meshc.frontend.written_behind import is_written_behind
+from meshc.frontend.written_behind import is_changed_later
 
 
 def own_result(call: Node) -> None:
     """`call` is one that an operator of meshc's has replaced."""
-    if not is_written_behind(call):
+    if not is_changed_later(call):
         return
     example = call.meta.get("example_value")
     plain = isinstance(example, torch.Tensor) and example.is_contiguous()  # a view of the one is to be a view of the other

@@ -29,7 +29,7 @@ from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import Part
 from meshc.ops import explicit_attention as _explicit_attention  # noqa: F401 - registers it
 from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced import Joint
 from meshc.program.parts import Parts, offsets
@@ -58,7 +58,7 @@ def whole_forward(request: Request) -> Request:
     return replace(request, grad=False, train=False, optimizer=None, **changes)
 
 
-def find_parts(whole: Placed, request: Request) -> Parts:
+def find_parts(whole: PlacedModel, request: Request) -> Parts:
     """The batch dims by which `request` cuts its inputs, from factors of its forward graph. Raises CompileError if it cannot be cut."""
     classes = _batch_classes(whole)
     size = _batch_size(whole, classes)
@@ -72,7 +72,7 @@ def find_parts(whole: Placed, request: Request) -> Parts:
     for node in _draws(whole.graph):
         rows = whole.factors.dims[(node, 0)]
         if any(factor in classes for row in rows for factor in row[1:]):
-            raise _unordered(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
+            raise _unordered_error(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
         draws[_call(node)] = tuple(_shape(node, 0))
     return Parts(request.count, dims, draws)
 
@@ -81,7 +81,7 @@ def _source(node: Node) -> str:
     return str(records(node)[0].source)
 
 
-def _batch_classes(whole: Placed) -> dict[int, str]:
+def _batch_classes(whole: PlacedModel) -> dict[int, str]:
     """Factor classes of the batch -> an input that has it; no parameter has one."""
     placeholders = whole.joint.placeholders()
     learned = {
@@ -96,7 +96,7 @@ def _batch_classes(whole: Placed) -> dict[int, str]:
     return found
 
 
-def _batch_size(whole: Placed, classes: dict[int, str]) -> int:
+def _batch_size(whole: PlacedModel, classes: dict[int, str]) -> int:
     sizes = {whole.factors.size[factor]: name for factor, name in classes.items()}
     if len(sizes) > 1:
         raise CompileError(
@@ -129,13 +129,13 @@ def _carrying(port: Port, rows: tuple[tuple[int, ...], ...], classes: set[int]) 
     if not found:
         return None
     if len(found) > 1:
-        raise _unordered(f"the input {port.name} of shape {list(port.shape)} carries the batch in dims {found}")
+        raise _unordered_error(f"the input {port.name} of shape {list(port.shape)} carries the batch in dims {found}")
     if rows[found[0]][0] not in classes:
-        raise _unordered(f"dim {found[0]} of the input {port.name} has the batch inside, not at its beginning")
+        raise _unordered_error(f"dim {found[0]} of the input {port.name} has the batch inside, not at its beginning")
     return found[0]
 
 
-def _unordered(fault: str) -> CompileError:
+def _unordered_error(fault: str) -> CompileError:
     return CompileError(
         f"{fault}, so a microbatch is not a range of its rows\n  what to do: put the batch first (batch_first=True), or microbatches=1"
     )

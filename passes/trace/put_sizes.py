@@ -14,7 +14,7 @@ from dataclasses import replace
 from meshc.errors import InputError
 from meshc.ir.sizes import PREFIX
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.program import instance
 
 
@@ -22,7 +22,7 @@ class NotServed(Exception):
     """Sizes for which the trace may not hold."""
 
 
-def put_sizes(traced: Traced, request: Request, sizes: Mapping[str, int]) -> Traced:
+def put_sizes(traced: TracedModel, request: Request, sizes: Mapping[str, int]) -> TracedModel:
     """The trace at these sizes, by name, for a request whose inputs have them, with an independent graph. Raises NotServed."""
     joint, values = traced.operators(), {PREFIX + name: size for name, size in sizes.items()}
     for size in traced.dynamic:
@@ -43,4 +43,4 @@ def put_sizes(traced: Traced, request: Request, sizes: Mapping[str, int]) -> Tra
         )
     except InputError as error:
         raise NotServed(str(error)) from error
-    return replace(traced.asked(request), model=replace(traced.model, symbols=None), joint=put, dynamic=(), constraints=())
+    return replace(traced.with_request(request), model=replace(traced.model, symbols=None), joint=put, dynamic=(), constraints=())

@@ -28,7 +28,7 @@ from meshc.ops.signatures import bound
 from meshc.ops.strided import as_strided, fill_diagonal
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from meshc.passes.trace.chains import READ
 from meshc.passes.trace.number_random_calls import number_random_calls
 from meshc.passes.trace.own_results import own_result
@@ -66,12 +66,12 @@ SPARSE: dict[Target, str] = {
 """Calls that can return a sparse gradient -> the argument that requests it. A program's gradients are dense, and equal."""
 
 
-def raise_ops(traced: Traced) -> Traced:
+def raise_ops(traced: TracedModel) -> TracedModel:
     """Replaces the model's calls."""
-    return replace(traced, model=raised(traced.model))
+    return replace(traced, model=raise_graph(traced.model))
 
 
-def raised(model: TorchGraph) -> TorchGraph:
+def raise_graph(model: TorchGraph) -> TorchGraph:
     """The same for any torch-level graph, in place."""
     stand_ins = StandIns(model)
     for node in model.module.graph.nodes:
@@ -91,13 +91,13 @@ def raised(model: TorchGraph) -> TorchGraph:
             continue
         if node.target in SPARSE:
             notes += _dense(node)
-        if node in stand_ins.transformed:
+        if node in stand_ins.transformed_nodes:
             if node.target in ATTENTION:
                 write_out_attention(node)
             continue
         composite = _composite(node.target)
         if composite is not None:
-            stand_ins.put(node, composite)
+            stand_ins.replace_call(node, composite)
             if composite not in ALIASES:
                 own_result(node)
     module.recompile()

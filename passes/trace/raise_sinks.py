@@ -26,7 +26,7 @@ from meshc.passes.trace.chains import (
     SOFTMAXES,
     SUBTRACTS,
     TRANSPOSES,
-    Otherwise,
+    PatternMismatch,
     argument,
     drops_nothing,
     forget,
@@ -45,11 +45,11 @@ def raise_sinks(module: GraphModule, stand_ins: StandIns) -> None:
     """Replaces the calls in place."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node.op not in ("call_function", "call_method") or node.target not in SOFTMAXES or node in stand_ins.transformed:
+        if node.op not in ("call_function", "call_method") or node.target not in SOFTMAXES or node in stand_ins.transformed_nodes:
             continue
         try:
-            out, operands = _matched(node)
-        except Otherwise:
+            out, operands = _match_attention(node)
+        except PatternMismatch:
             continue
         with graph.inserting_before(out):
             made = graph.call_function(sink_attention, operands)
@@ -60,20 +60,20 @@ def raise_sinks(module: GraphModule, stand_ins: StandIns) -> None:
         own_result(made)
 
 
-def _matched(softmax: Node) -> tuple[Node, tuple[Any, ...]]:
+def _match_attention(softmax: Node) -> tuple[Node, tuple[Any, ...]]:
     """(the last product, operands of `sink_attention`) around a softmax."""
     need(argument(softmax, 1, "dim") in (-1, 3))
-    combined = _shifted(node_of(softmax.args[0]))
+    combined = _without_shift(node_of(softmax.args[0]))
     need(combined.op == "call_function" and combined.target is torch.cat and argument(combined, 1, "dim") in (-1, 3))
     parts = combined.args[0]
     need(isinstance(parts, list | tuple) and len(parts) == 2)
     scores, sinks = (node_of(part) for part in parts)  # type: ignore[union-attr]
-    out, values = _mixed(softmax)
-    q, k, scale, bias = _scored(scores)
+    out, values = _match_values(softmax)
+    q, k, scale, bias = _match_scores(scores)
     return out, (q, k, values, bias, sinks, scale)
 
 
-def _shifted(x: Node) -> Node:
+def _without_shift(x: Node) -> Node:
     """The operand of a softmax, without the subtraction of its maximum, which changes nothing."""
     if x.target not in SUBTRACTS or len(x.args) != 2:
         return x
@@ -87,7 +87,7 @@ def _shifted(x: Node) -> Node:
     return combined
 
 
-def _mixed(softmax: Node) -> tuple[Node, Node]:
+def _match_values(softmax: Node) -> tuple[Node, Node]:
     """(product of the weights and the values, values), where the weights are all columns but the last, unchanged in between."""
     weights = reader(softmax)
     need(weights.target is operator.getitem and weights.args[1] == (Ellipsis, slice(None, -1, None)))
@@ -100,7 +100,7 @@ def _mixed(softmax: Node) -> tuple[Node, Node]:
     return following, node_of(following.args[1])
 
 
-def _scored(scores: Node) -> tuple[Node, Node, float, Node | None]:
+def _match_scores(scores: Node) -> tuple[Node, Node, float, Node | None]:
     """(q, k, scale, bias) of scores, read from the last call to the first."""
     bias: Node | None = None
     scale: object = 1.0

@@ -29,7 +29,7 @@ from meshc.passes.trace.chains import (
     MATMULS,
     MULTIPLIES,
     SOFTMAXES,
-    Otherwise,
+    PatternMismatch,
     argument,
     drops_nothing,
     forget,
@@ -49,16 +49,16 @@ def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
     """Replaces the calls in place."""
     graph = module.graph
     for softmax in list(graph.nodes):
-        if softmax.op not in ("call_function", "call_method") or softmax.target not in SOFTMAXES or softmax in stand_ins.transformed:
+        if softmax.op not in ("call_function", "call_method") or softmax.target not in SOFTMAXES or softmax in stand_ins.transformed_nodes:
             continue
         try:
             dim = argument(softmax, 1, "dim")
             need(dim == -1 or dim == 3 and _dims(softmax) == 4)
-            found = _Found()
-            out = found.mixed(softmax)
-            found.scored(node_of(softmax.args[0]))
+            found = _WrittenAttention()
+            out = found.match_values(softmax)
+            found.match_scores(node_of(softmax.args[0]))
             found.check(softmax)
-        except Otherwise:
+        except PatternMismatch:
             continue
         with graph.inserting_before(out):
             turned = graph.call_method("transpose", (found.turned, -2, -1))
@@ -89,7 +89,7 @@ def _dtype(x: Node) -> torch.dtype:
 
 
 @dataclass
-class _Found:
+class _WrittenAttention:
     """The operands of a written-out attention.
 
     biases  summands of the scores           hidden  (mask, number that hides)       drops  keywords of the dropout of the weights
@@ -100,7 +100,7 @@ class _Found:
     scale: float = 1.0
     drops: dict[str, Any] = field(default_factory=dict)
 
-    def mixed(self, softmax: Node) -> Node:
+    def match_values(self, softmax: Node) -> Node:
         """The product of the weights and the values; records `values` and `drops`."""
         weights, following = softmax, reader(softmax)
         while following.target not in MATMULS:
@@ -117,23 +117,23 @@ class _Found:
         need(self.values is not weights)
         return following
 
-    def scored(self, x: Node) -> None:
+    def match_scores(self, x: Node) -> None:
         """Reads the scores from the last call to the first."""
         only(x)
         if x.target in IDLE:
-            self.scored(node_of(x.args[0]))
+            self.match_scores(node_of(x.args[0]))
         elif x.target in ADDS:
             need(len(x.args) == 2 and not x.kwargs)
             first, second = (node_of(one) for one in x.args)
             scores, bias = (first, second) if _scores(first) else (second, first)
             self.biases.append(bias)
-            self.scored(scores)
+            self.match_scores(scores)
         elif x.target in FILLS:
             where, number = argument(x, 1, "mask"), argument(x, 2, "value")
             need(isinstance(number, int | float) and number <= NEVER)
             assert isinstance(number, int | float)
             self.hidden.append((node_of(where), float(number)))
-            self.scored(node_of(x.args[0]))
+            self.match_scores(node_of(x.args[0]))
         else:
             self._products(x)
 

@@ -27,7 +27,7 @@ from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.frontend.transforms_within import storage_of
-from meshc.frontend.written_behind import changed_by, is_written_behind
+from meshc.frontend.written_behind import changed_operand, is_changed_later
 from meshc.ir.graph import output_of
 from meshc.ops.signatures import filled
 from meshc.passes.trace.checkpoint_regions import POLICY, REGION
@@ -61,11 +61,11 @@ class CheckpointedRegion:
 
 def repeat_writes(model: TorchGraph, regions: Sequence[CheckpointedRegion]) -> None:
     """Edits the graph in place. Raises CompileError."""
-    writes = Writes(model)
+    writes = BufferWrites(model)
     late: list[list[Node]] = []
     for region in (one for one in regions if one.around is None):
-        again = [node for each in _in_backward(region, regions) for node in writes.again(each)]
-        if again and writes.alone(again, region):
+        again = [node for each in _in_backward(region, regions) for node in writes.repeated_nodes(each)]
+        if again and writes.is_private(again, region):
             _copy(again, region.nodes[-1].next)
         else:
             late.append(again)
@@ -84,14 +84,14 @@ def _copy(nodes: Sequence[Node], before: Node) -> None:
     copies: dict[Node, Node] = {}
     for node in nodes:
         with node.graph.inserting_before(before):
-            copies[node] = node.graph.node_copy(node, partial(_again, node, copies))
+            copies[node] = node.graph.node_copy(node, partial(_copy_operand, node, copies))
         for name in (REGION, POLICY):
             copies[node].meta.pop(name, None)
 
 
-def _again(node: Node, copies: Mapping[Node, Node], used: Node) -> Node:
+def _copy_operand(node: Node, copies: Mapping[Node, Node], used: Node) -> Node:
     """An operand of a node's copy: the operand's copy, or its value when the node read it."""
-    if used in copies or used.op in ("get_attr", "placeholder") or not is_written_behind(used):
+    if used in copies or used.op in ("get_attr", "placeholder") or not is_changed_later(used):
         return copies.get(used, used)
     with node.graph.inserting_before(node):
         held = node.graph.call_method("clone", (used,))
@@ -99,59 +99,59 @@ def _again(node: Node, copies: Mapping[Node, Node], used: Node) -> Node:
     return held
 
 
-class Writes:
+class BufferWrites:
     """Nodes of a torch-level graph that write into tensors of the model."""
 
     def __init__(self, model: TorchGraph) -> None:
         self.model = model
 
-    def again(self, region: CheckpointedRegion) -> list[Node]:
+    def repeated_nodes(self, region: CheckpointedRegion) -> list[Node]:
         """The nodes that torch runs once more: writes, and their operands that depend on written buffers. Raises CompileError if other
         values depend on them."""
-        if not any(map(self._written, region.nodes)) or not _is_reached(region):
+        if not any(map(self._written_buffers, region.nodes)) or not _is_reached(region):
             return []
         nodes = region.nodes if region.reentrant else self._up_to_the_last_kept(region.nodes)
-        written = {held for node in nodes for held in self._written(node)}
-        changed = dict.fromkeys(node for node in nodes if not written.isdisjoint(self._written(node)))
+        written = {held for node in nodes for held in self._written_buffers(node)}
+        changed = dict.fromkeys(node for node in nodes if not written.isdisjoint(self._written_buffers(node)))
         depend: dict[Node, None] = {}
         for node in region.nodes:
-            if any(used in depend or self._held(used) in written for used in self._read(node)):
+            if any(used in depend or self._buffer_of(used) in written for used in self._result_operands(node)):
                 depend[node] = None
                 if requires_grad(node):
-                    raise CompileError(_another(node))
+                    raise CompileError(_dependence_text(node))
         wanted = {*changed}
         for node in reversed(nodes):
             if node in wanted:
                 wanted.update(used for used in node.all_input_nodes if used in depend)
         return [node for node in nodes if node in wanted]
 
-    def alone(self, nodes: Sequence[Node], region: CheckpointedRegion) -> bool:
+    def is_private(self, nodes: Sequence[Node], region: CheckpointedRegion) -> bool:
         """Whether nothing outside a region reads or writes the buffers that these nodes write."""
-        written = {held for node in nodes for held in self._written(node)}
+        written = {held for node in nodes for held in self._written_buffers(node)}
         inside = {*region.nodes}
-        readers = {user for node in self.model.module.graph.nodes if self._held(node) in written for user in node.users}
+        readers = {user for node in self.model.module.graph.nodes if self._buffer_of(node) in written for user in node.users}
         return readers <= inside
 
-    def _held(self, node: Node) -> int | None:
+    def _buffer_of(self, node: Node) -> int | None:
         """The id of the model's tensor whose memory a value shares, if any."""
         while node.op != "get_attr":
             memory = storage_of(node)
             viewed = (used for used in node.all_input_nodes if memory is not None and storage_of(used) == memory)
-            behind = changed_by(node) or next(viewed, None)
+            behind = changed_operand(node) or next(viewed, None)
             if behind is None:
                 return None
             node = behind
         return id(operator.attrgetter(str(node.target))(self.model.module))
 
-    def _written(self, node: Node) -> list[int]:
+    def _written_buffers(self, node: Node) -> list[int]:
         targets = self._statistics(node)
-        if not targets and (behind := changed_by(node)) is not None:
+        if not targets and (behind := changed_operand(node)) is not None:
             targets = [behind]
-        return [held for target in targets if (held := self._held(target)) is not None]
+        return [held for target in targets if (held := self._buffer_of(target)) is not None]
 
-    def _read(self, node: Node) -> list[Node]:
+    def _result_operands(self, node: Node) -> list[Node]:
         """The operands that a node's result depends on."""
-        statistics = [one for one in self._statistics(node) if self._held(one) is not None]
+        statistics = [one for one in self._statistics(node) if self._buffer_of(one) is not None]
         return [used for used in node.all_input_nodes if used not in statistics]
 
     def _statistics(self, node: Node) -> list[Node]:
@@ -212,7 +212,7 @@ def requires_grad(node: Node) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in (value if isinstance(value, tuple | list) else [value]))
 
 
-def _another(node: Node) -> str:
+def _dependence_text(node: Node) -> str:
     source = source_of(node)
     return (
         "a checkpointed region changes a buffer that its own values depend on\n"

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ir.sizes import Ratio, Size
-from meshc.passes.trace.known_values import RESHAPES, KnownValues, settled
+from meshc.passes.trace.known_values import RESHAPES, KnownValues, compute_operands_first
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class Ranges:
     def truth(self) -> bool:
         return self.inside.dtype == torch.bool
 
-    def having(self, begin: Tensor, end: Tensor) -> Ranges:
+    def with_bounds(self, begin: Tensor, end: Tensor) -> Ranges:
         """A truth mask with other ranges; an empty range is one from 0 to 0."""
         empty = end <= begin
         return _truths(torch.where(empty, 0, begin), torch.where(empty, 0, end), self.keys)
@@ -61,7 +61,7 @@ class SeenRanges:
         self._found: dict[Node, Ranges | None] = {}
 
     def of(self, node: Node) -> Ranges | None:
-        return settled(node, self._found, self._compute)
+        return compute_operands_first(node, self._found, self._compute)
 
     def _compute(self, node: Node) -> Ranges | None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not ir.is_tensor(node):
@@ -70,22 +70,22 @@ class SeenRanges:
         if len(shape) < 2 or any(isinstance(size, Size | Ratio) for size in shape):
             return None
         if node.target in MIRRORED:
-            return self._compared(node)
+            return self._comparison_ranges(node)
         operands = node.all_input_nodes
         if node.target in KEEPS:
             found = self._found[operands[0]]
             return found if found is not None and ir.record(operands[0]).shape[-2:] == shape[-2:] else None
         if node.target in (*AND, *OR):
             one, other = (self._truth(x, shape) for x in node.args[:2] if isinstance(x, Node))
-            return None if one is None or other is None else (_both if node.target in AND else _either)(one, other)
+            return None if one is None or other is None else (_intersection if node.target in AND else _union)(one, other)
         if node.target in NOT:
             found = self._found[operands[0]]
-            return None if found is None or not found.truth else _other(found)
+            return None if found is None or not found.truth else _complement(found)
         if node.target is aten.where.self:
-            return self._chosen(node)
-        return self._each(node)
+            return self._where_ranges(node)
+        return self._pointwise_ranges(node)
 
-    def _compared(self, node: Node) -> Ranges | None:
+    def _comparison_ranges(self, node: Node) -> Ranges | None:
         """The ranges of a comparison of queries with non-decreasing keys."""
         (one, other), target = node.args[:2], node.target
         assert isinstance(one, Node) and isinstance(other, Node) and isinstance(target, torch._ops.OpOverload)
@@ -129,7 +129,7 @@ class SeenRanges:
         end = torch.tensor([shape[-1] if bool(value) else 0])
         return _truths(torch.zeros_like(end), end, shape[-1])
 
-    def _chosen(self, node: Node) -> Ranges | None:
+    def _where_ranges(self, node: Node) -> Ranges | None:
         which, *values = node.args
         assert isinstance(which, Node)
         found, numbers = self._found[which], [self._number(x) for x in values]
@@ -139,7 +139,7 @@ class SeenRanges:
         assert inside is not None and outside is not None
         return Ranges(found.begin, found.end, found.keys, inside, outside)
 
-    def _each(self, node: Node) -> Ranges | None:
+    def _pointwise_ranges(self, node: Node) -> Ranges | None:
         """A pointwise operator on one value with ranges and on numbers: applied to `inside` and to `outside`."""
         ranged = [x for x in node.all_input_nodes if self._found[x] is not None]
         if len(ranged) != 1 or torch.Tag.pointwise not in node.target.tags and node.target is not aten._to_copy.default:  # type: ignore[union-attr]
@@ -150,12 +150,12 @@ class SeenRanges:
         if any(number is None for number in numbers.values()) or ir.record(ranged[0]).shape[-2:] != ir.record(node).shape[-2:]:
             return None
 
-        def done(value: Tensor) -> Tensor:
+        def apply_operator(value: Tensor) -> Tensor:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: value if x is ranged[0] else numbers[x])
             made: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
             return made
 
-        return Ranges(found.begin, found.end, found.keys, done(found.inside), done(found.outside))
+        return Ranges(found.begin, found.end, found.keys, apply_operator(found.inside), apply_operator(found.outside))
 
     def _number(self, node: object) -> Tensor | None:
         value = self.known.of(node) if isinstance(node, Node) else None
@@ -166,24 +166,24 @@ def _truths(begin: Tensor, end: Tensor, keys: int) -> Ranges:
     return Ranges(begin, end, keys, torch.tensor(True), torch.tensor(False))
 
 
-def _both(one: Ranges, other: Ranges) -> Ranges:
-    return one.having(torch.maximum(one.begin, other.begin), torch.minimum(one.end, other.end))
+def _intersection(one: Ranges, other: Ranges) -> Ranges:
+    return one.with_bounds(torch.maximum(one.begin, other.begin), torch.minimum(one.end, other.end))
 
 
-def _either(one: Ranges, other: Ranges) -> Ranges | None:
+def _union(one: Ranges, other: Ranges) -> Ranges | None:
     """The union, where the ranges meet or one is empty in every row."""
     none, nor = one.end <= one.begin, other.end <= other.begin
     begin = torch.where(none, other.begin, torch.where(nor, one.begin, torch.minimum(one.begin, other.begin)))
     end = torch.where(none, other.end, torch.where(nor, one.end, torch.maximum(one.end, other.end)))
     meet = torch.maximum(one.begin, other.begin) <= torch.minimum(one.end, other.end)
-    return one.having(begin, end) if bool((none | nor | meet).all()) else None
+    return one.with_bounds(begin, end) if bool((none | nor | meet).all()) else None
 
 
-def _other(found: Ranges) -> Ranges | None:
+def _complement(found: Ranges) -> Ranges | None:
     """The complement, where that is one range in every row."""
     none, front, back = found.end <= found.begin, found.begin == 0, found.end == found.keys
     if not bool((none | front | back).all()):
         return None
     begin = torch.where(none, 0, torch.where(front, found.end, 0))
     end = torch.where(none | front, found.keys, found.begin)
-    return found.having(begin, end)
+    return found.with_bounds(begin, end)

@@ -22,13 +22,13 @@ def settle_sizes(graph: Graph, symbols: Symbols) -> None:
     """Replaces every number that the graph computes by its expression; records the shape of every tensor."""
     numbers: dict[Node, Argument] = {}
 
-    def settled(argument: Argument) -> Argument:
+    def settle_argument(argument: Argument) -> Argument:
         if isinstance(argument, Node):
             return numbers.get(argument, argument)
         return symbols.open(argument)
 
     for node in list(graph.nodes):
-        node.args, node.kwargs = map_aggregate(node.args, settled), map_aggregate(node.kwargs, settled)
+        node.args, node.kwargs = map_aggregate(node.args, settle_argument), map_aggregate(node.kwargs, settle_argument)
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool) and node.op == "call_function":
             numbers[node] = symbols.open(value)

@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
-from meshc.frontend.double import double_by_default, wide
+from meshc.frontend.double import double_by_default, wide_dtype
 from meshc.frontend.sources import source_of
 from meshc.frontend.transforms_within import within_transforms
 from meshc.ir import trees
@@ -53,11 +53,11 @@ class StandIns:
     model: TorchGraph
 
     @cached_property
-    def transformed(self) -> frozenset[Node]:
+    def transformed_nodes(self) -> frozenset[Node]:
         """Calls within a transform of torch.func, which stay torch's own."""
         return within_transforms(self.model.module.graph)
 
-    def put(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
+    def replace_call(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
         """Replaces the target of a node by `function`; `more` are additional arguments."""
         target: Any = node.target
         written = bound(target, node.args, node.kwargs).get("out")
@@ -76,15 +76,15 @@ class StandIns:
         if wanted is None:
             return
         try:
-            made = self._run(node)
+            made = self._run_node(node)
         except CompileError as error:
             what, _, rest = str(error).partition("\n")
             raise CompileError(f"{what}\n  in your model: {source_of(node)}\n{rest}") from error
-        mine, torchs = ([*map(self._described, trees.leaves(value))] for value in (made, wanted))
+        mine, torchs = ([*map(self._describe_value, trees.leaves(value))] for value in (made, wanted))
         if len(mine) != len(torchs) or any(one not in (other, NOTHING) for one, other in zip(mine, torchs, strict=True)):
             raise TypeError(f"what stands for this call gives {', '.join(mine)}, where torch gives {', '.join(torchs)}")
 
-    def _run(self, node: Node) -> Any:
+    def _run_node(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._example)
         target: Any = node.target
         with self.model.fake_mode, torch.no_grad(), torch._C._DisableAutocast(), double_by_default(self.model.double):
@@ -95,12 +95,12 @@ class StandIns:
         found = node.meta.get("example_value", node.meta.get("val"))
         if found is not None:
             return found
-        return operator.attrgetter(str(node.target))(self.model.module) if node.op == "get_attr" else self._run(node)
+        return operator.attrgetter(str(node.target))(self.model.module) if node.op == "get_attr" else self._run_node(node)
 
-    def _described(self, value: object) -> str:
+    def _describe_value(self, value: object) -> str:
         if not isinstance(value, Tensor):
             return type(value).__name__
-        kind, shape = wide(value.dtype, self.model.double), [*map(_size, value.shape)]
+        kind, shape = wide_dtype(value.dtype, self.model.double), [*map(_size, value.shape)]
         return f"{kind} {shape} {value.layout} on {value.device.type}".replace("torch.", "")
 
 

@@ -68,7 +68,7 @@ def _drawing(target: Target) -> Function:
     def drawing(*args: Any, seed_step: Tensor, numbers: tuple[int, int], **kwargs: Any) -> Any:
         function, rest = (getattr(args[0], target), args[1:]) if isinstance(target, str) else (target, args)
         calls = iter(range(numbers[0], sum(numbers)))
-        with sdpa_kernel(SDPBackend.MATH), _Numbered(seed_step, calls):
+        with sdpa_kernel(SDPBackend.MATH), _CallDraws(seed_step, calls):
             drawn = function(*rest, **kwargs)
         assert next(calls, None) is None, "it draws less than torch does outside of a trace"
         return drawn
@@ -77,7 +77,7 @@ def _drawing(target: Target) -> Function:
     return drawing
 
 
-class _Numbered(ReferenceRandom):
+class _CallDraws(ReferenceRandom):
     """Replaces the draws of one traced call by numbered ones."""
 
     def __init__(self, seed_step: Tensor, numbers: Iterator[int]) -> None:

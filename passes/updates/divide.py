@@ -23,8 +23,8 @@ from meshc.cost.links import collective_seconds, payload
 from meshc.cost.operators import seconds
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh, role
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.updates.hand_round import Divided, Round
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.updates.hand_round import ChainGroup, DividedChains
 from meshc.passes.updates.whole_chains import Chain, chains
 
 
@@ -40,7 +40,7 @@ class Shares:
     sent: tuple[int, int] = (0, 0)
 
 
-def divide_updates(lowered: Lowered) -> Lowered:
+def divide_updates(lowered: LoweredProgram) -> LoweredProgram:
     """Divides each stage's updates in place, and adds a note on the savings."""
     device = for_mesh(lowered.mesh)
     if not _axes(lowered.mesh):
@@ -52,7 +52,7 @@ def divide_updates(lowered: Lowered) -> Lowered:
     for one in found:
         for axes, count in one.over.items():
             parts[axes] = parts.get(axes, 0.0) + count / total
-    return replace(lowered, divided=parts).noting(*_notes(found))
+    return replace(lowered, divided=parts).with_notes(*_notes(found))
 
 
 def divide(graph: Graph, mesh: Mesh, device: Device) -> Shares:
@@ -86,7 +86,7 @@ class _Division:
         while len(rest) > 1:
             for axes in self._over(members[0].axes, len(rest)):
                 group = rest[: self._ranks(axes)]
-                if (axes, len(group)) not in refused and self._shared(group, axes):
+                if (axes, len(group)) not in refused and self._try_to_divide(group, axes):
                     rest, turns = rest[len(group) :], turns + 1
                     break
                 refused.add((axes, len(group)))
@@ -106,24 +106,24 @@ class _Division:
     def _ranks(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
 
-    def _shared(self, members: Sequence[Chain], axes: tuple[str, ...]) -> bool:
+    def _try_to_divide(self, members: Sequence[Chain], axes: tuple[str, ...]) -> bool:
         """Divides these chains, if that is possible and faster; whether it was done."""
-        group = Round(self.graph, members, axes, self.sizes)
-        if not group.may():
+        group = ChainGroup(self.graph, members, axes, self.sizes)
+        if not group.can_divide():
             return False
-        made, spared = group.write(), [node for chain in members for node in chain.spared]
+        made, spared = group.write(), [node for chain in members for node in chain.spared_nodes]
         if self._seconds(made.nodes) >= self._seconds(spared):
             group.drop(made)
             return False
         self._note(members, axes, made, spared)
-        group.put(made)
+        group.replace_chains(made)
         return True
 
-    def _note(self, members: Sequence[Chain], axes: tuple[str, ...], made: Divided, spared: Iterable[Node]) -> None:
+    def _note(self, members: Sequence[Chain], axes: tuple[str, ...], made: DividedChains, spared: Iterable[Node]) -> None:
         self.made.divided += len(members)
         self.made.over[axes] = self.made.over.get(axes, 0.0) + members[0].flops * len(members)
         was, now = self.made.sent
-        self.made.sent = was + sum(self._given_away(spared)), now + sum(self._given_away(made.nodes))
+        self.made.sent = was + sum(self._collective_bytes(spared)), now + sum(self._collective_bytes(made.nodes))
 
     def _seconds(self, nodes: Iterable[Node]) -> float:
         found = 0.0
@@ -132,7 +132,7 @@ class _Division:
             found += collective_seconds(node, self.mesh, self.device) if moves else seconds(node, self.device)
         return found
 
-    def _given_away(self, nodes: Iterable[Node]) -> Iterator[int]:
+    def _collective_bytes(self, nodes: Iterable[Node]) -> Iterator[int]:
         """Bytes that a rank sends, by collective."""
         for node in nodes:
             if spmd.is_collective(node.target):

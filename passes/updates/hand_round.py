@@ -30,7 +30,7 @@ from meshc.ir.graph import read_by
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reshard import reshard
-from meshc.passes.updates.whole_chains import Chain, Entering, lies
+from meshc.passes.updates.whole_chains import Chain, ChainOperand, stored_sharding
 
 aten = torch.ops.aten
 
@@ -39,14 +39,14 @@ MATRICES: Final = "matrices"
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedChains:
     """The nodes, in order, that replace several chains; `instead`: value that was kept of a chain -> the node that replaces it."""
 
     nodes: tuple[Node, ...]
     instead: Mapping[Node, Node]
 
 
-class Round:
+class ChainGroup:
     """One group of chains: `members`, at most as many as there are ranks along `axes`; the last one fills the places that are missing."""
 
     def __init__(self, graph: Graph, members: Sequence[Chain], axes: Sequence[str], sizes: Mapping[str, int]) -> None:
@@ -57,12 +57,12 @@ class Round:
         self.build = Builder(sizes)
         self.build.graph = graph
 
-    def may(self) -> bool:
+    def can_divide(self) -> bool:
         """Whether the group can run at one place: no member depends on another's result, with no communication between stages between."""
         last, behind = max(self._sources()), self._behind()
         return behind.isdisjoint(self._sources()) and not any(spmd.joins_stages(node) for node in behind if node < last)
 
-    def write(self) -> Divided:
+    def write(self) -> DividedChains:
         """Writes the division behind all its operands, not yet read by anyone."""
         last = max(self._sources())
         while last.next.op == "placeholder":
@@ -76,9 +76,9 @@ class Round:
                 update(node, phase="update")
             nodes.append(node)
             last = node
-        return Divided(tuple(nodes), instead)
+        return DividedChains(tuple(nodes), instead)
 
-    def put(self, divided: Divided) -> None:
+    def replace_chains(self, divided: DividedChains) -> None:
         """Replaces the chains by the division, and erases them."""
         last = divided.nodes[-1]
         readers = {node for node in self._behind() if node < last}
@@ -93,7 +93,7 @@ class Round:
             for node in sorted({*ends, *chain.nodes, *ways}, reverse=True):
                 self._erase(node)
 
-    def drop(self, divided: Divided) -> None:
+    def drop(self, divided: DividedChains) -> None:
         """Erases the division again."""
         for node in reversed(divided.nodes):
             self.graph.erase_node(node)
@@ -139,9 +139,9 @@ class Round:
             if _same(sources):
                 env[one.value] = one.value
             elif narrow is None:
-                env[one.value] = self._given(sources, one.value)
+                env[one.value] = self._distribute_operand(sources, one.value)
             else:
-                env[narrow] = self._given(self._narrowed(sources, narrow), narrow)
+                env[narrow] = self._distribute_operand(self._narrow_sources(sources, narrow), narrow)
         for node in model.nodes:
             if node in env:
                 continue
@@ -152,32 +152,32 @@ class Round:
             set_record(env[node], made if isinstance(node.meta[KEY], tuple) else made[0])
         instead: dict[Node, Node] = {}
         for place, left in enumerate(model.leaving):
-            instead |= self._left(env[left.value], [chain.leaving[place].kept for chain in self.members])
+            instead |= self._return_results(env[left.value], [chain.leaving[place].kept for chain in self.members])
         return instead
 
-    def _narrowed(self, sources: Sequence[Node], like: Node) -> list[Node]:
+    def _narrow_sources(self, sources: Sequence[Node], like: Node) -> list[Node]:
         """Tiles cast to the narrower dtype in which a chain reads them."""
         made: dict[Node, Node] = {}
         for source in dict.fromkeys(sources):
             self._begin(source, [source])
-            made[source] = self.build.emit(like.target, source, sharding=lies(source), dtype=like.kwargs["dtype"])
+            made[source] = self.build.emit(like.target, source, sharding=stored_sharding(source), dtype=like.kwargs["dtype"])
         return [made[source] for source in sources]
 
-    def _given(self, sources: Sequence[Node], value: Node) -> Node:
+    def _distribute_operand(self, sources: Sequence[Node], value: Node) -> Node:
         """A rank's own one of these values, which are whole or in tiles on all ranks."""
-        like, order = lies(sources[0]), self._order(lies(sources[0]))
+        like, order = stored_sharding(sources[0]), self._order(stored_sharding(sources[0]))
         stacked = [sources[member] for member in self._members(order)]
-        all_of_them, one_of_them = self._stacked(like, ()), self._stacked(like.whole(), order)
+        all_of_them, one_of_them = self._stack_sharding(like, ()), self._stack_sharding(like.whole(), order)
         known = self._begin(value, stacked)
         stack = self.build.emit(aten.stack.default, stacked, sharding=all_of_them)
         mine, _ = reshard(self.build, stack, all_of_them, one_of_them, self._reason("goes to the rank"), frozenset())
         self._name(known, sources)
         return self.build.emit(aten.reshape.default, mine, list(record(value).shape))
 
-    def _left(self, made: Node, kept: Sequence[Node]) -> dict[Node, Node]:
+    def _return_results(self, made: Node, kept: Sequence[Node]) -> dict[Node, Node]:
         """What each rank keeps of the results of all ranks: kept value -> the node that replaces it."""
-        like, order = lies(kept[0]), self._order(lies(kept[0]))
-        all_of_them, one_of_them = self._stacked(like, ()), self._stacked(like.whole(), order)
+        like, order = stored_sharding(kept[0]), self._order(stored_sharding(kept[0]))
+        all_of_them, one_of_them = self._stack_sharding(like, ()), self._stack_sharding(like.whole(), order)
         known = self._begin(made, [made])
         mine = self.build.emit(aten.reshape.default, made, [1, *record(made).shape], sharding=one_of_them)
         rows, _ = reshard(self.build, mine, one_of_them, all_of_them, self._reason("comes from the rank"), frozenset())
@@ -185,7 +185,7 @@ class Round:
         places = {member: place for place, member in enumerate(self._members(order))}
         found: dict[Node, Node] = {}
         for member, old in enumerate(kept[: len(self.own)]):
-            found[old] = self.build.emit(aten.select.int, rows, 0, places[member], sharding=lies(old))
+            found[old] = self.build.emit(aten.select.int, rows, 0, places[member], sharding=stored_sharding(old))
             set_record(found[old], replace(record(old), reason=""))
         return found
 
@@ -206,7 +206,7 @@ class Round:
                 member = member * self.sizes[axis] + at[axis]
             yield member
 
-    def _stacked(self, like: Sharding, axes: tuple[str, ...]) -> Sharding:
+    def _stack_sharding(self, like: Sharding, axes: tuple[str, ...]) -> Sharding:
         return Sharding(((Part(MATRICES, self.ranks, axes),), *like.dims), zero=frozenset((dim + 1, part) for dim, part in like.zero))
 
     # ------------------------------------------------------------------------------------------------------------------- words
@@ -226,13 +226,13 @@ class Round:
     def _name(self, known: int, kept: Sequence[Node]) -> None:
         """Keeps the shardings of stacks where all members have the same factor names; otherwise removes them, since no name is right for
         all."""
-        if len({lies(node).dims for node in kept}) > 1:
+        if len({stored_sharding(node).dims for node in kept}) > 1:
             for node in list(self.build.shapes)[known:]:
                 if not is_integer(node):
                     update(node, sharding=None)
 
 
-def _narrowed_first(one: Entering, chain: Chain) -> Node | None:
+def _narrowed_first(one: ChainOperand, chain: Chain) -> Node | None:
     """A chain's cast of a gathered value to a narrower dtype, if that is its first and only reader: tiles are then sent in that dtype."""
     readers = [node for node in chain.nodes if one.value in node.all_input_nodes]
     if not one.way or len(readers) != 1 or readers[0].target is not aten._to_copy.default or readers[0].kwargs.keys() != {"dtype"}:

@@ -30,7 +30,7 @@ PIECES: Final = (aten.slice.Tensor, aten.reshape.default)
 
 
 @dataclass(frozen=True)
-class Entering:
+class ChainOperand:
     """An operand of a chain. `source`: the tile from which it was gathered, or the value itself; `way`: the nodes that gather it."""
 
     value: Node
@@ -39,7 +39,7 @@ class Entering:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class ChainResult:
     """A result of a chain. `kept`: what others read of it, a tile or the value itself; `way`: the nodes that cut the tile."""
 
     value: Node
@@ -52,8 +52,8 @@ class Chain:
     """`key` is equal for chains that compute the same on values of equal shapes and shardings."""
 
     nodes: tuple[Node, ...]
-    entering: tuple[Entering, ...]
-    leaving: tuple[Leaving, ...]
+    entering: tuple[ChainOperand, ...]
+    leaving: tuple[ChainResult, ...]
     key: object
 
     @property
@@ -64,10 +64,10 @@ class Chain:
     def axes(self) -> frozenset[str]:
         """Axes that split its sources or its kept results."""
         ends = [*(one.source for one in self.entering), *(one.kept for one in self.leaving)]
-        return frozenset(axis for end in ends for axis in lies(end).split_axes())
+        return frozenset(axis for end in ends for axis in stored_sharding(end).split_axes())
 
     @property
-    def spared(self) -> list[Node]:
+    def spared_nodes(self) -> list[Node]:
         """Nodes that a rank need not run if another computes the chain: its own, and those that gather operands for it alone."""
         found = list(self.nodes)
         for one in self.entering:
@@ -79,8 +79,8 @@ class Chain:
 def chains(graph: Graph) -> list[Chain]:
     """The chains of a stage, in its order."""
     order = [node for node in graph.nodes if node.op != "output"]
-    alike = _alike(order)
-    number = _numbered(order, _between(order, alike))
+    alike = _replicated_operators(order)
+    number = _chain_numbers(order, _between(order, alike))
     _with_its_own(order, alike, number)
     members: dict[int, list[Node]] = {}
     for node in order:
@@ -90,7 +90,7 @@ def chains(graph: Graph) -> list[Chain]:
     return [chain for chain in found if chain is not None]
 
 
-def lies(node: Node) -> Sharding:
+def stored_sharding(node: Node) -> Sharding:
     """The sharding of a value that has one."""
     found = record(node).sharding
     assert found is not None, node
@@ -107,7 +107,7 @@ def is_whole(node: Node) -> bool:
 # ------------------------------------------------------------------------------------------------------------------- what is alike
 
 
-def _alike(order: Iterable[Node]) -> set[Node]:
+def _replicated_operators(order: Iterable[Node]) -> set[Node]:
     """Operators of the update that compute the same on all ranks."""
     found: set[Node] = set()
     for node in order:
@@ -133,7 +133,7 @@ def _between(order: Sequence[Node], alike: Collection[Node]) -> set[Node]:
     return behind & ahead
 
 
-def _numbered(order: Sequence[Node], core: Collection[Node]) -> dict[Node, int]:
+def _chain_numbers(order: Sequence[Node], core: Collection[Node]) -> dict[Node, int]:
     """A number for each node, the same for nodes that are connected."""
     group: dict[Node, list[Node]] = {}
     for node in order:
@@ -187,7 +187,7 @@ def _chain(nodes: Sequence[Node]) -> Chain | None:
     """The chain of these nodes; None where a result is not whole, or there are no operands or results."""
     own = set(nodes)
     entering = [_entering(one) for one in dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own)]
-    leaving: list[Leaving] = []
+    leaving: list[ChainResult] = []
     for node in nodes:
         readers = [user for user in node.users if user not in own]
         if readers and not (is_tensor(node) and is_whole(node)):
@@ -195,15 +195,15 @@ def _chain(nodes: Sequence[Node]) -> Chain | None:
         tiles = [_leaving(node, reader) for reader in readers]
         leaving += [one for one in tiles if one is not None]
         if None in tiles:
-            leaving.append(Leaving(node, node))
+            leaving.append(ChainResult(node, node))
     if not entering or not leaving:
         return None
     return Chain(tuple(nodes), tuple(entering), tuple(leaving), _key(nodes, entering, leaving))
 
 
-def _entering(value: Node) -> Entering:
+def _entering(value: Node) -> ChainOperand:
     way = _way(value)
-    return Entering(value, way[-1].all_input_nodes[0], way) if way else Entering(value, value)
+    return ChainOperand(value, way[-1].all_input_nodes[0], way) if way else ChainOperand(value, value)
 
 
 def _way(value: Node) -> tuple[Node, ...]:
@@ -222,41 +222,41 @@ def _way(value: Node) -> tuple[Node, ...]:
     return tuple(found[:gathered]) if is_whole(value) else ()
 
 
-def _leaving(value: Node, reader: Node) -> Leaving | None:
+def _leaving(value: Node, reader: Node) -> ChainResult | None:
     """The tile that is cut from a value and read in its stead; None where a reader takes the whole value."""
     way: list[Node] = []
-    kept: Leaving | None = None
+    kept: ChainResult | None = None
     at = reader
     while (at.target in PIECES or at.target is spmd.shard) and not record(at).of:
         way.append(at)
         if record(at).sharding is not None and any(one.target is spmd.shard for one in way):
-            kept = Leaving(value, at, tuple(way))
+            kept = ChainResult(value, at, tuple(way))
         if len(at.users) != 1:
             break
         (at,) = at.users
     return kept
 
 
-def _key(nodes: Sequence[Node], entering: Sequence[Entering], leaving: Sequence[Leaving]) -> object:
+def _key(nodes: Sequence[Node], entering: Sequence[ChainOperand], leaving: Sequence[ChainResult]) -> object:
     names: dict[Node, tuple[str, int]] = {node: ("made", index) for index, node in enumerate(nodes)}
     names |= {one.value: ("given", index) for index, one in enumerate(entering)}
     given = tuple((record(one.value).shape, record(one.value).dtype, cuts(one.source)) for one in entering)
     made = [tuple((one.shape, one.dtype) for one in records(node)) for node in nodes]
-    calls = tuple((node.target, _said((node.args, node.kwargs), names), shapes) for node, shapes in zip(nodes, made, strict=True))
+    calls = tuple((node.target, _argument_key((node.args, node.kwargs), names), shapes) for node, shapes in zip(nodes, made, strict=True))
     return given, calls, tuple((names[one.value], cuts(one.kept)) for one in leaving)
 
 
-def _said(argument: object, names: Mapping[Node, tuple[str, int]]) -> object:
+def _argument_key(argument: object, names: Mapping[Node, tuple[str, int]]) -> object:
     """An argument as a value that can be compared between chains."""
     if isinstance(argument, Node):
         return names[argument]
     if isinstance(argument, list | tuple):
-        return tuple(_said(one, names) for one in argument)
+        return tuple(_argument_key(one, names) for one in argument)
     if isinstance(argument, dict):
-        return tuple((name, _said(argument[name], names)) for name in sorted(argument))
+        return tuple((name, _argument_key(argument[name], names)) for name in sorted(argument))
     return exactly(argument)
 
 
 def cuts(node: Node) -> object:
     """The sharding of a value without the names of its factors."""
-    return tuple(tuple((part.size, part.axes) for part in dim) for dim in lies(node).dims)
+    return tuple(tuple((part.size, part.axes) for part in dim) for dim in stored_sharding(node).dims)

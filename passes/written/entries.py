@@ -17,7 +17,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.interests import Interest, in_region, interests
 from meshc.passes.place.operators import named_operators
 from meshc.passes.written.alike import factor_of_layers, operator_of_layers
@@ -37,7 +37,7 @@ UNNAMED: Final = re.compile(r"f\d+")
 """Factors without a name of their own, whose numbers go by the layers."""
 
 
-def entries(placed: Placed, axes: Iterable[str]) -> dict[str, AxisEntry]:
+def entries(placed: PlacedModel, axes: Iterable[str]) -> dict[str, AxisEntry]:
     """One for each of the axes. `placed` has been annotated and has choices."""
     operators = _asked(placed)
     nodes = set(operators)
@@ -49,7 +49,7 @@ def entries(placed: Placed, axes: Iterable[str]) -> dict[str, AxisEntry]:
     return {axis: _best(each, missed[axis], operators) for axis, each in found.items()}
 
 
-def _asked(placed: Placed) -> dict[Node, str]:
+def _asked(placed: PlacedModel) -> dict[Node, str]:
     """A few members of each class of equal operators, with what the class is called."""
     members: dict[str, list[Node]] = {}
     for name, instance in named_operators(placed).items():
@@ -66,7 +66,7 @@ def _best(entries: Sequence[AxisEntry], rows: Sequence[Row], groups: dict[Node, 
     return entries[min(range(len(entries)), key=cost)]
 
 
-def _candidates(placed: Placed, axis: str, rows: Sequence[Row]) -> list[AxisEntry]:
+def _candidates(placed: PlacedModel, axis: str, rows: Sequence[Row]) -> list[AxisEntry]:
     known = {name for names in placed.names.also.values() for name in names}
     found = [AxisEntry(axis, source=SOURCE)]
     for text in dict.fromkeys(text for recipe in RECIPES.values() for _, text in recipe.entries):
@@ -89,7 +89,7 @@ class _Seen:
     taken: str | None
 
 
-def _read_off(placed: Placed, rows: Sequence[Row]) -> list[Term]:
+def _read_off(placed: PlacedModel, rows: Sequence[Row]) -> list[Term]:
     """Ranks of one factor each. An operator that does what is decided with no entry, since its operands lie so, has no say."""
     names, instances = placed.names, placed.factors.instances
 
@@ -115,9 +115,9 @@ def _read_off(placed: Placed, rows: Sequence[Row]) -> list[Term]:
     return found
 
 
-def _has(placed: Placed, term: Term, one: _Seen) -> bool:
+def _has(placed: PlacedModel, term: Term, one: _Seen) -> bool:
     return term.factor in one.offered and (term.region is None or in_region(one.node, term.region, placed.names))
 
 
-def _gain(placed: Placed, term: Term, left: Sequence[_Seen]) -> int:
+def _gain(placed: PlacedModel, term: Term, left: Sequence[_Seen]) -> int:
     return sum(1 if one.taken == term.factor else -1 for one in left if _has(placed, term, one))

@@ -19,10 +19,10 @@ from heapq import heappop, heappush
 
 from torch.fx import Node
 
-from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.placed import Placed
-from meshc.passes.place.operator_pins import token_called, told_by
+from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.place.operator_pins import directive_of_pin, token_called
 from meshc.passes.place.operators import named_operators
 from meshc.passes.written.alike import factor_of_layers, operator_of_layers
 from meshc.passes.written.undirected import Undirected
@@ -43,12 +43,12 @@ class _Kind:
     name: str
     members: tuple[str, ...]
     instance: Instance
-    told: Directed
+    told: Directive
     does: OperatorPin
     needs: tuple[frozenset[str], ...]
 
 
-def pins(placed: Placed, walked: Undirected) -> tuple[OperatorPin, ...]:
+def pins(placed: PlacedModel, walked: Undirected) -> tuple[OperatorPin, ...]:
     """Lines that tell those that must be told. `placed` has been annotated and has choices."""
     named = named_operators(placed)
     kinds = list(_kinds(placed, named, walked.needs))
@@ -61,10 +61,10 @@ def pins(placed: Placed, walked: Undirected) -> tuple[OperatorPin, ...]:
         kinds = [replace(kind, needs=(frozenset(kind.told.axes),)) if at in misled else kind for at, kind in enumerate(kinds)]
 
 
-def _kinds(placed: Placed, named: Mapping[str, Instance], needs: Needs) -> Iterator[_Kind]:
+def _kinds(placed: PlacedModel, named: Mapping[str, Instance], needs: Needs) -> Iterator[_Kind]:
     alike: dict[str, list[_Kind]] = defaultdict(list)
     for name, instance in named.items():
-        told = placed.choices.directed(instance.node) if placed.choices is not None else None
+        told = placed.choices.directive(instance.node) if placed.choices is not None else None
         if told is not None:
             does = _does(placed, name, instance, told)
             alike[operator_of_layers(name)].append(_Kind(name, (name,), instance, told, does, tuple(needs.get(instance.node, ()))))
@@ -76,7 +76,7 @@ def _kinds(placed: Placed, named: Mapping[str, Instance], needs: Needs) -> Itera
             yield from members
 
 
-def _does(placed: Placed, name: str, instance: Instance, told: Directed) -> OperatorPin:
+def _does(placed: PlacedModel, name: str, instance: Instance, told: Directive) -> OperatorPin:
     splits: list[Split] = []
     for token, axes in told.tokens.items():
         partner = instance.tied.get(token)
@@ -86,7 +86,7 @@ def _does(placed: Placed, name: str, instance: Instance, told: Directed) -> Oper
     return OperatorPin("", tuple(splits), tuple(idle), told.deferred)
 
 
-def _split(placed: Placed, instance: Instance, token: Token, axes: tuple[str, ...]) -> Split:
+def _split(placed: PlacedModel, instance: Instance, token: Token, axes: tuple[str, ...]) -> Split:
     factor = factor_of_layers(placed.names.of[instance.factor[token]])
     number = 1
     while token_called(factor, number, instance, placed.names) != token:
@@ -110,7 +110,7 @@ class _Cover:
     tells  likewise, those for which it is enough;  hears  those that have what it speaks of
     """
 
-    def __init__(self, placed: Placed, kinds: Sequence[_Kind]) -> None:
+    def __init__(self, placed: PlacedModel, kinds: Sequence[_Kind]) -> None:
         self.placed, self.kinds = placed, kinds
         self.about: dict[str, tuple[int, int]] = {}
         self.false: dict[OperatorPin, int] = {}
@@ -187,8 +187,8 @@ class _Cover:
         self.false[said] = self.tells[said] = self.hears[said] = 0
         axes = frozenset(said.axes)
         for at, kind in enumerate(self.kinds):
-            told = told_by(said, kind.name, kind.instance, self.placed, self.placed.names)
-            if not isinstance(told, Directed):
+            told = directive_of_pin(said, kind.name, kind.instance, self.placed, self.placed.names)
+            if not isinstance(told, Directive):
                 continue
             self.hears[said] |= 1 << at
             if not _says(told, kind.told):
@@ -197,7 +197,7 @@ class _Cover:
                 self.tells[said] |= 1 << at
 
 
-def _says(told: Directed, done: Directed) -> bool:
+def _says(told: Directive, done: Directive) -> bool:
     """Whether an operator does what it is told."""
     mine = done.along(told.axes)
     return dict(told.tokens) == dict(mine.tokens) and set(told.deferred) == set(mine.deferred)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.interests import interests
 from meshc.passes.place.operators import named_operators
 from meshc.passes.written.patterns import patterns
@@ -20,7 +20,7 @@ from meshc.plan.entries import NOTHING
 from meshc.plan.plan import Plan
 
 
-def lines_for_keys(placed: Placed, heads: str, group: str) -> Plan:
+def lines_for_keys(placed: PlacedModel, heads: str, group: str) -> Plan:
     """Of axes of which the first splits key-value heads and the second the queries that share each. What the plan has pinned itself is
     left to it."""
     named = named_operators(placed)
@@ -45,7 +45,7 @@ def _keys(instance: Instance, also: Mapping[int, Iterable[str]]) -> int | None:
     return found[0] if found and not others else None
 
 
-def _split(instance: Instance, placed: Placed, ranks: int) -> str:
+def _split(instance: Instance, placed: PlacedModel, ranks: int) -> str:
     """What the second axis splits: features of the head where they are summed over, if they divide; else nothing."""
     heads = [token for token, factor in instance.factor.items() if placed.names.of[factor] == "head"]
     for number, token in enumerate(heads, 1):

@@ -11,9 +11,9 @@ from itertools import combinations
 
 from torch.fx import Node
 
-from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.assign import propagator
 from meshc.passes.place.propagate import Decision, Propagator
 
@@ -27,7 +27,7 @@ class Undirected(Propagator):
 
     def decision(self, instance: Instance) -> Decision:
         wanted = super().decision(instance)
-        told = self.choices.directed(instance.node)
+        told = self.choices.directive(instance.node)
         if told is not None and instance.node not in self.updates:
             enough = self._enough(instance, told, wanted)
             if frozenset() not in enough:
@@ -36,24 +36,24 @@ class Undirected(Propagator):
 
     def does(self, instance: Instance, axes: frozenset[str]) -> bool:
         """Whether an operator does what is decided if pins tell it what these axes do, and all before it do what is decided."""
-        told = self.told(instance.node)
-        return same(self.decided(instance, told.along(axes | self._by_pins(instance))), self.decided(instance, told))
+        told = self.directive(instance.node)
+        return same(self.decide(instance, told.along(axes | self._by_pins(instance))), self.decide(instance, told))
 
     def _by_pins(self, instance: Instance) -> set[str]:
-        return set((self.pins.operators.get(instance.node) or Directed()).axes)
+        return set((self.pins.operators.get(instance.node) or Directive()).axes)
 
-    def _enough(self, instance: Instance, told: Directed, wanted: Decision) -> tuple[frozenset[str], ...]:
+    def _enough(self, instance: Instance, told: Directive, wanted: Decision) -> tuple[frozenset[str], ...]:
         by_pins = self._by_pins(instance)
         free = [axis for axis in told.axes if axis not in by_pins]
         found: list[frozenset[str]] = []
         for count in range(len(free) + 1):
             for axes in map(frozenset, combinations(free, count)):
-                if not any(fewer <= axes for fewer in found) and same(self.decided(instance, told.along(axes | by_pins)), wanted):
+                if not any(fewer <= axes for fewer in found) and same(self.decide(instance, told.along(axes | by_pins)), wanted):
                     found.append(axes)
         return tuple(found)
 
 
-def undirected(placed: Placed) -> Undirected:
+def undirected(placed: PlacedModel) -> Undirected:
     """Of choices, under the plan's entries and pins. `placed` has been annotated."""
     found = propagator(placed, Undirected)
     found.needs = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.assign import propagator
 from meshc.passes.place.interests import Interest
 from meshc.passes.place.propagate import Decision, Propagator
@@ -46,12 +46,12 @@ class Weighed(Propagator):
         return wanted
 
     def _row(self, instance: Instance, axis: str, interests: tuple[Interest, ...], wanted: Decision) -> Row:
-        told = self.told(instance.node)
+        told = self.directive(instance.node)
         others = told.along([each for each in told.axes if each != axis])
         own, missed = self.interest, []
         for interest in interests:
             self.interest = {**own, axis: interest}
-            missed.append(not _alike(self.decided(instance, others), wanted))
+            missed.append(not _alike(self.decide(instance, others), wanted))
         self.interest = own
         offered = tuple(token for token in instance.size if self._fits(instance, token, others.tokens))
         taken = next((token for token, axes in told.tokens.items() if axis in axes), None)
@@ -64,7 +64,7 @@ def _alike(one: Decision, other: Decision) -> bool:
     return first == second and one[1] == other[1]
 
 
-def weighed(placed: Placed, nodes: set[Node], asks: Mapping[str, tuple[Interest, ...]]) -> dict[str, list[Row]]:
+def weighed(placed: PlacedModel, nodes: set[Node], asks: Mapping[str, tuple[Interest, ...]]) -> dict[str, list[Row]]:
     """Of choices. `placed` has been annotated."""
     found = propagator(placed, Weighed)
     found.nodes, found.asks, found.rows = nodes, asks, {axis: [] for axis in asks}

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from meshc.errors import PlanError
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.written.entries import entries
@@ -26,12 +26,12 @@ from meshc.plan.entries import AxisEntry
 from meshc.plan.plan import Plan
 
 
-def write(placed: Placed, axes: Sequence[str]) -> Plan:
+def write(placed: PlacedModel, axes: Sequence[str]) -> Plan:
     """The plan of what `axes`, which the plan leaves open, do by the choices.
 
     `placed` has the choices, and what `propagate` makes of them.
     """
-    decided, ready = placed.decided(), annotate(placed)
+    decided, ready = placed.require_assignment(), annotate(placed)
     found = entries(ready, axes)
     with_entries = replace(ready, plan=_entered(ready.plan, found))
     walked = undirected(with_entries)
@@ -43,13 +43,13 @@ def write(placed: Placed, axes: Sequence[str]) -> Plan:
     return mine.having(mine.axes, (*mine.stores, *lines), (*mine.operators, *told))
 
 
-def difference(placed: Placed) -> str:
+def difference(placed: PlacedModel) -> str:
     """Where the plan, by itself, comes to something else than the choices first; "" if nowhere. It is read from its text."""
     try:
-        again = assign(annotate(replace(placed, plan=_read(placed.plan), choices=None))).decided()
+        again = assign(annotate(replace(placed, plan=_read(placed.plan), choices=None))).require_assignment()
     except PlanError as error:
         return str(error)
-    return _difference(placed.decided(), again)
+    return _difference(placed.require_assignment(), again)
 
 
 def _entered(plan: Plan, found: Mapping[str, AxisEntry]) -> Plan:

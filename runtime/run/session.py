@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from meshc.cost.memory import uses_host
 from meshc.errors import InputError, MeshcError, StateError
 from meshc.frontend.admission import foreign_tensor
-from meshc.frontend.module_watch import State
+from meshc.frontend.module_watch import ModuleState
 from meshc.frontend.output_tree import AS_PASSED, OutputTree
 from meshc.ir import layouts, spmd
 from meshc.ir.forms import Form
@@ -217,7 +217,9 @@ class Session:
             found = self._placed[port.key] = layouts.torch_placements(port.sharding, self.program.mesh)
         return found
 
-    def check(self, tensors: Sequence[object], dealt: Dealt | None = None, form: Form | None = None, state: State | None = None) -> None:
+    def check(
+        self, tensors: Sequence[object], dealt: Dealt | None = None, form: Form | None = None, state: ModuleState | None = None
+    ) -> None:
         """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent. dealt: they are parts
         of as many rows as it says. form: what calls like it have in common, of which one is looked at; state: the model's, likewise."""
         self.store.refuse_unfilled()

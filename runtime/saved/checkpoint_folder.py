@@ -80,14 +80,14 @@ def save_state(
             for port, tile in kept
             if tile is not None and _holder(port.sharding or layouts.whole_sharding(port.shape), mesh, rank, at.get(port.key)) == rank
         }
-        rows = _together(target, meet, lambda: json.dumps(_written(Path(made), rank, mine, root)))
+        rows = _together(target, meet, lambda: json.dumps(_write_tiles(Path(made), rank, mine, root)))
         table = {
             "format": FORMAT, "version": VERSION, "mesh": str(mesh), "seed": seed, "step": step,
             "tensors": {port.key: port_type(port) for port, _ in kept},
             **({"owners": {port.key: at[port.key] for port, _ in kept if port.key in at}} if at else {}),
             "files": {_file(one): json.loads(rows[one]) for one in mesh.ranks},
         }  # fmt: skip
-        _together(target, meet, lambda: _put(Path(made), target, table) if rank == root else "")
+        _together(target, meet, lambda: _write_table(Path(made), target, table) if rank == root else "")
 
 
 def _together(target: Path, meet: Meet, work: Callable[[], str]) -> list[str]:
@@ -108,13 +108,13 @@ def _together(target: Path, meet: Meet, work: Callable[[], str]) -> list[str]:
     return [one["value"] for one in found]
 
 
-def _written(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> Seal:
+def _write_tiles(made: Path, rank: int, tiles: Mapping[str, Tensor], root: int) -> Seal:
     if not made.is_dir():
         raise FileError(f"rank {rank} does not see {made}, which rank {root} made\n  what to do: choose a folder that all ranks see")
     return tensor_file.write(made / _file(rank), tiles)
 
 
-def _put(made: Path, target: Path, table: Mapping[str, object]) -> str:
+def _write_table(made: Path, target: Path, table: Mapping[str, object]) -> str:
     (made / TABLE).write_text(seal.sealed(table), encoding="utf-8")
     to_disk(made / TABLE)
     put(made, target)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from meshc.errors import StateError, listed
 from meshc.frontend.recorded_init import Recording
-from meshc.frontend.recorded_values import Value
+from meshc.frontend.recorded_values import RecordedValue
 from meshc.ops.random import FIRST_VALUES
 from meshc.runtime.failure.failed_rank import alone
-from meshc.runtime.saved.pretrained import begin_again, put
+from meshc.runtime.saved.pretrained import reset_copied_state, write_tensor
 from meshc.runtime.state.held import Held
 from meshc.runtime.state.store import Store
 
@@ -33,28 +33,28 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
         held_ones = [held for held in store.held.values() if not held.of]
         unfilled = set(store.unfilled)
 
-        def given(at: int) -> Tensor | None:
+        def current_value(at: int) -> Tensor | None:
             return None if held_ones[at].name in unfilled else held_ones[at].whole().to("cpu", copy=True)
 
-        recording = Recording(store.seed, FIRST_VALUES, given)
-        error, values = _recorded(store, held_ones, recording, fn)
+        recording = Recording(store.seed, FIRST_VALUES, current_value)
+        error, values = _record_init(store, held_ones, recording, fn)
         _agree(store, error, recording.digest([value for value in values if value is not None]) if error is None else "")
         left = [held.name for held, value in zip(held_ones, values, strict=True) if value is None and held.name in unfilled]
         if left:
             raise StateError(f"init_weights left without values: {listed(left, 6)}\n{_ADVICE}")
         changed = [(held, value) for held, value in zip(held_ones, values, strict=True) if value is not None]
         for held, value in changed:
-            recording.ask(value)  # a collective: all ranks take part, whichever of them need the value
-            put(store, held, _Computed(recording, value), held.name)
+            recording.request(value)  # a collective: all ranks take part, whichever of them need the value
+            write_tensor(store, held, _ComputedValue(recording, value), held.name)
             recording.forget()
-        begin_again(store, {held.key for held, _ in changed})
+        reset_copied_state(store, {held.key for held, _ in changed})
         store.sync()
 
 
-class _Computed:
+class _ComputedValue:
     """A recorded value with the interface of a file: slices are computed on request."""
 
-    def __init__(self, recording: Recording, value: Value) -> None:
+    def __init__(self, recording: Recording, value: RecordedValue) -> None:
         self._recording, self._value = recording, value
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -64,9 +64,9 @@ class _Computed:
         return self._recording.read(self._value)
 
 
-def _recorded(
+def _record_init(
     store: Store, held_ones: Sequence[Held], recording: Recording, fn: Callable[[nn.Module], object]
-) -> tuple[str | None, list[Value | None]]:
+) -> tuple[str | None, list[RecordedValue | None]]:
     """(error text or None, recorded value of each tensor; None where `fn` left it unchanged)."""
     try:
         store.filling = True
@@ -78,7 +78,7 @@ def _recorded(
                 members[name] = plain
         with recording:
             fn(store.model)
-        return None, [_written(held, recording) for held in held_ones]
+        return None, [_final_value(held, recording) for held in held_ones]
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}", [None] * len(held_ones)
     finally:
@@ -88,12 +88,12 @@ def _recorded(
                 members[name] = held.live
 
 
-def _written(held: Held, recording: Recording) -> Value | None:
+def _final_value(held: Held, recording: Recording) -> RecordedValue | None:
     members, name = held.places[0]
     found = members[name]
     if tuple(found.shape) != held.shape:
         raise StateError(f"{held.name} was of shape {list(held.shape)} and is now of {list(found.shape)}")
-    return None if recording.untouched(found) else recording.value(found)
+    return None if recording.is_untouched(found) else recording.value(found)
 
 
 def _agree(store: Store, error: str | None, digest: str) -> None:

@@ -32,7 +32,7 @@ from meshc.runtime.agreement import agreed
 from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
-from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.loaded import LoadedProgram
 from meshc.runtime.saved.rebalanced import Placement
 from meshc.runtime.saved.scheduled import NumbersByStep
 from meshc.text import show
@@ -43,7 +43,7 @@ WRITTEN: Final = "write it with safetensors.torch.save_file({name: tensor, ...},
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRequest:
     """The request of the command line. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
     is a file of the optimizer's numbers by step. After each `rebalance_every` calls experts move by their load. With `rules`
     (`meshc.passes.rules`) the program's types are checked against them.
@@ -69,7 +69,7 @@ def run_command(program: PlainProgram, path: str | Path, rest: str = "--inputs F
     return f"torchrun --nproc-per-node {program.mesh.world_size} -m meshc run {path} {allow}{rest}"
 
 
-def run_saved(ask: Run) -> None:
+def run_saved(ask: RunRequest) -> None:
     """Run a saved program in this process. Raises StateError if the launcher started another number of ranks than the program has."""
     program = artifact.load(ask.path, allow_edited=ask.allow_edited, allow=ask.allow, rules=ask.rules)
     world = environment.world_size()
@@ -98,7 +98,7 @@ def run_saved(ask: Run) -> None:
             dist.destroy_process_group()
 
 
-def _check(program: PlainProgram, ask: Run, world: int) -> None:
+def _check(program: PlainProgram, ask: RunRequest, world: int) -> None:
     if world != program.mesh.world_size:
         inputs = f"--inputs {' '.join(ask.inputs)} " if ask.inputs else ""
         raise StateError(
@@ -115,7 +115,7 @@ def _check(program: PlainProgram, ask: Run, world: int) -> None:
         check_target(ask.save_state)
 
 
-def _refuse_other_backend(program: PlainProgram, ask: Run) -> None:
+def _refuse_other_backend(program: PlainProgram, ask: RunRequest) -> None:
     if ask.backend not in (None, program.backend):
         raise StateError(
             f"{ask.path} is a program for the backend {program.backend}, and --backend asks for {ask.backend}: what a program's text says "
@@ -125,13 +125,13 @@ def _refuse_other_backend(program: PlainProgram, ask: Run) -> None:
         )
 
 
-def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: FailureBoard | None) -> None:
+def _run_rank(program: PlainProgram, ask: RunRequest, device: torch.device, board: FailureBoard | None) -> None:
     rank = dist.get_rank() if board is not None else 0
     with SavedState(ask.state) if ask.state is not None else artifact.open_weights(ask.path) as begin:
-        loaded = Loaded(program, begin, rank, device, board, ask.seed)
+        loaded = LoadedProgram(program, begin, rank, device, board, ask.seed)
     schedule = None if ask.numbers is None else NumbersByStep(ask.numbers, program)
     placement = None if ask.rebalance_every is None else Placement(loaded, ask.path)
-    writer = _Writer(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
+    writer = _OutputWriter(program, Path(ask.outputs), len(ask.inputs)) if rank == 0 else None
     for number, name in enumerate(ask.inputs or (None,), 1):
         with TensorFile(Path(name), advice=WRITTEN) if name is not None else nullcontext() as file:
             inputs = loaded.inputs(file)
@@ -149,7 +149,7 @@ def _run_rank(program: PlainProgram, ask: Run, device: torch.device, board: Fail
         if placement is not None:
             placement.home()  # saved states have every expert in its own place
         owners = program.pipeline.owners if program.pipeline is not None else None
-        save_state(ask.save_state, program.mesh, rank, loaded.kept(), loaded.seed, loaded.step, partial(to_all, board), owners)
+        save_state(ask.save_state, program.mesh, rank, loaded.kept_tiles(), loaded.seed, loaded.step, partial(to_all, board), owners)
     if writer is not None:
         writer.close(ask.save_state)
 
@@ -161,7 +161,7 @@ def _digest(path: str) -> str:
         return "it cannot be read"  # `NumbersByStep` raises the error with the reason
 
 
-class _Writer:
+class _OutputWriter:
     """Stores and prints the results of calls, on one rank."""
 
     def __init__(self, program: PlainProgram, folder: Path, calls: int) -> None:

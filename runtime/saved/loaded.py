@@ -35,7 +35,7 @@ from meshc.runtime.saved.pieces import read_tile
 KEPT: Final = ("parameter", "buffer", "state")
 
 
-class Loaded:
+class LoadedProgram:
     """A program with its weights on this rank. `run` may be called many times; parameters and state are updated in place."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Loaded:
         on_host = port.kind == "state" and not port.shape  # step counts stay on the CPU, as in torch
         return tile if on_host else host.moved(tile, self.device) if port.host else tile.to(self.device)
 
-    def kept(self) -> list[tuple[Port, Tensor | None]]:
+    def kept_tiles(self) -> list[tuple[Port, Tensor | None]]:
         """The ports of values kept between calls, each with this rank's tile as it is now; None if the rank has no part of it."""
         return [(port, self.buffers.get(port.key)) for port in self.program.inputs if port.kind in KEPT]
 

@@ -40,11 +40,11 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
     if strange:
         warnings.warn(f"{listed(strange, 6)} in {where} are not in the model, and are left out", stacklevel=4)
     for held, name in pairs.values():
-        put(store, held, weights, name)
-    begin_again(store, pairs.keys())
+        write_tensor(store, held, weights, name)
+    reset_copied_state(store, pairs.keys())
 
 
-def put(store: Store, held: Held, weights: Slices, name: str) -> None:
+def write_tensor(store: Store, held: Held, weights: Slices, name: str) -> None:
     """Writes the file's tensor `name` to a stored tensor: this rank reads its own tile."""
     home = held.home
     if not isinstance(home, StageTransfers) or home.member or held.lags:
@@ -52,7 +52,7 @@ def put(store: Store, held: Held, weights: Slices, name: str) -> None:
             store.write_tile(held, read_tile(weights, name, held.sharding, home.sizes, home.coordinates))
 
 
-def begin_again(store: Store, keys: Collection[str]) -> None:
+def reset_copied_state(store: Store, keys: Collection[str]) -> None:
     """Resets optimizer state that begins as a copy of one of these parameters."""
     with torch.no_grad():
         for held in store.held.values():
@@ -66,7 +66,7 @@ def fill_buffers(store: Store, fill: Callable[[nn.Module], object]) -> None:
     empty = {name for name in store.unfilled if store.find(key_of("buffer", name)) is not None}
     modules = [(path, module) for path, module in store.model.named_modules() if empty & {_name(path, name) for name in module._buffers}]
     for path, module in modules:
-        for name, value in _filled(module, fill).items():
+        for name, value in _fill_module(module, fill).items():
             held = store.find(key_of("buffer", _name(path, name)))
             if held is not None and held.name in empty:
                 store.write_tile(held, value.to(held.dtype))
@@ -76,7 +76,7 @@ def _name(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _filled(module: nn.Module, fill: Callable[[nn.Module], object]) -> Mapping[str, Tensor]:
+def _fill_module(module: nn.Module, fill: Callable[[nn.Module], object]) -> Mapping[str, Tensor]:
     """The values that `fill` writes into the buffers of a module; the module is restored."""
     held = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
     before = {name: _nothing(value) for name, value in module._buffers.items() if value is not None}

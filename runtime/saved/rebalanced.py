@@ -25,14 +25,14 @@ from meshc.plan.expert_groups import groups_of
 from meshc.program.program import PlainProgram, Port
 from meshc.report.rebalanced import LEAST, Report, planned
 from meshc.runtime.comm import reorder
-from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.loaded import LoadedProgram
 from meshc.runtime.state.held import inverse
 
 
 class Placement:
     """The places of each layer's experts, equal on all ranks. Raises StateError for a program whose experts cannot move."""
 
-    def __init__(self, loaded: Loaded, path: str) -> None:
+    def __init__(self, loaded: LoadedProgram, path: str) -> None:
         self.loaded, program = loaded, loaded.general
         layers = {port.name.rpartition(".")[0]: port.shape[0] for port in program.inputs if port.kind == "buffer" and is_slots(port.name)}
         measured = {port.name.removeprefix(ROUTED) for port in program.outputs if port.kind == "metric"}

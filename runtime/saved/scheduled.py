@@ -33,7 +33,7 @@ class NumbersByStep:
         if not self.names:
             raise InputError(f"--numbers {path}: the program has no numbers: it is no training step, or its optimizer has none")
         rows, faults = _rows(path), list[str]()
-        self.changes = [(self._step(row, line, faults), self._named(row, line, faults)) for line, row in enumerate(rows, 1)]
+        self.changes = [(self._step(row, line, faults), self._row_numbers(row, line, faults)) for line, row in enumerate(rows, 1)]
         steps = [step for step, _ in self.changes]
         faults += [f"row {line}: step {b} comes after step {a}" for line, (a, b) in enumerate(pairwise(steps), 2) if b <= a]
         if faults:
@@ -56,7 +56,7 @@ class NumbersByStep:
         faults.append(f'row {line} has no "step": the first step that it is for, counted from 0')
         return line
 
-    def _named(self, row: Mapping[str, object], line: int, faults: list[str]) -> dict[str, float]:
+    def _row_numbers(self, row: Mapping[str, object], line: int, faults: list[str]) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, value in row.items():
             mine = [name] if name in self.names else [one for one in self.names if one.partition(".")[2] == name]

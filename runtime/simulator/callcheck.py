@@ -67,7 +67,7 @@ class CallCheck:
         """Raises VerifyError if the graph after the pass `name` has another outcome. `device`: device type of the mesh."""
         precisions = tuple(self.truth) or ((True, False) if _casts_here(model.module, device) else (True,))
         for double in precisions:
-            found = _run(model, double, self._value)
+            found = _run_graph(model, double, self._value)
             truth = self.truth.setdefault(double, found)
             if len(found.given) != len(truth.given):
                 raise VerifyError(
@@ -87,7 +87,7 @@ class CallCheck:
             return fake
         if id(fake) not in self.values:
             self.held.append(fake)
-            self.values[id(fake)] = _drawn(fake, len(self.values), positive)
+            self.values[id(fake)] = _random_value(fake, len(self.values), positive)
         return self.values[id(fake)]
 
 
@@ -104,7 +104,7 @@ def _size(extent: object) -> Any:
     return extent.node.hint if isinstance(extent, torch.SymInt) else extent
 
 
-def _drawn(fake: Tensor, number: int, positive: bool) -> Tensor:
+def _random_value(fake: Tensor, number: int, positive: bool) -> Tensor:
     shape = [_size(extent) for extent in fake.shape]
     generator = torch.Generator().manual_seed(SEED + number)
     if fake.dtype.is_floating_point or fake.dtype.is_complex:
@@ -120,7 +120,7 @@ def _casts_here(module: GraphModule, device: str) -> bool:
     return bool(regions) and device == "cpu" and all(node.args[0] == "cpu" for node in regions)
 
 
-def _run(model: TorchGraph, double: bool, value: Value) -> Outcome:
+def _run_graph(model: TorchGraph, double: bool, value: Value) -> Outcome:
     """Runs the graph on copies of its values; returns its results, and the copies after the run."""
     copies: dict[int, Tensor] = {}
 
@@ -134,18 +134,18 @@ def _run(model: TorchGraph, double: bool, value: Value) -> Outcome:
 
     given = [fresh(node.meta.get("example_value", node.meta.get("val"))) for node in placeholders(model.module.graph)]
     with torch.no_grad(), double_by_default(double):
-        result = _Calls(_filled(model.module, double, fresh), ReferenceRandom(SEED)).run(*given)
+        result = _Calls(_copy_with_values(model.module, double, fresh), ReferenceRandom(SEED)).run(*given)
     return Outcome([leaf for leaf in trees.leaves(result) if isinstance(leaf, Tensor)], copies)
 
 
-def _filled(module: GraphModule, double: bool, fresh: Value) -> GraphModule:
+def _copy_with_values(module: GraphModule, double: bool, fresh: Value) -> GraphModule:
     """A copy with values for its attributes, nested bodies included. `double`: its dtypes in double precision, and without autocast."""
     held: dict[str, Any] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         found = operator.attrgetter(name)(module)
         if isinstance(found, GraphModule):
-            held[name] = _filled(found, double, fresh)
+            held[name] = _copy_with_values(found, double, fresh)
         else:
             held[name] = torch.tensor([SEED, 0]) if name == SEED_STEP else fresh(found, not isinstance(found, nn.Parameter))
     graph = Graph()

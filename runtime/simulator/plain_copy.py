@@ -11,7 +11,7 @@ from torch import nn
 
 from meshc.errors import StateError, listed
 from meshc.frontend.double import WIDER
-from meshc.frontend.expert_slots import is_where, untouched
+from meshc.frontend.expert_slots import initial_slots, is_slot_table
 from meshc.ir import trees
 
 Tree = TypeVar("Tree")
@@ -32,7 +32,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
         full = parameter.detach() if values is None else values[name]
         memo[id(parameter)] = nn.Parameter(full.detach().cpu().clone(), requires_grad=parameter.requires_grad)
     for name, buffer in module.named_buffers():
-        full = buffer.detach() if values is None else values.get(name, untouched(buffer) if is_where(name) else buffer)
+        full = buffer.detach() if values is None else values.get(name, initial_slots(buffer) if is_slot_table(name) else buffer)
         memo[id(buffer)] = full.detach().cpu().clone()
     for child in module.modules():  # left by earlier calls: the weight of torch.nn.utils.weight_norm, a list that forward fills
         computed = [value for value in trees.leaves(vars(child)) if isinstance(value, torch.Tensor) and not value.is_leaf]
@@ -41,13 +41,13 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
-        raise StateError(_uncopied(module, known, error)) from error
+        raise StateError(_copy_failure_text(module, known, error)) from error
     for child, original in zip(twin.modules(), module.modules(), strict=True):
         child.training = original.training
     return widen(twin) if double else twin
 
 
-def _uncopied(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Exception) -> str:
+def _copy_failure_text(module: nn.Module, memo: Mapping[int, torch.Tensor], error: Exception) -> str:
     """Message for a model that cannot be copied; names the attribute at fault, if there is one."""
     what = "the model"
     for path, child in module.named_modules():
@@ -75,7 +75,7 @@ def _plain_tensors(child: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in vars(child).items() if isinstance(value, torch.Tensor)]
 
 
-class Held:
+class ModelSnapshot:
     """A snapshot of a model, restored by `put_back` after calls of it: values of parameters and buffers, and the set of buffers and
     attributes (calls may create a buffer, or replace it by one of the input's size)."""
 

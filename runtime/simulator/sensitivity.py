@@ -33,7 +33,7 @@ EXACT: Final = frozenset(
 """Operators that do not round."""
 
 
-class Perturbed(TorchDispatchMode):
+class RoundingPerturbation(TorchDispatchMode):
     """Changes each rounded result by up to one unit in the last place, at random from `seed`."""
 
     def __init__(self, seed: int) -> None:
@@ -51,11 +51,11 @@ class Perturbed(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for leaf in trees.leaves(value):
                         if _is_floating(leaf):
-                            leaf.copy_(self._moved(leaf))
+                            leaf.copy_(self._perturb(leaf))
             return made
-        return trees.mapped(lambda leaf: self._moved(leaf) if _is_floating(leaf) else leaf, made)
+        return trees.mapped(lambda leaf: self._perturb(leaf) if _is_floating(leaf) else leaf, made)
 
-    def _moved(self, value: Tensor) -> Tensor:
+    def _perturb(self, value: Tensor) -> Tensor:
         unit = torch.finfo(value.dtype).eps
         return torch.empty_like(value).uniform_(1 - unit, 1 + unit, generator=self.generator).mul_(value)
 

@@ -60,7 +60,7 @@ class Letter:
 
 
 @dataclass(frozen=True)
-class Wait:
+class LetterWait:
     """A rank's stop until a letter has arrived. Letters of one sender are read in the order in which they were posted."""
 
     receiver: int
@@ -73,7 +73,7 @@ class Wait:
 
 Observer = Callable[[Node, list[object]], None]
 """Called with a node and its values by rank, once all ranks have computed it."""
-Stop = Meeting | Letter | Wait
+Stop = Meeting | Letter | LetterWait
 Answer = torch.Tensor | tuple[torch.Tensor, ...] | None
 """The value with which a rank resumes: the result of a collective, the values of a letter, or None."""
 Given = TypeVar("Given")
@@ -116,7 +116,7 @@ def run_stage(
 
 def lock_step(ranks: Sequence[RankProgram[Given]], mesh: Mesh) -> list[Given]:
     """Runs rank coroutines to their end: performs collectives once all members have arrived, delivers letters. Raises DeadlockError."""
-    waiting: dict[int, Meeting | Wait] = {}
+    waiting: dict[int, Meeting | LetterWait] = {}
     results: dict[int, Given] = {}
     letters: dict[tuple[int, int], list[Letter]] = {}
 
@@ -134,10 +134,10 @@ def lock_step(ranks: Sequence[RankProgram[Given]], mesh: Mesh) -> list[Given]:
     while waiting:
         ready = next((found for rank, stop in waiting.items() if (found := _ready(mesh, rank, stop, waiting, letters))), None)
         if ready is None:
-            raise DeadlockError(_stuck(waiting, results, mesh))
+            raise DeadlockError(_deadlock_text(waiting, results, mesh))
         stops = [waiting.pop(member) for member in ready]
         first = stops[0]
-        if isinstance(first, Wait):
+        if isinstance(first, LetterWait):
             letter = letters[(first.sender, first.receiver)].pop(0)
             if letter.name != first.name:
                 raise DeadlockError(f"messages do not match: rank {first.receiver} waits in {first}, where {letter.name} comes first")
@@ -159,20 +159,24 @@ def lock_step(ranks: Sequence[RankProgram[Given]], mesh: Mesh) -> list[Given]:
 
 
 def _ready(
-    mesh: Mesh, rank: int, stop: Meeting | Wait, waiting: Mapping[int, Meeting | Wait], letters: Mapping[tuple[int, int], list[Letter]]
+    mesh: Mesh,
+    rank: int,
+    stop: Meeting | LetterWait,
+    waiting: Mapping[int, Meeting | LetterWait],
+    letters: Mapping[tuple[int, int], list[Letter]],
 ) -> list[int]:
     """The ranks that can go on together with this one; empty if it has to wait."""
-    if isinstance(stop, Wait):
+    if isinstance(stop, LetterWait):
         return [rank] if letters.get((stop.sender, rank)) else []
     members = _group(mesh, rank, stop.axes)
     here = [waiting.get(member) for member in members]
     return members if all(isinstance(other, Meeting) and other.axes == stop.axes for other in here) else []
 
 
-def _stuck(waiting: Mapping[int, Meeting | Wait], results: Collection[int], mesh: Mesh) -> str:
+def _deadlock_text(waiting: Mapping[int, Meeting | LetterWait], results: Collection[int], mesh: Mesh) -> str:
     lines = ["ranks wait for each other for ever:"]
     for rank, stop in sorted(waiting.items()):
-        others = [stop.sender] if isinstance(stop, Wait) else [m for m in _group(mesh, rank, stop.axes) if m != rank]
+        others = [stop.sender] if isinstance(stop, LetterWait) else [m for m in _group(mesh, rank, stop.axes) if m != rank]
         lines.append(f"  rank {rank} waits in {stop} for ranks {others}")
     lines += [f"  rank {rank} has finished" for rank in sorted(results)]
     return "\n".join(lines)
@@ -194,7 +198,7 @@ def perform(meeting: Meeting, tensors: Sequence[torch.Tensor], counts: Sequence[
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], counts: Sequence[int], how: str) -> list[torch.Tensor]:
-    return [_reduced(tensors, how).clone() for _ in tensors]
+    return [_reduce(tensors, how).clone() for _ in tensors]
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], counts: Sequence[int], index: int) -> list[torch.Tensor]:
@@ -206,7 +210,7 @@ def _all_gather(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int
 
 
 def _reduce_scatter(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, how: str) -> list[torch.Tensor]:
-    return [tile.contiguous() for tile in _reduced(tensors, how).chunk(len(tensors), dim)]
+    return [tile.contiguous() for tile in _reduce(tensors, how).chunk(len(tensors), dim)]
 
 
 def _all_to_all(tensors: Sequence[torch.Tensor], counts: Sequence[int], split: int, concat: int) -> list[torch.Tensor]:
@@ -264,7 +268,7 @@ def _halo_sum(tensors: Sequence[torch.Tensor], counts: Sequence[int], dim: int, 
     return found
 
 
-def _chosen(choice: torch.Tensor, each: int, ranks: int) -> list[torch.Tensor]:
+def _rows_by_rank(choice: torch.Tensor, each: int, ranks: int) -> list[torch.Tensor]:
     """For each rank a mask of the rows with a choice among its `each` experts."""
     return [((choice >= rank * each) & (choice < (rank + 1) * each)).any(-1, keepdim=True) for rank in range(ranks)]
 
@@ -273,15 +277,15 @@ def _gather_rows(
     tensors: Sequence[torch.Tensor], counts: Sequence[int], choice: torch.Tensor, each: int, share: float
 ) -> list[torch.Tensor]:
     whole = torch.cat(list(tensors), -2)
-    return [torch.where(here, whole, 0.0).unsqueeze(0) for here in _chosen(choice, each, len(tensors))]
+    return [torch.where(here, whole, 0.0).unsqueeze(0) for here in _rows_by_rank(choice, each, len(tensors))]
 
 
 def _scatter_rows(
     tensors: Sequence[torch.Tensor], counts: Sequence[int], choice: torch.Tensor, each: int, share: float
 ) -> list[torch.Tensor]:
-    chosen = _chosen(choice, each, len(tensors))
+    chosen = _rows_by_rank(choice, each, len(tensors))
     told = [torch.where(here, tensor[0], 0.0) for here, tensor in zip(chosen, tensors, strict=True)]
-    return [tile.contiguous() for tile in _reduced(told, "sum").chunk(len(tensors), -2)]
+    return [tile.contiguous() for tile in _reduce(told, "sum").chunk(len(tensors), -2)]
 
 
 _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
@@ -292,7 +296,7 @@ _GIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
 """By kind: function of the members' tensors, the sizes of the axes, and the collective's other arguments."""
 
 
-def _reduced(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+def _reduce(tensors: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = REDUCTIONS[how](total, tensor)
@@ -335,7 +339,7 @@ def rank_program(
             assert isinstance(operand, torch.Tensor)
             result = yield Meeting(node, node.target.__name__, tuple(node.args[1]), operand, tuple(value(rest) for rest in node.args[2:]))
         else:
-            result = _called(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
+            result = _call_operator(stage, node, [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()})
             if isinstance(node.target, OpOverload) and node.target.namespace not in OWN:
                 _refuse_false_fake(node, result)
         if poison:
@@ -350,7 +354,7 @@ def rank_program(
     raise AssertionError("a stage ends in an output")
 
 
-def _called(stage: Stage, node: Node, args: Sequence[object], kwargs: Keywords) -> object:
+def _call_operator(stage: Stage, node: Node, args: Sequence[object], kwargs: Keywords) -> object:
     """The result of an operator; in a stage that was read from a text, its guard runs first, and errors name the line."""
     target: Function = node.target  # type: ignore[assignment]  # a stage has calls of functions alone
     if stage.origin is None:
@@ -374,12 +378,12 @@ def _refuse_false_fake(node: Node, result: object) -> None:
             which = f"result {number} of " if len(made) > 1 else ""
             where = f" at {one.source}" if str(one.source) else ""
             raise CompileError(
-                f"{which}{str(node.target).removesuffix('.default')}{where} is {_told(tensor.dtype, tensor.shape)} on a rank, and its fake "
-                f"says {_told(one.dtype, one.shape)}\n  what to do: put the fake right (register_fake), or the operator"
+                f"{which}{str(node.target).removesuffix('.default')}{where} is {_type_text(tensor.dtype, tensor.shape)} on a rank, "
+                f"and its fake says {_type_text(one.dtype, one.shape)}\n  what to do: put the fake right (register_fake), or the operator"
             )
 
 
-def _told(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
+def _type_text(dtype: torch.dtype | None, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
 
 

@@ -16,7 +16,7 @@ from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.program.accumulate import ACCUMULATES
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port
 from meshc.program.steps import steps_of
-from meshc.runtime.simulator.simulate import Letter, Observer, RankProgram, Wait, lock_step, rank_program, run_stage
+from meshc.runtime.simulator.simulate import Letter, LetterWait, Observer, RankProgram, lock_step, rank_program, run_stage
 
 Values = Mapping[str, torch.Tensor]
 Rows = dict[str, dict[int, torch.Tensor]]
@@ -39,7 +39,7 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
                 env[port.key] = take_tile(value, port.sharding, sizes, coordinates) if port.sharding else value.clone()
         ranks.append(env)
     if program.pipeline is not None:
-        lock_step([_walk(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
+        lock_step([_run_rank(program, rank, env, poison) for rank, env in enumerate(ranks)], mesh)
         return {port.key: gather(program, port, ranks) for port in program.outputs}
     rows: list[Rows] = [{} for _ in ranks]
     for instruction in program.schedule:
@@ -57,7 +57,7 @@ def simulate(program: PlainProgram, values: Values, *, observe: Observer | None 
     return {port.key: gather(program, port, ranks) for port in program.outputs}
 
 
-def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison: bool) -> RankProgram[None]:
+def _run_rank(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison: bool) -> RankProgram[None]:
     """Runs one rank's whole list of instructions. `env` loses the parameters of other owners."""
     assert program.pipeline is not None
     coordinates = program.mesh.coordinates(rank)
@@ -65,14 +65,14 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison
     for key, owner in program.pipeline.owners.items():
         if owner != coordinates[axis]:
             env.pop(key, None)
-    coming: dict[str, Wait] = {}
+    coming: dict[str, LetterWait] = {}
     rows: Rows = {}
     for step in steps_of(program, coordinates):
         slots = tuple(slot(key, step.microbatch) for key in step.keys)
         peer = program.mesh.rank({**coordinates, axis: step.peer})
         name = ", ".join(slots)
         if step.op == "recv":
-            coming |= dict.fromkeys(slots, Wait(rank, peer, name))
+            coming |= dict.fromkeys(slots, LetterWait(rank, peer, name))
             continue
         stage = program.stages.get(step.stage)
         read = [slot(key, step.microbatch) for key in step.reads(program.stages)]
@@ -80,7 +80,7 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison
             _collect(program, step, env, rows)
         while late := [key for key in read if key in coming]:
             message = next(wait for wait in coming.values() if wait.sender == coming[late[0]].sender)  # the sender's first
-            received = yield from _received(message)
+            received = yield from _receive(message)
             coming = {key: wait for key, wait in coming.items() if key not in received}
             env.update(received)
         if step.op == "send":
@@ -90,10 +90,10 @@ def _walk(program: PlainProgram, rank: int, env: dict[str, torch.Tensor], poison
             results = yield from rank_program(stage, [env[key] for key in read], where, program.axis_sizes, None, poison)
             env.update({slot(key, step.microbatch): value for key, value in zip(stage.outputs, results, strict=True)})
     for message in dict.fromkeys(coming.values()):
-        env.update((yield from _received(message)))
+        env.update((yield from _receive(message)))
 
 
-def _received(message: Wait) -> RankProgram[dict[str, torch.Tensor]]:
+def _receive(message: LetterWait) -> RankProgram[dict[str, torch.Tensor]]:
     """Waits for a letter; returns its values by key."""
     values = yield message
     assert isinstance(values, tuple)
@@ -138,11 +138,11 @@ def gather(program: PlainProgram, port: Port, ranks: Sequence[Mapping[str, torch
         coordinates = program.mesh.coordinates(rank)
         _, first = firsts.setdefault(tuple(coordinates[axis] for axis in axes), (coordinates, tile))
         if tile is not first and not padded:
-            _agree(port, rank, tile, first, tiles.values())
+            _check_agreement(port, rank, tile, first, tiles.values())
     return put_tiles(firsts.values(), port.sharding, program.axis_sizes)
 
 
-def _agree(port: Port, rank: int, tile: torch.Tensor, first: torch.Tensor, tiles: Iterable[torch.Tensor]) -> None:
+def _check_agreement(port: Port, rank: int, tile: torch.Tensor, first: torch.Tensor, tiles: Iterable[torch.Tensor]) -> None:
     """Raises VerifyError if two ranks' copies of one tile differ by more than 1e-6 of the largest entry of all tiles."""
     if torch.equal(tile, first) or torch.equal(torch.nan_to_num(tile), torch.nan_to_num(first)):
         return

@@ -18,7 +18,7 @@ ROUNDINGS = 4
 Pair = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def states(found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Pair]]:
+def state_pairs(found: Mapping[str, Tensor], module: nn.Module, members: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Pair]]:
     """For each slot, values by parameter: (the program's, the optimizer's). Slots that torch does not have, and state of parameters without
     a gradient, are left out."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -35,7 +35,7 @@ def states(found: Mapping[str, Tensor], module: nn.Module, members: Sequence[tor
     yield from rows.items()
 
 
-def updates(before: Mapping[str, Tensor], found: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Pair:
+def update_pairs(before: Mapping[str, Tensor], found: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Pair:
     """(the program's update, the update on one device) of each parameter in `found`; differences within ROUNDINGS count as none."""
     given, wanted = {}, {}
     for name, value in found.items():

@@ -24,7 +24,7 @@ from meshc.frontend.double import double_by_default
 from meshc.frontend.faults import on_one_device
 from meshc.frontend.flex import written_out_flex
 from meshc.frontend.gradient_hooks import Hooks
-from meshc.frontend.gradient_hooks import run as run_hooks
+from meshc.frontend.gradient_hooks import apply_hooks as run_hooks
 from meshc.frontend.reference import Microbatch, ReferenceRandom
 from meshc.frontend.traced_gradients import RetainedGraphs
 from meshc.frontend.train_step import split_result
@@ -36,10 +36,10 @@ from meshc.optimizer.optimizer import AnyOptimizer, members_of
 from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import updated
-from meshc.runtime.simulator.plain_copy import Held
-from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, Perturbed
+from meshc.runtime.simulator.plain_copy import ModelSnapshot
+from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
 from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
-from meshc.runtime.simulator.widened import Widened, WidenedConstants
+from meshc.runtime.simulator.widened import WidenedConstants, WidenedOperators
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 FLOOR = 1e-3
@@ -68,7 +68,7 @@ class Report:
     wanted: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     played: list[dict[str, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
 
-    def simulated(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def simulate_program(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The program's results for these values; kept while a comparison runs."""
         self.played.append(simulate(program, values))
         return self.played[-1]
@@ -79,9 +79,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return all(error <= self.allowed(kind, name) for kind, name, error in self.rows)
+        return all(error <= self.error_bound(kind, name) for kind, name, error in self.rows)
 
-    def allowed(self, kind: str, name: str = "") -> float:
+    def error_bound(self, kind: str, name: str = "") -> float:
         """The bound for a tensor: the usual one of its kind, or TIMES the movement of the model's own result, limited by MOST."""
         usual = self.tolerance * (self.amplified if kind.startswith("parameter") else SQUARED if kind.startswith("state") else 1)
         explained = TIMES * self.moved.get((kind, name), 0.0)
@@ -101,21 +101,23 @@ class Report:
         shown = sorted(self.rows, key=lambda row: -row[2])[:12]
         heads = ("kind", "tensor", "error", "one device moves", "allowed")[: 5 if self.moved else 3]
         cells = [
-            (kind, name, f"{value:.2e}", f"{self.moved.get((kind, name), 0.0):.1e}", f"{self.allowed(kind, name):.1e}")[: len(heads)]
+            (kind, name, f"{value:.2e}", f"{self.moved.get((kind, name), 0.0):.1e}", f"{self.error_bound(kind, name):.1e}")[: len(heads)]
             for kind, name, value in shown
         ]
         first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
         first += f"compared in float32 and not in float64: {self.single}\n" if self.single else ""
-        return first + self._first() + self._explained() + tabulate(cells, headers=heads)
+        return first + self._first_error_text() + self._sensitivity_text() + tabulate(cells, headers=heads)
 
-    def _first(self) -> str:
+    def _first_error_text(self) -> str:
         """Text of the first error over its bound: later ones may follow from it, and be larger."""
-        wrong = [(kind, name, value) for kind, name, value in self.rows if not value <= self.allowed(kind, name)]
+        wrong = [(kind, name, value) for kind, name, value in self.rows if not value <= self.error_bound(kind, name)]
         return f"the first that is too far off, by {wrong[0][2]:.2e}: {wrong[0][0]}, {wrong[0][1]}\n" if wrong else ""
 
-    def _explained(self) -> str:
+    def _sensitivity_text(self) -> str:
         """Text on errors over the usual bound that the model's sensitivity explains."""
-        over = [(kind, name) for kind, name, value in self.rows if value > self.allowed(kind) and not value > self.allowed(kind, name)]
+        over = [
+            (kind, name) for kind, name, value in self.rows if value > self.error_bound(kind) and not value > self.error_bound(kind, name)
+        ]
         lost = [key for key, moved in self.moved.items() if TIMES * moved > MOST * self.tolerance]
         text = ""
         if over:
@@ -135,7 +137,7 @@ def _follows(kind: str) -> bool:
     return kind.startswith(("loss of step", "parameter after step")) or step is not None and int(step[1]) > 0
 
 
-class Movement(Report):
+class SensitivityReport(Report):
     """A comparison of a perturbed run of the model with its first run; records the movement in the first report."""
 
     def __init__(self, first: Report) -> None:
@@ -143,7 +145,7 @@ class Movement(Report):
         self.first = first
         self._again = iter(first.played)
 
-    def simulated(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def simulate_program(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The program's results of the first run, which are not compared again."""
         return next(self._again)
 
@@ -155,28 +157,28 @@ class Movement(Report):
             self.first.moved[kind, name] = max(moved, self.first.moved.get((kind, name), 0.0))
 
 
-def compared(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
+def run_comparison(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
     """Runs a comparison; if it exceeds the usual bounds, also measures the movement of the model's own results under roundings, in as many
     runs as explain the errors, at most RUNS."""
-    start = Held(reference.module)
+    start = ModelSnapshot(reference.module)
     with double_by_default(reference.double):
         run(reference, report)
         if not report.ok and report.tolerance <= TOLERANCE[torch.float32]:
-            after = Held(reference.module)
-            _move(start, reference, report, run)
-            _put(reference, after)
+            after = ModelSnapshot(reference.module)
+            _measure_sensitivity(start, reference, report, run)
+            _restore(reference, after)
     report.played.clear()
 
 
-def _move(start: Held, reference: Reference, report: Report, run: Callable[[Reference, Report], None]) -> None:
+def _measure_sensitivity(start: ModelSnapshot, reference: Reference, report: Report, run: Callable[[Reference, Report], None]) -> None:
     for seed in range(RUNS):
-        _put(reference, start)
-        run(replace(reference, perturbed=seed), Movement(report))
+        _restore(reference, start)
+        run(replace(reference, perturbed=seed), SensitivityReport(report))
         if report.ok:
             return
 
 
-def _put(reference: Reference, held: Held) -> None:
+def _restore(reference: Reference, held: ModelSnapshot) -> None:
     for leaf in trees.leaves((reference.args, reference.kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
             leaf.grad = None
@@ -282,7 +284,7 @@ class Reference:
 
     def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
         """The random draws of the whole batch. Restores the buffers."""
-        before, random = Held(self.module), ReferenceRandom(self.seed, step)
+        before, random = ModelSnapshot(self.module), ReferenceRandom(self.seed, step)
         with torch.no_grad(), self._under(random):
             self.run()
         before.put_back()
@@ -293,11 +295,11 @@ class Reference:
         with ExitStack() as stack:
             stack.enter_context(on_one_device())
             if self.perturbed is not None:
-                stack.enter_context(Perturbed(self.perturbed))
+                stack.enter_context(RoundingPerturbation(self.perturbed))
             stack.enter_context(double_by_default(self.double))
             if self.double:
                 stack.enter_context(WidenedConstants())
-                stack.enter_context(Widened())
+                stack.enter_context(WidenedOperators())
             stack.enter_context(random)
             stack.enter_context(written_out_flex())
             stack.enter_context(synced_norms())
@@ -327,8 +329,8 @@ def input_values(program: PlainProgram, reference: Reference, step: int) -> dict
 
 def compare_gradients(program: PlainProgram, reference: Reference, report: Report) -> None:
     """Compares the loss and gradients of a step program without an optimizer with the model's."""
-    found = report.simulated(program, input_values(program, reference, 0))
-    before = Held(reference.module)
+    found = report.simulate_program(program, input_values(program, reference, 0))
+    before = ModelSnapshot(reference.module)
     reference.module.zero_grad(set_to_none=True)
     loss, metrics = reference.train(0)
     report.add("output", _kind(found, "output"), {program_output(program): loss})
@@ -389,7 +391,7 @@ def compare_steps(
         values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
         row = {key_of("number", f"{i}.{name}"): value for i, group in enumerate(numbers()) for name, value in group.items()}
         values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.key in row})
-        found = report.simulated(program, values)
+        found = report.simulate_program(program, values)
         reference.module.zero_grad(set_to_none=True)
         before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
         loss, metrics = reference.train(step)
@@ -403,11 +405,11 @@ def compare_steps(
         values.update({key: value for key, value in found.items() if kind_of(key) in ("parameter", "state", "buffer")})
         if step and not parameters:
             continue
-        for slot, (given, wanted) in updated.states(found | dict(widened(found)), reference.module, members):
+        for slot, (given, wanted) in updated.state_pairs(found | dict(widened(found)), reference.module, members):
             report.add(f"state {slot} after step {step}", given, wanted)
         given, mine = _kind(found, "parameter"), _parameters(reference)
         if plain:
-            report.add(f"update of step {step}", *updated.updates(before, given, mine))
+            report.add(f"update of step {step}", *updated.update_pairs(before, given, mine))
         if norm is not None and NORM in found:
             report.add(f"gradient norm of step {step}", {"grad_norm": found[NORM]}, {"grad_norm": norm.detach()})
         if parameters:
@@ -426,7 +428,7 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report, 
     for port in program.inputs:
         if port.kind == "tangent":
             values[port.key] = torch.randn(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
-    found = report.simulated(program, values)
+    found = report.simulate_program(program, values)
     reference.module.zero_grad(set_to_none=True)
     tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
     names = [port.name for port in program.outputs if port.kind == "output"]

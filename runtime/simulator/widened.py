@@ -19,7 +19,7 @@ from meshc.private import TorchDispatchMode
 from meshc.program.program import PlainProgram
 
 
-def widened(program: PlainProgram) -> PlainProgram:
+def widen_program(program: PlainProgram) -> PlainProgram:
     """The program in double precision: types, constants and dtype arguments of operators; the operators are the same."""
     ports = [tuple(replace(port, dtype=WIDER.get(port.dtype, port.dtype)) for port in side) for side in (program.inputs, program.outputs)]
     constants = {name: value.to(WIDER.get(value.dtype, value.dtype)) for name, value in program.constants.items()}
@@ -49,7 +49,7 @@ def _wider(value: object) -> object:
     return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-class Widened(TorchDispatchMode):
+class WidenedOperators(TorchDispatchMode):
     """Replaces float32 arguments inside a float64 model by float64 (Llama's norms, causal losses), as the float64 capture does."""
 
     def __torch_dispatch__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:

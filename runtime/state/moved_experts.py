@@ -20,7 +20,7 @@ from torch import nn
 
 from meshc.cost.expert_balance import Spread
 from meshc.errors import StateError
-from meshc.frontend.expert_slots import COPIES, SLOTS, slots_of, spare_of, weights_of, where_of
+from meshc.frontend.expert_slots import COPIES, SLOTS, copies_per_rank, expert_slots_of, slots_of, weights_of
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.runtime.comm import collectives, reorder
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def spread_now(store: Store, path: str, groups: int) -> Spread:
     """Where the experts at a module's path lie, which are split among so many groups."""
     slots = [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
-    if not spare_of(store.model.get_submodule(path)):
+    if not copies_per_rank(store.model.get_submodule(path)):
         return Spread(tuple(slots))
     copies = store.buffer(key_of("buffer", f"{path}.{COPIES}".lstrip(".")))[:groups].flatten()
     return Spread(tuple(slots), tuple(int(slot) for slot in copies.tolist()))
@@ -82,7 +82,7 @@ def move(store: Store, path: str, wanted: Spread) -> None:
         for held in held_ones if source != sorted(source) else ():
             held.buffer.copy_(held.home.reordered(held.buffer, held.sharding, source))
             _lies(held, wanted.slots)
-        where = where_of(module)
+        where = expert_slots_of(module)
         assert where is not None
         where.slots.copy_(torch.tensor(wanted.slots, dtype=torch.int64))
         if where.copies is not None:

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshc.errors import StateError, listed
-from meshc.frontend.gradient_hooks import move
-from meshc.frontend.module_watch import State
+from meshc.frontend.gradient_hooks import share_hooks
+from meshc.frontend.module_watch import ModuleState
 from meshc.ir import layouts
 from meshc.ir.keys import Kind, is_a
 from meshc.ir.mesh import Mesh
@@ -79,7 +79,7 @@ class Store:
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
         self._stood: Standing | None = None
         self.changes = Changes(self)
-        self._without_strangers: Callable[[], State | None] = _nobody
+        self._without_strangers: Callable[[], ModuleState | None] = _nobody
 
     @staticmethod
     def of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -254,7 +254,7 @@ class Store:
                 "torch.func.functional_call reads, with values for all of it, is to be none of the model's: self.base = [base]"
             )
 
-    def refuse_changed_model(self, state: State | None = None) -> bool:
+    def refuse_changed_model(self, state: ModuleState | None = None) -> bool:
         """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing. state: one
         object as long as the same modules and parameters are in the model, which then need not be looked for again. Returns whether all
         stands where it was put."""
@@ -361,7 +361,7 @@ class Store:
             held = self.hold(key, sharding, tuple(tensor.shape), tensor.dtype, tile, distributed=_is_parameter(key), offloaded=there)
             if _is_parameter(key):
                 held.live = nn.Parameter(held.live, requires_grad=tensor.requires_grad)
-                move(tensor, held.live)
+                share_hooks(tensor, held.live)
                 held.remember()
                 held.seen = held.version()
                 ownership.mark_replaced(tensor, held.name)

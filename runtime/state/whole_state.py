@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError, lines_of
-from meshc.frontend.stock_trainer import is_told
+from meshc.frontend.stock_trainer import is_marked
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import current_board
 from meshc.runtime.state.random_draws import home_of
@@ -134,7 +134,7 @@ def asked_by_all(model: nn.Module | None = None) -> bool:
         if (module, function) in ON_ALL_RANKS:
             return True
         if (module, function) == OF_TRAINER:
-            return model is not None and is_told(model)
+            return model is not None and is_marked(model)
     return False
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MambaConfig, StaticCache
 
 import meshc
-from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, Sizes
+from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes
 
 IDS = torch.arange(1, 34).reshape(3, 11)
 MESH = meshc.Mesh("dp=2,tp=2")
@@ -37,45 +37,45 @@ def test_no_more_tokens_than_positions() -> None:
     assert shapes(meshc.compile(llama(12), MESH, kwargs={"input_ids": IDS, "cache": DynamicCache()})) == {"input_ids": (4, 12)}
 
 
-SIZES = Sizes({"r": 3, "t": 11, "k": 11, "s": 5}, {"r": 4, "t": 16, "k": 16, "s": 8})
+SIZES = CallSizes({"r": 3, "t": 11, "k": 11, "s": 5}, {"r": 4, "t": 16, "k": 16, "s": 8})
 
 
 def test_rows_and_tokens_repeat_the_last() -> None:
-    found: Any = SIZES.longer(ALONE, "input_ids", IDS)
+    found: Any = SIZES.pad_input(ALONE, "input_ids", IDS)
     assert torch.equal(found[3, :11], IDS[2]) and found[0, 11:].tolist() == [11] * 5
-    several: Any = SIZES.longer(ALONE, "position_ids", torch.arange(11).expand(3, 3, 11))
+    several: Any = SIZES.pad_input(ALONE, "position_ids", torch.arange(11).expand(3, 3, 11))
     assert several.shape == (3, 4, 16) and several[0, 0, 11:].tolist() == [10] * 5
-    states: Any = SIZES.longer(BOTH, "encoder_outputs", {"last_hidden_state": torch.ones(3, 5, 2), "attentions": torch.ones(3, 5, 5, 5)})
+    states: Any = SIZES.pad_input(BOTH, "encoder_outputs", {"last_hidden_state": torch.ones(3, 5, 2), "attentions": torch.ones(3, 5, 5, 5)})
     assert states["last_hidden_state"].shape == (4, 8, 2) and states["attentions"].shape == (3, 5, 5, 5)
 
 
 def test_masks_of_tokens_of_pairs_and_by_kind_of_layer() -> None:
-    found: Any = SIZES.longer(ALONE, "attention_mask", torch.ones_like(IDS))
+    found: Any = SIZES.pad_input(ALONE, "attention_mask", torch.ones_like(IDS))
     assert found.shape == (4, 16) and found.sum(1).tolist() == [11] * 4
     floats, truths = torch.zeros(3, 1, 11, 19), torch.ones(3, 1, 11, 11, dtype=torch.bool)
-    found = SIZES.longer(ALONE, "attention_mask", {"full_attention": floats, "sliding_attention": truths, "other": None})
+    found = SIZES.pad_input(ALONE, "attention_mask", {"full_attention": floats, "sliding_attention": truths, "other": None})
     assert [tuple(found[name].shape) for name in ("full_attention", "sliding_attention")] == [(4, 1, 16, 16)] * 2 and found["other"] is None
     assert found["full_attention"][..., 11:].max() == torch.finfo(torch.float32).min and not found["sliding_attention"][..., 11:].any()
-    source: Any = SIZES.longer(ENCODER, "attention_mask", torch.ones(3, 5))
+    source: Any = SIZES.pad_input(ENCODER, "attention_mask", torch.ones(3, 5))
     assert source.sum(1).tolist() == [5] * 4
 
 
 def test_of_sound_and_pictures_rows_alone_are_filled_up() -> None:
     """Nothing may mask them, and a mask is of what the encoder got, which may be longer."""
-    heard = Sizes({"r": 3, "t": 1, "k": 1, "s": 6}, {"r": 4, "t": 1, "k": 1, "s": 6})
-    mask: Any = heard.longer(SEEN, "attention_mask", torch.ones(3, 24, dtype=torch.int64))
-    states: Any = heard.longer(SEEN, "encoder_outputs", {"last_hidden_state": torch.ones(3, 6, 2)})
+    heard = CallSizes({"r": 3, "t": 1, "k": 1, "s": 6}, {"r": 4, "t": 1, "k": 1, "s": 6})
+    mask: Any = heard.pad_input(SEEN, "attention_mask", torch.ones(3, 24, dtype=torch.int64))
+    states: Any = heard.pad_input(SEEN, "encoder_outputs", {"last_hidden_state": torch.ones(3, 6, 2)})
     assert mask.shape == (4, 24) and states["last_hidden_state"].shape == (4, 6, 2)
 
 
 def test_outputs_are_cut() -> None:
     logits, scores = torch.ones(4, 2, 48), torch.ones(4, 2, 16, 16)
-    assert SIZES.cut(ALONE, "logits", 2)(logits).shape == (3, 2, 48)  # type: ignore[attr-defined]
-    assert SIZES.cut(ALONE, "attentions", 2)(scores).shape == (3, 2, 11, 11)  # type: ignore[attr-defined]
+    assert SIZES.output_cutter(ALONE, "logits", 2)(logits).shape == (3, 2, 48)  # type: ignore[attr-defined]
+    assert SIZES.output_cutter(ALONE, "attentions", 2)(scores).shape == (3, 2, 11, 11)  # type: ignore[attr-defined]
     with pytest.raises(meshc.InputError, match=r"(?s)returns router_logits beside its logits.*what to do: call the model without"):
-        SIZES.cut(ALONE, "router_logits", 2)(torch.ones(64, 4))
-    same = Sizes({"r": 3, "t": 11, "k": 11}, {"r": 3, "t": 11, "k": 11})
-    assert same.cut(ALONE, "image_outputs", 2)(torch.ones(64, 4)).shape == (64, 4)  # type: ignore[attr-defined]
+        SIZES.output_cutter(ALONE, "router_logits", 2)(torch.ones(64, 4))
+    same = CallSizes({"r": 3, "t": 11, "k": 11}, {"r": 3, "t": 11, "k": 11})
+    assert same.output_cutter(ALONE, "image_outputs", 2)(torch.ones(64, 4)).shape == (64, 4)  # type: ignore[attr-defined]
 
 
 def recording() -> DynamicCache:

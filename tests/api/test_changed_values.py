@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshc
-from meshc.frontend.read_places import ATTRIBUTE, MODEL, Place
+from meshc.frontend.read_places import ATTRIBUTE, MODEL, ReadPlace
 from meshc.frontend.read_values import Number, Reads
 
 X, TARGET = torch.linspace(-1, 1, 24).reshape(6, 4), torch.linspace(1, 0, 24).reshape(6, 4)
@@ -477,7 +477,7 @@ def test_numbers_that_are_inputs_stand_in_their_order_whatever_a_process_hashes_
     model = nn.Linear(2, 2)
     for name in "abcdefgh":
         setattr(model, name, 1.0)
-    numbers = [Number(f"model.{name}", Place(MODEL, ((ATTRIBUTE, name),)), whole=False) for name in "hgfeabcd"]
+    numbers = [Number(f"model.{name}", ReadPlace(MODEL, ((ATTRIBUTE, name),)), whole=False) for name in "hgfeabcd"]
     reads = Reads([one.place for one in numbers], model, model.forward, numbers)
     reads.values()
     assert [*reads.numbers()] == [f"model.{name}" for name in "hgfeabcd"]

@@ -20,9 +20,9 @@ import meshc
 from meshc.errors import CompilerFault
 from meshc.frontend import faults, untraceable
 from meshc.passes.driver import pipeline
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.single import Pass
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 from tests.meaning.checks import one_rank
 
 X = torch.arange(32.0).reshape(4, 8) / 16
@@ -363,7 +363,7 @@ def test_a_step_with_nothing_to_train(model: Callable[[], nn.Module], why: str, 
 def test_an_exception_of_a_pass_names_the_pass_the_value_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a pass that fails on the node it works on, with an exception that is not meshc's."""
 
-    def broken(traced: Traced) -> Placed:
+    def broken(traced: TracedModel) -> PlacedModel:
         for node in traced.operators().graph.nodes:
             if "relu" in str(node.target):
                 raise IndexError("list index out of range")
@@ -397,7 +397,7 @@ def test_many_of_a_kind_are_one_line() -> None:
 def test_a_detection_model_is_told_to_compile_its_backbone() -> None:
     line = 'File "/site/torchvision/models/detection/transform.py", line 177, in torch_choice'
     trace = f"data-dependent expression TruncToInt(zuf0)\nfrom user code:\n  {line}"
-    said = str(untraceable.explained(RuntimeError(trace), plain().forward, (X,), {}))
+    said = str(untraceable.explain_error(RuntimeError(trace), plain().forward, (X,), {}))
     assert "/detection/transform.py:177 in torch_choice" in said and "meshc.compile(model.backbone, mesh, args=(images,))" in said
 
 

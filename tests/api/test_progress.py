@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import meshc
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from tests.models import mlp
 
 
@@ -31,7 +31,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Each compilation waits before its pass `partition`."""
     from meshc.passes.place import lay_ports
 
-    real = lay_ports._lies
+    real = lay_ports._input_sharding
     waited = []
 
     def wait(*args: Any) -> Any:
@@ -39,7 +39,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
             waited.append(time.sleep(seconds))
         return real(*args)
 
-    monkeypatch.setattr(lay_ports, "_lies", wait)
+    monkeypatch.setattr(lay_ports, "_input_sharding", wait)
 
 
 def test_a_search_says_what_it_is_at(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +120,11 @@ def test_where_it_would_disturb_it_says_nothing(terminal: Terminal, monkeypatch:
 def test_an_error_leaves_no_line_behind(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshc.api.progress.AFTER_S", 0.0)
 
-    def refuse(*_: Any) -> Outset:
+    def refuse(*_: Any) -> CompilationPhase:
         time.sleep(0.3)
         raise meshc.PlanError("no")
 
-    monkeypatch.setattr("meshc.passes.place.lay_ports._lies", refuse)
+    monkeypatch.setattr("meshc.passes.place.lay_ports._input_sharding", refuse)
     with pytest.raises(meshc.PlanError):
         compile_on(terminal)
     length = len(terminal.getvalue())

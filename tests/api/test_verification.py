@@ -18,8 +18,8 @@ from meshc.ir import spmd
 from meshc.passes.trace import capture as first_pass
 from meshc.program.program import PlainProgram as Compiled
 from meshc.runtime.simulator import verify as verification
-from meshc.runtime.simulator.plain_copy import Held
-from meshc.runtime.simulator.sensitivity import RUNS, Perturbed
+from meshc.runtime.simulator.plain_copy import ModelSnapshot
+from meshc.runtime.simulator.sensitivity import RUNS, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
 
@@ -163,13 +163,13 @@ def test_a_fault_does_not_hide_behind_sensitivity(plant: str, monkeypatch: pytes
 
 def test_well_conditioned_models_keep_the_usual_bounds() -> None:
     report = meshc.verify(meshc.compile(model(), meshc.Mesh("tp=2"), args=(torch.randn(4, 64),), plan="tp: ffn"))
-    assert not report.moved and {report.allowed(kind, name) for kind, name, _ in report.rows} == {1e-5}
+    assert not report.moved and {report.error_bound(kind, name) for kind, name, _ in report.rows} == {1e-5}
 
 
 def test_perturbed_runs_change_what_rounds_by_units_in_the_last_place_and_nothing_else() -> None:
     x = torch.randn(64, 64)
     assert RUNS > 1
-    with Perturbed(0):
+    with RoundingPerturbation(0):
         kept = [x.clone(), x.relu(), x.view(-1), x.to(torch.float64), torch.cat([x, x]), x.abs(), x > 0]
         moved = x * 2
     plain = [x, x.relu(), x.view(-1), x.double(), torch.cat([x, x]), x.abs(), x > 0]
@@ -251,7 +251,7 @@ def test_buffers_that_forward_makes(first: str) -> None:
 
 def test_what_a_copy_holds_is_put_back() -> None:
     model = Lazy("resized")
-    held = Held(model)
+    held = ModelSnapshot(model)
     with torch.no_grad():
         model(torch.ones(2, 3, 8))
         model.linear.weight.zero_()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshc.passes import rules
-from meshc.runtime.saved.launched import Run, run_saved
+from meshc.runtime.saved.launched import RunRequest, run_saved
 from meshc.runtime.saved_state import load_model
 from tests.earlier.write import batches, compiled, decoder
 
@@ -49,7 +49,9 @@ def run_artifact(path: str, name: str, out: str) -> None:
     state = None
     if name == "folder":
         name, files, state = "program", files[1:], str(folder / name)
-    run_saved(Run(str(folder / name), files, out, state=state, save_state=None if name == "forward" else f"{out}/state", rules=rules))
+    run_saved(
+        RunRequest(str(folder / name), files, out, state=state, save_state=None if name == "forward" else f"{out}/state", rules=rules)
+    )
 
 
 def check_outputs(folder: Path, name: str, out: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.frontend import traced_code
-from meshc.frontend.dependencies import Dependencies, Here
+from meshc.frontend.dependencies import Dependencies, ProcessValues
 from meshc.frontend.portable_values import portable
 from tests.models import llama
 
@@ -81,17 +81,17 @@ def compiled(model: nn.Module, *args: object) -> Any:
         return meshc.compile(model.requires_grad_(False), meshc.Mesh("dp=2"), args=args or (torch.ones(4, 8),)).compilations.last.made
 
 
-def here(made: Any, model: nn.Module | None = None) -> Here:
+def here(made: Any, model: nn.Module | None = None) -> ProcessValues:
     """Of a program's model, or of one in its place."""
     request = made.request
-    return Here(model or request.module, request.function, request.args, request.kwargs)
+    return ProcessValues(model or request.module, request.function, request.args, request.kwargs)
 
 
 @pytest.fixture(scope="module")
 def of_one() -> tuple[Any, Dependencies]:
     """Of a model that nobody changes, as another process reads it."""
     found = compiled(Model())
-    read = Dependencies.read(found.dependencies().described())
+    read = Dependencies.from_json(found.dependencies().described())
     assert read.why == "" and [*read.differences(here(found))] == []
     return found, read
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.frontend.expert_loops import loop_of
-from meshc.frontend.listed_experts import listed_experts, looped, unchosen
+from meshc.frontend.listed_experts import listed_experts, looped_expert_counts, unchosen_parameters
 from meshc.frontend.stock_experts import formed_experts
 from meshc.program.program import PlainProgram
 from meshc.report import summary
@@ -128,7 +128,7 @@ def test_a_loop_is_one_product_that_means_the_same(kind: str) -> None:
     theirs = torch.autograd.grad(wanted.square().sum(), inputs)
     loop = loop_of(layer)
     assert loop is not None and loop.inline is not None and loop.count(layer) == EXPERTS
-    assert looped(layer) == {} and unchosen(layer) == {}  # a stack has a gradient whatever is chosen
+    assert looped_expert_counts(layer) == {} and unchosen_parameters(layer) == {}  # a stack has a gradient whatever is chosen
     for groups in (1, 2, 4):
         with formed_experts(layer, lambda path, groups=groups: groups), listed_experts(layer):
             mine = layer(x, chosen, weights)

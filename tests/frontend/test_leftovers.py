@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from meshc.frontend.leftovers import given_up
+from meshc.frontend.leftovers import clean_up_compilation
 from tests.broad import broad
 
 CHILD = '''
@@ -79,7 +79,7 @@ def test_nothing_of_a_compilation_stays_behind(forms: tuple[str, ...]) -> None:
 
 
 def test_the_guards_of_the_users_own_compilations_stay() -> None:
-    with given_up():
+    with clean_up_compilation():
         before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
         compiled = torch.compile(lambda x: torch.relu(x) + 1, backend="eager")
         compiled(torch.ones(3))

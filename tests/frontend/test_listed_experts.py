@@ -15,7 +15,7 @@ from meshc import ir
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.expert_loops import loop_of
 from meshc.frontend.expert_tape import NotRows, record
-from meshc.frontend.listed_experts import listed_experts, unchosen
+from meshc.frontend.listed_experts import listed_experts, unchosen_parameters
 from meshc.frontend.stock_experts import formed_experts
 from tests.broad import broad
 from tests.zoo.loops import EXPERTS, LOOPS, OF_ALL, WIDTH, Expert, Layer, Model
@@ -80,7 +80,7 @@ MESHES = ("dp=2", "ep=2", "ep=4", "ep=3", "dp=2,ep=2", "ep=2,tp=2")
 def test_experts_that_nobody_chooses_are_left_alone_as_on_one_device(kind: str, mesh: str, microbatches: int | None) -> None:
     """Loss, gradients, three steps of parameters and of the optimizer's state, step counts too."""
     model = Model(kind, lean=LEAN)
-    assert len(unchosen(model)) == (4 * EXPERTS * 2 if SKIPS[kind] else 0)
+    assert len(unchosen_parameters(model)) == (4 * EXPERTS * 2 if SKIPS[kind] else 0)
     verified = meshc.verify(trained(model, mesh, microbatches), dtype=torch.float64)
     assert verified.ok, verified
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshc.frontend.module_watch import Watch
+from meshc.frontend.module_watch import ModuleWatch
 from tests.frontend.test_module_state import CHANGES
 
 
@@ -21,7 +21,7 @@ def model() -> Any:
 def test_what_changes_a_program_is_seen_inside_a_module(name: str) -> None:
     make, change = CHANGES[name]
     inner = make()
-    watch = Watch(nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner)))
+    watch = ModuleWatch(nn.Sequential(nn.Linear(3, 3), nn.Sequential(inner)))
     before = watch.state()
     assert watch.state() is before
     change(inner)
@@ -39,7 +39,7 @@ def hook_a_parameter(one: Any) -> None:
 @pytest.mark.parametrize("change", [lambda one: one[0].weight.requires_grad_(False), hook_a_gradient, hook_a_parameter])
 def test_parameters_that_take_a_gradient_and_what_hangs_on_it(change: Callable[[Any], object]) -> None:
     one = model()
-    watch = Watch(one)
+    watch = ModuleWatch(one)
     before = watch.state()
     change(one)
     assert watch.state() != before
@@ -66,7 +66,7 @@ def another_dict(one: Any) -> None:
 @pytest.mark.parametrize("change", [another_parameter, another_module, a_name, another_dict])
 def test_what_stands_in_anothers_place_is_another_object_that_equals_the_first(change: Callable[[Any], object]) -> None:
     one = model()
-    watch = Watch(one)
+    watch = ModuleWatch(one)
     before = watch.state()
     change(one)
     assert watch.state() is not before and watch.state() == before and hash(watch.state()) == hash(before)
@@ -74,7 +74,7 @@ def test_what_stands_in_anothers_place_is_another_object_that_equals_the_first(c
 
 def test_what_is_changed_and_changed_back_equals_the_first() -> None:
     one = model()
-    watch = Watch(one)
+    watch = ModuleWatch(one)
     before = watch.state()
     one.eval()
     assert watch.state() != before
@@ -88,7 +88,7 @@ def test_what_is_changed_and_changed_back_equals_the_first() -> None:
 def test_a_hook_of_a_module_that_has_one_is_seen_by_what_it_is() -> None:
     one = model()
     handle = one[1].register_forward_hook(lambda *_: None)
-    watch = Watch(one)
+    watch = ModuleWatch(one)
     before = watch.state()
     assert watch.state() is before
     handle.remove()

@@ -36,7 +36,7 @@ def stock_output() -> CausalLMOutputWithPast:
 )  # fmt: skip
 def test_what_is_data_comes_back_as_it_was(output: Any) -> None:
     tree = OutputTree(trees.structure(output), {0: None, 1: torch.float32, 2: "text", 3: torch.Size([2, 3])})
-    assert output_tree_data.read(json.loads(json.dumps(output_tree_data.described(tree)))) == tree
+    assert output_tree_data.tree_from_json(json.loads(json.dumps(output_tree_data.tree_to_json(tree)))) == tree
 
 
 def test_an_output_around_its_cache() -> None:
@@ -51,11 +51,11 @@ def test_an_output_around_its_cache() -> None:
 
 def test_what_is_no_data_is_said() -> None:
     local = namedtuple("local", "first")
-    with pytest.raises(output_tree_data.NoData, match="which is no plain value"):
-        output_tree_data.described(OutputTree(trees.structure(local(1))))
-    with pytest.raises(output_tree_data.NoData, match="holds a builtins.object, which is no plain value"):
-        output_tree_data.described(OutputTree(trees.structure([1]), {0: object()}))
-    told = output_tree_data.described(OutputTree(trees.structure([1])))
+    with pytest.raises(output_tree_data.NotPlainData, match="which is no plain value"):
+        output_tree_data.tree_to_json(OutputTree(trees.structure(local(1))))
+    with pytest.raises(output_tree_data.NotPlainData, match="holds a builtins.object, which is no plain value"):
+        output_tree_data.tree_to_json(OutputTree(trees.structure([1]), {0: object()}))
+    told = output_tree_data.tree_to_json(OutputTree(trees.structure([1])))
     told["spec"][0] = "elsewhere.Output"
-    with pytest.raises(output_tree_data.NoData, match="elsewhere.Output, of which the output is made, is no tree on this rank"):
-        output_tree_data.read(told)
+    with pytest.raises(output_tree_data.NotPlainData, match="elsewhere.Output, of which the output is made, is no tree on this rank"):
+        output_tree_data.tree_from_json(told)

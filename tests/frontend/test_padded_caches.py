@@ -81,7 +81,7 @@ def test_buffers_of_a_window_hold_the_last_tokens_alone() -> None:
         call = behind_a_window(model, ids, first, capacity)
         found: Any = padded_caches.call(model, **call)
         assert torch.allclose(found.logits, wanted, atol=1e-12)
-        assert [list(padded_caches.held_by(layer)) for layer in found.cache.layers] == [["window"]] * 2
+        assert [list(padded_caches.layer_buffers(layer)) for layer in found.cache.layers] == [["window"]] * 2
     call = behind_a_window(model, ids, 4, 8)
     program = meshc.compile(model, meshc.Mesh("dp=2,tp=2"), kwargs=call)
     assert meshc.verify(program, call).worst < 1e-12
@@ -130,7 +130,7 @@ def test_states_of_recurrent_layers_are_handed_on_as_they_lie(make: Any) -> None
     ids, theirs = torch.randint(3, 48, (4, 6)), DynamicCache(config=model.config)
     first: Any = padded_caches.call(model, input_ids=ids, cache={}, cache_length=None)
     assert torch.allclose(first.logits, model(ids, cache=theirs).logits, atol=1e-12)
-    layers = [padded_caches.held_by(layer) for layer in first.cache.layers]
+    layers = [padded_caches.layer_buffers(layer) for layer in first.cache.layers]
     for held in layers:
         pair: Any = held if isinstance(held, list) else held.get("attention", [])
         pair[:] = [F.pad(each, (0, 0, 0, 2)) for each in pair]

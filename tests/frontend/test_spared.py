@@ -13,7 +13,7 @@ from torch._dynamo import funcname_cache, graph_region_tracker, symbolic_convert
 from torch._dynamo.guards import CheckFunctionManager
 
 import meshc
-from meshc.frontend.spared import OBJECTS, fewer_collections, unasked
+from meshc.frontend.spared import OBJECTS, fewer_collections, without_lookups
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_what_nobody_asks_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_asked_all_the_same_is_answered() -> None:
-    with unasked():
+    with without_lookups():
         assert graph_region_tracker.InputPickler().dumps((1, "a"))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.stock_accelerate import Parts, tell_accelerate
+from meshc.frontend.stock_accelerate import RankParts, tell_accelerate
 
 PREPARES = """
 def prepare_model(self, model, device_placement=None, evaluation_mode=False):
@@ -40,7 +40,7 @@ def accelerator(processes: int, wrapped: Any = None, kind: str = "MULTI_CPU") ->
 
 def model(*parts: int) -> nn.Module:
     made = nn.Linear(2, 2)
-    tell_accelerate(made, Parts(parts))
+    tell_accelerate(made, RankParts(parts))
     return made
 
 

@@ -8,7 +8,7 @@ import transformers
 from transformers import cache_utils
 
 import meshc
-from meshc.frontend.stock_caches import fewer, known
+from meshc.frontend.stock_caches import fewer_layers, known_cache_kinds
 
 
 def gemma(layers: int) -> transformers.Gemma2ForCausalLM:
@@ -48,7 +48,7 @@ def test_a_configuration_that_forward_copies_and_changes_is_asked_itself() -> No
 def test_what_is_answered_is_what_transformers_says_and_nobody_elses() -> None:
     model = gemma(6)
     said = cache_utils.get_layer_types_and_kwargs(model.config)
-    with known([model]):
+    with known_cache_kinds([model]):
         for _ in range(2):
             kinds, given = cache_utils.get_layer_types_and_kwargs(model.config)
             assert (kinds, given) == said
@@ -58,7 +58,7 @@ def test_what_is_answered_is_what_transformers_says_and_nobody_elses() -> None:
 
 
 def test_caches_are_fewer_where_all_are_alike() -> None:
-    with fewer({6: 4}):
+    with fewer_layers({6: 4}):
         assert len(cache_utils.get_layer_types_and_kwargs(transformers.LlamaConfig(num_hidden_layers=6))[0]) == 4
         assert len(cache_utils.get_layer_types_and_kwargs(transformers.LlamaConfig(num_hidden_layers=7))[0]) == 7
         assert len(cache_utils.get_layer_types_and_kwargs(gemma(6).config)[0]) == 6

@@ -40,7 +40,7 @@ def test_frequencies_are_those_of_every_call_before(kind: str) -> None:
         positions = torch.arange(length)[None]
         x = torch.zeros(1, length, 4)
         wanted = plain(x, positions)
-        with stock_rope.followed([ours]):
+        with stock_rope.traceable_rope([ours]):
             found = ours(x, positions)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
     assert stock_rope.follows_length(ours)
@@ -52,7 +52,7 @@ def test_others_are_left_alone() -> None:
     stretched.model.rotary_emb.config.rope_parameters["alpha"] = 1000.0
     for model in (own, stretched):
         before = type(model.model.rotary_emb).forward
-        with stock_rope.followed(model.modules()):
+        with stock_rope.traceable_rope(model.modules()):
             assert type(model.model.rotary_emb).forward is before
         assert not stock_rope.follows_length(model)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshc.frontend.stock_accelerate import Parts
-from meshc.frontend.stock_trainer import SAVES, as_trainer_counts, is_told, tell_trainer
+from meshc.frontend.stock_accelerate import RankParts
+from meshc.frontend.stock_trainer import SAVES, is_marked, tell_trainer, with_trainer_counts
 
 TRAINERS = "def compute_loss(self, call, inputs):\n    return call(**inputs)\n"
 INITS = """
@@ -48,7 +48,7 @@ def seen(asking: Any, parts: int, **inputs: Any) -> tuple[Tensor, dict[str, Any]
         passed.update(kwargs)
         return {"loss": torch.tensor(8.0)}
 
-    output = asking.compute_loss(as_trainer_counts(program, parts), inputs)
+    output = asking.compute_loss(with_trainer_counts(program, parts), inputs)
     return output["loss"], passed
 
 
@@ -81,7 +81,7 @@ def test_without_labels_the_model_has_no_loss_to_divide() -> None:
 
 def test_others_mean_what_the_model_means() -> None:
     passed: dict[str, Any] = {}
-    as_trainer_counts(lambda **kwargs: passed.update(kwargs), 4)(labels=LABELS, num_items_in_batch=torch.tensor(5))
+    with_trainer_counts(lambda **kwargs: passed.update(kwargs), 4)(labels=LABELS, num_items_in_batch=torch.tensor(5))
     assert passed["num_items_in_batch"] == 5
 
 
@@ -102,9 +102,9 @@ def test_a_trainer_that_is_made_saves_the_optimizer_by_all_ranks_and_is_told_tha
     exec(INITS, said)
     kind: Any = type("Trainer", (), {"__init__": said["__init__"], "train": said["train"], SAVES: lambda self: None})
     model, saving = Stock(), list[Any]()
-    tell_trainer(model, Parts(), saving.append)
+    tell_trainer(model, RankParts(), saving.append)
     made = kind(model, SimpleNamespace(save_only_model=save_only_model))
-    assert made.placed and made.train(model) and is_told(model)
+    assert made.placed and made.train(model) and is_marked(model)
     assert saving == ([] if save_only_model else [made])
     other: Any = type("Trainer", (), {"__init__": said["__init__"]})
     if not save_only_model:

@@ -16,7 +16,7 @@ from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
 from meshc.frontend import calling
 from meshc.frontend.double import double_by_default
-from meshc.frontend.train_step import Traced, TrainStep, traced_step
+from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.optimizer.optimizer import describe, numbers
@@ -71,7 +71,7 @@ class Captured:
         inputs = sketch.inputs()
         grad = any(value.requires_grad for value in (*model.parameters(), *inputs.values()))
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9) if train else None
-        traced = Traced(model, calling.call_module, model.forward)
+        traced = TracedFunction(model, calling.call_module, model.forward)
         if self.optimizer is not None:
             traced = traced_step(TrainStep(model, optimizer=self.optimizer))
         self.request = Request(
@@ -88,7 +88,7 @@ class Captured:
         asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, must_pass=how.attention in PASSING)
         request = replace(self.request, mesh=mesh, plan=plan, **asked)  # type: ignore[arg-type]
         with torch.set_grad_enabled(request.grad):
-            return finish(compile.lowered(self.placed.again(request)))
+            return finish(compile.lowered(self.placed.restart_for_request(request)))
 
     def check(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Outcome:
         """One case. `how` is as this was captured, where it says so."""

@@ -10,7 +10,7 @@ from math import prod
 from meshc.ir import records
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import Mesh
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from tests.fuzz.case import How
 from tests.fuzz.draw import steady
 from tests.fuzz.sketch import Sketch
@@ -60,7 +60,7 @@ def draw_mesh(chance: random.Random, batch: int = 0) -> Mesh:
         return Mesh(",".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=False)))
 
 
-def draw_plan(chance: random.Random, placed: Placed, mesh: Mesh) -> str:
+def draw_plan(chance: random.Random, placed: PlacedModel, mesh: Mesh) -> str:
     """A line an axis, of the program's own factors, and now and then a pin. `placed` has its factors."""
     sizes = {name: placed.factors.size[factor] for factor, name in placed.names.of.items() if placed.factors.size[factor] > 1}
     found = {records(node)[0].source.module for node in placed.graph.nodes if node.op == "call_function"}
@@ -98,7 +98,7 @@ def first_on(chance: random.Random, line: str, name: str) -> str:
     return "; ".join([f"{axis}: {name}" + (" > " + ", ".join(kept) if kept and chance.random() < 0.7 else ""), *stored])
 
 
-def _pin(chance: random.Random, placed: Placed, mesh: Mesh) -> list[str]:
+def _pin(chance: random.Random, placed: PlacedModel, mesh: Mesh) -> list[str]:
     """One factor of a parameter or an input, on one or two axes or kept whole."""
     places = []
     for key, node in placed.joint.placeholders().items():

@@ -17,7 +17,7 @@ from meshc.ir import records
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.rules.attention import shape_of_mask
 from tests.fuzz.case import How
 from tests.fuzz.plans import first_on
@@ -30,7 +30,7 @@ ROUTED = "routed"
 """The entry of the menu whose third operand is the experts' matrices."""
 
 
-def rare(sketch: Sketch, placed: Placed) -> dict[str, list[int]]:
+def rare(sketch: Sketch, placed: PlacedModel) -> dict[str, list[int]]:
     """The factors of each kind that a program has, in the order of the program."""
     found: dict[str, list[int]] = {}
     for kind, factor in _factors(sketch, placed):
@@ -39,7 +39,7 @@ def rare(sketch: Sketch, placed: Placed) -> dict[str, list[int]]:
     return {kind: factors for kind, factors in found.items() if factors}
 
 
-def _factors(sketch: Sketch, placed: Placed) -> Iterator[tuple[str, int]]:
+def _factors(sketch: Sketch, placed: PlacedModel) -> Iterator[tuple[str, int]]:
     for node, instance in placed.factors.instances.items():
         if records(node)[0].phase == "forward":
             yield from _of_attention(instance)
@@ -61,7 +61,7 @@ def _of_attention(instance: Instance) -> Iterator[tuple[str, int]]:
             yield "keys", keys
 
 
-def directed(chance: random.Random, sketch: Sketch, placed: Placed, mesh: Mesh, plan: str, how: How) -> tuple[str, How]:
+def directed(chance: random.Random, sketch: Sketch, placed: PlacedModel, mesh: Mesh, plan: str, how: How) -> tuple[str, How]:
     """A plan and how it is compiled, in which one axis takes something rare; as they were for a program that has nothing of it."""
     found = rare(sketch, placed)
     if not found:

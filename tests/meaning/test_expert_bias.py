@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshc
-from meshc.frontend.expert_bias import BIAS, biases_of, updated
+from meshc.frontend.expert_bias import BIAS, biases_of, updated_bias
 from tests.broad import broad
 from tests.meaning.test_moved_experts import adamw, begun, one_step
 from tests.models import Case
@@ -34,8 +34,8 @@ def compiled(found: Case, mesh: str, microbatches: int | None = None, batch_mix:
 
 
 def test_up_where_an_expert_has_less_than_the_mean() -> None:
-    assert updated(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([5, 1, 3, 3]), 0.25).tolist() == [0.25, 0.75, 0.5, 0.5]
-    assert updated(torch.zeros(3), torch.tensor([1, 1, 2]), 1.0).tolist() == [1.0, 1.0, -1.0]
+    assert updated_bias(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([5, 1, 3, 3]), 0.25).tolist() == [0.25, 0.75, 0.5, 0.5]
+    assert updated_bias(torch.zeros(3), torch.tensor([1, 1, 2]), 1.0).tolist() == [1.0, 1.0, -1.0]
 
 
 def by_hand(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshc.ops.grouped import NAMED, functional_grouped_mm, grouped_mm, grouped_outer, torch_grouped_mm
 from meshc.ops.routed import routed_mm, routed_outer
-from meshc.runtime.simulator.widened import Widened
+from meshc.runtime.simulator.widened import WidenedOperators
 
 GENERATOR = torch.Generator().manual_seed(0)
 ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
@@ -87,7 +87,7 @@ def test_the_reference_in_float64_is_what_torch_refuses_there() -> None:
     rows, matrices = f(16, 8).requires_grad_(), f(3, 12, 8).requires_grad_()
     with pytest.raises(RuntimeError):
         F.grouped_mm(rows, matrices.mT, offs=ends)
-    with Widened():
+    with WidenedOperators():
         found = F.grouped_mm(rows, matrices.mT, offs=ends)
         of_found = torch.autograd.grad(found.square().sum(), (rows, matrices))
     single = rows.detach().float().requires_grad_(), matrices.detach().float().requires_grad_()

@@ -10,7 +10,7 @@ import torch
 
 import meshc
 from meshc.passes.schedules import build
-from meshc.passes.schedules.steps import numbered
+from meshc.passes.schedules.steps import number_microbatches
 from meshc.pipelining.schedule import Action
 from meshc.text import show
 from tests.models import nanogpt
@@ -21,7 +21,7 @@ def halves(ranks: int, stages: int, microbatches: int, costs: Any) -> list[list[
     first = microbatches // 2
     second = microbatches - first
     counts = [("F", first), ("B", first), ("F", second), ("B", second)]
-    return [numbered([(op, stage) for op, count in counts for _ in range(count)]) for stage in range(stages)]
+    return [number_microbatches([(op, stage) for op, count in counts for _ in range(count)]) for stage in range(stages)]
 
 
 def both(ranks: int, stages: int, microbatches: int, costs: Any) -> list[list[Action]]:

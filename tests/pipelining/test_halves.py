@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from meshc.passes.stages.halves import weights_apart
+from meshc.passes.stages.halves import split_convolution_backwards
 from meshc.program.program import PlainProgram, Stage
 from tests.broad import broad
 from tests.cost.building import Building
@@ -48,7 +48,7 @@ def masks(stage: Stage) -> list[list[bool]]:
 )
 def test_the_two_make_what_the_one_makes(shapes: list[tuple[int, ...]], settings: tuple[Any, ...], bias: bool) -> None:
     whole = backward(shapes, settings, bias, (0, 1, 2) if bias else (0, 1))
-    halves = weights_apart(whole)
+    halves = split_convolution_backwards(whole)
     assert masks(whole) == [[True, True, bias]] and masks(halves) == [[True, False, False], [False, True, bias]]
     torch.manual_seed(0)
     given = [torch.randn(shape) for shape in shapes]
@@ -59,7 +59,7 @@ def test_the_two_make_what_the_one_makes(shapes: list[tuple[int, ...]], settings
 @pytest.mark.parametrize("reads", [(0,), (1, 2), (2,)])
 def test_what_makes_one_of_them_alone_is_left(reads: tuple[int, ...]) -> None:
     whole = backward([(2, 6, 8, 8), (2, 4, 8, 8), (6, 4, 3, 3)], (*FLAT, 1), True, reads)
-    assert weights_apart(whole) is whole
+    assert split_convolution_backwards(whole) is whole
 
 
 def convolutions(program: PlainProgram, half: str) -> list[list[bool]]:

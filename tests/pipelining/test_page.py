@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshc.passes.schedules import build, names
-from meshc.passes.schedules.kind import Kind
+from meshc.passes.schedules.kind import ScheduleKind
 from meshc.pipelining.timing import equal, simulate
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -33,7 +33,7 @@ def test_the_page_prints_what_it_says() -> None:
         else:
             assert block == printed
             printed = ""
-    assert isinstance(scope["SCHEDULE"], Kind)
+    assert isinstance(scope["SCHEDULE"], ScheduleKind)
 
 
 def test_the_page_names_them_all() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshc.passes import rules
-from meshc.runtime.saved.launched import Run, run_saved
+from meshc.runtime.saved.launched import RunRequest, run_saved
 
 CALLS = 2
 """Of a part."""
@@ -13,4 +13,4 @@ def run(folder: str, part: str) -> None:
     batches = (f"{folder}/batch.safetensors",) * CALLS
     state = None if part == "0" else f"{folder}/state_0"
     out, left = f"{folder}/out_{part}", f"{folder}/state_{part}"
-    run_saved(Run(f"{folder}/program", batches, out, state=state, save_state=left, rebalance_every=1, rules=rules))
+    run_saved(RunRequest(f"{folder}/program", batches, out, state=state, save_state=left, rebalance_every=1, rules=rules))

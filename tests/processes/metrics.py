@@ -17,8 +17,8 @@ from torch import Tensor
 import meshc
 from meshc import artifact
 from meshc.runtime.failure.failed_rank import world_board
-from meshc.runtime.saved.launched import _Writer
-from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.launched import _OutputWriter
+from meshc.runtime.saved.loaded import LoadedProgram
 from tests.models import mlp
 from tests.processes.local_inputs import part
 from tests.processes.session import device_mesh, run_checks
@@ -89,11 +89,11 @@ def saved(mesh: Any) -> None:
     program.save(path / "saved")
     read = artifact.load(path / "saved")
     with artifact.open_weights(path / "saved") as weights:
-        loaded = Loaded(read, weights, dist.get_rank(), torch.device("cpu"), world_board())
+        loaded = LoadedProgram(read, weights, dist.get_rank(), torch.device("cpu"), world_board())
     assert all(not port.sharding.split_axes() for port in read.inputs if port.kind == "input" and port.sharding is not None)
     found = loaded.run({"input:x": x, "input:target": target})
     if dist.get_rank() == 0:
-        _Writer(read, path, 1).call(0, found, loaded.learning_rates())
+        _OutputWriter(read, path, 1).call(0, found, loaded.learning_rates())
         (row,) = json.loads((path / "metrics.json").read_text())
         assert row.keys() == {"step", "loss", "grad_norm", "accuracy", "right", "largest", "lr"} and row["right"] == int(metrics["right"])
         assert abs(row["loss"] - loss.item()) < 1e-9 and abs(row["accuracy"] - float(metrics["accuracy"])) < 1e-6

@@ -20,7 +20,7 @@ import meshc
 from meshc import artifact
 from meshc.cost.memory import worst
 from meshc.runtime.failure.failed_rank import world_board
-from meshc.runtime.saved.loaded import Loaded
+from meshc.runtime.saved.loaded import LoadedProgram
 from tests.models import mlp
 from tests.optimizer.others import Orthogonal
 from tests.processes.live_bytes import LiveBytes
@@ -151,7 +151,7 @@ def saved(mesh: Any) -> None:
     program.save(Path(folder[0]) / "saved")
     read = artifact.load(Path(folder[0]) / "saved")
     with artifact.open_weights(Path(folder[0]) / "saved") as weights:
-        loaded = Loaded(read, weights, dist.get_rank(), torch.device("cpu"), world_board())
+        loaded = LoadedProgram(read, weights, dist.get_rank(), torch.device("cpu"), world_board())
     sharded = {port.name: port for port in read.inputs if port.kind == "input"}
     inputs = {sharded[name].key: value for name, value in case.call_kwargs.items()}
     close([float(loaded.run(inputs)["output:output"]) for _ in range(STEPS)], wanted, 1e-9)

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import meshc
-from meshc.runtime.saved.launched import Run, run_saved
+from meshc.runtime.saved.launched import RunRequest, run_saved
 from tests.broad import broad
 from tests.processes.at_work import CALLS
 from tests.runtime.launch import launch
@@ -78,6 +78,6 @@ def test_a_program_whose_experts_stay_is_refused(tmp_path: Path) -> None:
     ):
         meshc.compile(step, meshc.Mesh("ep=1"), kwargs=found.call_kwargs, options=options).save(path)
         with pytest.raises(meshc.StateError, match=said):
-            run_saved(Run(str(path), (str(tmp_path / "batch.safetensors"),) * 2, str(tmp_path / "out"), rebalance_every=1))
+            run_saved(RunRequest(str(path), (str(tmp_path / "batch.safetensors"),) * 2, str(tmp_path / "out"), rebalance_every=1))
     with pytest.raises(meshc.InputError, match="--rebalance-every 0: a number of calls, 1 or more"):
-        run_saved(Run(str(path), (str(tmp_path / "batch.safetensors"),), str(tmp_path / "out"), rebalance_every=0))
+        run_saved(RunRequest(str(path), (str(tmp_path / "batch.safetensors"),), str(tmp_path / "out"), rebalance_every=0))

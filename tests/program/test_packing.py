@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 from meshc.cost import memory
 from meshc.ir import Record, set_record, spmd
 from meshc.ir.mesh import Mesh
-from meshc.passes.lower.group_regions import grouped
-from meshc.passes.lower.share_memory import shared
+from meshc.passes.lower.group_regions import group_stage
+from meshc.passes.lower.share_memory import share_stage_memory
 from meshc.plan.plan import Plan
 from meshc.program import packing
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
@@ -44,7 +44,7 @@ def joined(escaping: bool) -> Stage:
 
 
 def compiled(stage: Stage):  # type: ignore[no-untyped-def]
-    return generate(shared(stage), Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
+    return generate(share_stage_memory(stage), Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
 
 
 def expected(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def expected(x: Tensor) -> Tensor:
 
 def test_both_parts_are_made_inside() -> None:
     stage = joined(escaping=False)
-    places = {node.name: (piece.start, piece.size) for node, piece in packing.pieces(shared(stage).graph).items()}
+    places = {node.name: (piece.start, piece.size) for node, piece in packing.pieces(share_stage_memory(stage).graph).items()}
     assert places == {"mm_default": (0, 16), "reshape_default": (0, 16), "exp_default": (16, 16), "reshape_default_1": (16, 16)}
 
 
@@ -92,7 +92,7 @@ def test_a_value_that_something_else_reads_is_made_apart() -> None:
     (output,) = stage.graph.find_nodes(op="output")
     first = next(node for node in stage.graph.nodes if node.name == "mm_default")
     output.args = ([*output.args[0], first],)
-    assert packing.pieces(shared(stage).graph) == {}
+    assert packing.pieces(share_stage_memory(stage).graph) == {}
     x = torch.randn(4, 4)
     total, product = compiled(Stage("main", stage.graph, stage.inputs, ("output:y", "output:z")))([x])
     torch.testing.assert_close(product, x @ x)
@@ -106,7 +106,7 @@ def test_the_memory_walk_counts_the_whole_once(escaping: bool, peak: int) -> Non
     ports = (Port("input", "x", (4, 4), torch.float32),)
     results = (Port("output", "y", (16,) if escaping else (), torch.float32),)
     runs = (Instruction("run", "main"),)
-    program = PlainProgram({"main": shared(stage)}, Mesh("dp=2"), Plan(""), ports, results, runs, axis_sizes={"dp": 2})
+    program = PlainProgram({"main": share_stage_memory(stage)}, Mesh("dp=2"), Plan(""), ports, results, runs, axis_sizes={"dp": 2})
     assert memory.peak(program).total == peak
 
 
@@ -130,7 +130,7 @@ def alone() -> Groups:
 
 @pytest.mark.parametrize("make", [generate, broad(compile_regions)])
 def test_a_large_gradient_has_the_same_memory_at_each_call(make) -> None:  # type: ignore[no-untyped-def]
-    run = make(shared(grouped(reduced(escaping=False), {"dp": 1})), alone(), {"dp": 0}, torch.device("cpu"))
+    run = make(share_stage_memory(group_stage(reduced(escaping=False), {"dp": 1})), alone(), {"dp": 0}, torch.device("cpu"))
     for seed in range(3):
         x = torch.randn(2048, 1, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(run([x])[0], (x @ x[:1024].t()).sum(), rtol=1e-5, atol=0.0)
@@ -140,7 +140,7 @@ def test_a_large_gradient_has_the_same_memory_at_each_call(make) -> None:  # typ
 def test_but_not_if_it_leaves(make) -> None:  # type: ignore[no-untyped-def]
     stage = reduced(escaping=True)
     assert not any(packing.stays(node) for node in stage.graph.nodes)
-    run = make(shared(grouped(stage, {"dp": 1})), alone(), {"dp": 0}, torch.device("cpu"))
+    run = make(share_stage_memory(group_stage(stage, {"dp": 1})), alone(), {"dp": 0}, torch.device("cpu"))
     xs = [torch.randn(2048, 1, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     results = [run([x])[0] for x in xs]
     for x, result in zip(xs, results, strict=True):
@@ -153,5 +153,5 @@ def test_what_stays_counts_for_the_whole_stage() -> None:
     ports = (Port("input", "x", (2048, 1), torch.float32),)
     results = (Port("output", "y", (), torch.float32),)
     runs = (Instruction("run", "main"),)
-    program = PlainProgram({"main": shared(stage)}, Mesh("dp=1"), Plan(""), ports, results, runs, axis_sizes={"dp": 1})
+    program = PlainProgram({"main": share_stage_memory(stage)}, Mesh("dp=1"), Plan(""), ports, results, runs, axis_sizes={"dp": 1})
     assert memory.peak(program).total == 8 * 1024 * 1024 + 4

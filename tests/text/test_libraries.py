@@ -16,7 +16,7 @@ import meshc
 from meshc import artifact
 from meshc.__main__ import main
 from meshc.errors import ArtifactError
-from meshc.runtime.saved.launched import Run, run_command, run_saved
+from meshc.runtime.saved.launched import RunRequest, run_command, run_saved
 from meshc.text import libraries, show
 from meshc.text.allowed import resolve
 from tests.rules.own import FOLDER, imported
@@ -57,7 +57,7 @@ def test_it_is_read_where_the_library_is_allowed_and_is_the_same(saved: tuple[Pa
 
 def test_it_runs_without_its_model(saved: tuple[Path, meshc.Program], tmp_path: Path) -> None:
     path, _ = saved
-    run_saved(Run(str(path), (f"{path}.safetensors",) * 2, str(tmp_path), allow=("mylib",)))
+    run_saved(RunRequest(str(path), (f"{path}.safetensors",) * 2, str(tmp_path), allow=("mylib",)))
     losses = [row["loss"] for row in json.loads((tmp_path / "metrics.json").read_text())]
     step, (x,), inputs = train.build()
     expected = []

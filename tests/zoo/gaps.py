@@ -68,7 +68,7 @@ def measured(captured: Captured, mesh: str) -> dict[str, Any]:
     optimizer = describe(torch.optim.AdamW(captured.reference.module.parameters()))
     plan = "\n".join(f"{axis.name}: auto" for axis in Mesh(mesh).axes)
     asked = replace(captured.request, mesh=Mesh(mesh), plan=plan, optimizer=optimizer, clip_grad_norm=1.0)
-    placed = run(pipeline.PLACE[0], driver.factored(captured.traced.beside(asked)))
+    placed = run(pipeline.PLACE[0], driver.factored(captured.traced.copy_for_request(asked)))
     start = time.process_time()
     (found,) = Search(placed, slow()).found()
     return {"gap": float(found.certificate.gap), "seconds": time.process_time() - start}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshc.passes.depth.order import grown
+from meshc.passes.depth.order import order_with_copies
 
 
 def order(items: str, copies: int) -> str:
@@ -10,7 +10,7 @@ def order(items: str, copies: int) -> str:
     names = items.split()
     blocks = {name: int(name[1:]) for name in names if len(name) > 1}
     partner = {name: f"{name[0]}2" for name in names if name[1:] == "1"}
-    return " ".join(f"{name}{f'+{number}' if number else ''}" for name, number in grown(names, blocks, partner, copies))
+    return " ".join(f"{name}{f'+{number}' if number else ''}" for name, number in order_with_copies(names, blocks, partner, copies))
 
 
 def test_copies_stand_behind_block_1_going_up_and_before_it_going_down() -> None:

@@ -9,8 +9,8 @@ import torch
 
 import meshc
 from meshc.passes.driver import begun, compile
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.single import Hook
 from tests.passes.driver.test_would_do import Words, cross_entropy, refusal, step
 
@@ -28,12 +28,12 @@ def test_a_program_is_the_same_and_begins_once(monkeypatch: pytest.MonkeyPatch) 
     count, asked = 0, 0
     plain, remembering = begun.begin, begun.Begun.begin
 
-    def begin(placed: Placed, hook: Hook | None) -> Lowered:
+    def begin(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
         nonlocal count
         count += 1
         return plain(placed, hook)
 
-    def once(self: begun.Begun, placed: Placed, hook: Hook | None) -> Lowered:
+    def once(self: begun.Begun, placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
         nonlocal asked
         asked += 1
         return remembering(self, placed, hook)
@@ -54,7 +54,7 @@ def test_changes_begin_once_as_they_are_tried_and_as_they_are_for_the_user(monke
     """Where the last beginning alone is remembered they begin more often, and the refusal says the same."""
     plain, counts, said = begun.begin, list[int](), list[str]()
 
-    def begin(placed: Placed, hook: Hook | None) -> Lowered:
+    def begin(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
         counts[-1] += 1
         return plain(placed, hook)
 

@@ -18,8 +18,8 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import choose, compile, judge, pipeline
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run
-from meshc.passes.phases.lowered import Lowered
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.single import Hook
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Found, Search
@@ -35,12 +35,12 @@ def adam(captured: Captured) -> dict[str, Any]:
     return dict(optimizer=describe(torch.optim.AdamW(captured.reference.module.parameters(), lr=1e-2)))
 
 
-def left(captured: Captured, mesh: str, **ask: Any) -> Lowered:
+def left(captured: Captured, mesh: str, **ask: Any) -> LoweredProgram:
     """What the passes leave of a searched plan."""
-    found: list[Lowered] = []
+    found: list[LoweredProgram] = []
     real = choose.choose
 
-    def kept(*given: object) -> Lowered:
+    def kept(*given: object) -> LoweredProgram:
         found.append(real(*given))  # type: ignore[arg-type]
         return found[-1]
 
@@ -134,7 +134,7 @@ def test_a_recipe_stands_in_for_what_cannot_grow(monkeypatch: pytest.MonkeyPatch
     captured = Captured(models.mlp(), train=True, double=False)
     real = compile._lowered
 
-    def lowered(placed: Placed, hook: Hook | None) -> Lowered:
+    def lowered(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
         if placed.choices is not None:
             raise Unequal("the first layer is another")
         return real(placed, hook)
@@ -192,8 +192,8 @@ def test_more_microbatches_are_advised_where_they_would_do() -> None:
 def test_a_price_by_the_model_is_that_of_what_propagate_decides() -> None:
     """Beside the options that the search makes up: the same price as where there are no others."""
     placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: auto\ntp: auto")
-    given = run(pipeline.PLACE[0], placed.asked(replace(placed.request, plan="dp: batch; store state\ntp: ffn")))
-    search = Search(placed, device("h100"), ["dp", "tp"], (assigned := run(pipeline.PLACE[1], given).decided(),))
+    given = run(pipeline.PLACE[0], placed.with_request(replace(placed.request, plan="dp: batch; store state\ntp: ffn")))
+    search = Search(placed, device("h100"), ["dp", "tp"], (assigned := run(pipeline.PLACE[1], given).require_assignment(),))
     (alone,) = Search(given, device("h100"), ()).found()
     (found,) = search.found()
     pick = search.pick_of(assigned)
@@ -215,7 +215,7 @@ def test_another_objective_that_begins_with_the_first_ones_answer_comes_to_the_s
 def test_what_can_be_hidden_counts_as_far_as_it_is_waited_for() -> None:
     """Of two gradients the first travels beside the products of the second; over slow links it takes longer than they do."""
     placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: auto\ntp: auto")
-    given = run(pipeline.PLACE[0], placed.asked(replace(placed.request, plan="dp: batch\ntp: batch")))
+    given = run(pipeline.PLACE[0], placed.with_request(replace(placed.request, plan="dp: batch\ntp: batch")))
     fast, link = device("h100"), Link(latency_s=1e-5, bandwidth_Bps=5e8)
     for on, hides in ((fast, True), (replace(fast, inside_node=link, between_nodes=link), False)):
         search = Search(given, on, ())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.passes.phases.outset import Outset
+from meshc.passes.phases.outset import CompilationPhase
 from meshc.pipelining.tried import Tried
 from tests.models import nanogpt
 
@@ -81,7 +81,7 @@ def test_hooks_hear_of_the_passes_of_the_candidate_that_is_taken_and_of_no_other
     names = [path.stem.split("_", 1)[1] for path in sorted(folder.glob("*.py"))]
     assert names.count("partition") == 1 and names.index("partition") < names.index("stages") < names.index("cut")
     assert f"{program.general.microbatches} microbatches" in (folder / "00_plan.txt").read_text() or program.general.microbatches == 1
-    assert isinstance(program.lowered, Outset) and "search" in program.lowered.seconds
+    assert isinstance(program.lowered, CompilationPhase) and "search" in program.lowered.seconds
 
 
 def test_a_model_that_only_the_whole_batch_can_run_has_one_microbatch() -> None:

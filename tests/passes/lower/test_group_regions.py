@@ -14,9 +14,9 @@ from meshc.check import check_program
 from meshc.ir import Record, record, set_record, spmd
 from meshc.ir.graph import read_by
 from meshc.ir.regions import region_of
-from meshc.passes.lower.group_regions import grouped
+from meshc.passes.lower.group_regions import group_stage
 from meshc.passes.lower.levels import levels
-from meshc.passes.lower.schedule_collectives import scheduled
+from meshc.passes.lower.schedule_collectives import schedule_stage
 from meshc.program.packing import is_view
 from meshc.program.program import Stage
 from meshc.text.parse import parse_stage
@@ -51,7 +51,7 @@ def layers(count: int) -> Stage:
 
 def by_kind(stage: Stage, window: int) -> tuple[list[int], list[int]]:
     """Levels of gathers, each a message, and of products."""
-    scheduled(stage, {"dp": 2}, alone=0, window=window)
+    schedule_stage(stage, {"dp": 2}, alone=0, window=window)
     found = levels(stage, window)
     calls = [node for node in stage.graph.nodes if node.op == "call_function"]
     return [found[n] for n in calls if n.target is spmd.all_gather], [found[n] for n in calls if n.target is aten.mm.default]
@@ -79,8 +79,8 @@ def test_windows_that_travel_together_keep_their_levels() -> None:
     """Three messages for six weights, two of which start at once; what is cut from one is of the level of its first reader, what is joined
     of the message's own."""
     stage = layers(6)
-    scheduled(stage, {"dp": 2}, alone=1024, window=2 * BYTES)
-    stage = grouped(stage, {"dp": 2}, 2 * BYTES)
+    schedule_stage(stage, {"dp": 2}, alone=1024, window=2 * BYTES)
+    stage = group_stage(stage, {"dp": 2}, 2 * BYTES)
     gathers = [node for node in stage.graph.nodes if node.target is spmd.all_gather]
     assert [node.meta["meshc"].shape for node in gathers] == [(2 * 2 * 8,)] * 3
     assert [region_of(node) for node in stage.graph.nodes if node.target is aten.mm.default] == [1, 1, 2, 2, 3, 3]

@@ -14,7 +14,7 @@ from meshc.check.program import check_program
 from meshc.ir.regions import region_of
 from meshc.ir.used_rows import dim_of, of_used_rows
 from meshc.passes import rules
-from meshc.passes.lower.keep_used_rows import keep
+from meshc.passes.lower.keep_used_rows import compact_graph
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import verify as verification
 from meshc.runtime.simulator.simulation import simulate
@@ -75,7 +75,7 @@ GIVEN_BOTH = '''    return {
 
 def after(text: str) -> str:
     stage = parse_stage(text)
-    keep(stage.graph)
+    compact_graph(stage.graph)
     return print_stage(stage)
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from expecttest import assert_expected_inline
 
-from meshc.passes.lower.overlap_exchanges import overlapped
+from meshc.passes.lower.overlap_exchanges import overlap_graph
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage
 
@@ -15,7 +15,7 @@ from meshc.text.show import print_stage
 def after(text: str, sink: bool = True) -> str:
     """What each line of a stage calls, behind the pass."""
     stage = parse_stage(text)
-    overlapped(stage.graph, sink)
+    overlap_graph(stage.graph, sink)
     lines = re.findall(r"^    (\w+): \".*?\" = (?:aten\.|meshc\.)?(\w+)", print_stage(stage), re.MULTILINE)
     return "".join(f"{name} = {call}\n" for name, call in lines)
 
@@ -93,7 +93,7 @@ MORE = '    m: "f32[4, 12]" = aten.mm(dy, u)\n'
 
 def backward(text: str, sink: bool = True) -> str:
     stage = parse_stage(text, {name: {"phase": "backward"} for name in re.findall(r"(?m)^    (\w+): .* = \w+\S*\(", text)})
-    overlapped(stage.graph, sink)
+    overlap_graph(stage.graph, sink)
     return " ".join(node.name for node in stage.graph.nodes if node.op == "call_function")
 
 

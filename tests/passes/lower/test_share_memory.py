@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from meshc.check.shared import faults
 from meshc.errors import ArtifactError
-from meshc.passes.lower.share_memory import shared
+from meshc.passes.lower.share_memory import share_stage_memory
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage
 
@@ -39,7 +39,7 @@ TEXT = """def main(
 """
 """Two gradients joined for one all-reduce; one that leaves; one whose operand is read again; one of 8 MiB."""
 
-SAID = print_stage(shared(parse_stage(TEXT)))
+SAID = print_stage(share_stage_memory(parse_stage(TEXT)))
 
 
 def test_what_nothing_else_reads_is_written_over_and_what_does_not_leave_is_kept() -> None:
@@ -55,7 +55,7 @@ u: "f32[2048, 1024]; over its operand" = all_reduce(large, ["dp"], "sum")
 
 def test_a_text_keeps_it() -> None:
     assert print_stage(parse_stage(SAID)) == SAID
-    assert print_stage(shared(parse_stage(SAID))) == SAID
+    assert print_stage(share_stage_memory(parse_stage(SAID))) == SAID
     assert [*faults(parse_stage(SAID))] == []
 
 
@@ -80,7 +80,7 @@ def test_what_a_region_has_is_not_kept() -> None:
     place = next(number for number, line in enumerate(lines) if line.startswith("    flat:"))
     said = "\n".join([*lines[:place], "    with region(0):", f"    {lines[place]}", *lines[place + 1 :]])
     assert dict(faults(parse_stage(said))) == {"flat": "flat: kept, but it is in region 0, whose memory is the compiler's"}
-    assert 'flat: "f32[32]; its parts inside" =' in print_stage(shared(parse_stage(said)))
+    assert 'flat: "f32[32]; its parts inside" =' in print_stage(share_stage_memory(parse_stage(said)))
 
 
 @pytest.mark.parametrize("words", ["shared", "kept, ", "kept; kept", ""])

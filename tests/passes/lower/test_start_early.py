@@ -15,7 +15,7 @@ import meshc
 from meshc.check import check_program
 from meshc.ir import Record, set_record, spmd
 from meshc.ir.regions import set_region
-from meshc.passes.lower.start_early import reductions, taken_in, whole_sums
+from meshc.passes.lower.start_early import accumulation_order, reductions, whole_sums
 from meshc.program.program import Instruction, Stage
 from meshc.program.steps import ranks_of, steps_of
 from tests import models
@@ -130,10 +130,10 @@ def test_a_collective_goes_into_its_sum_when_it_is_waited_for_and_a_region_at_it
     last = call(graph, aten.exp.default, x)
     graph.output((s, last, inside[1], inside[0], first, r, x))
     stage = Stage("each", graph, ("input:x",), ("high:s", "part:last", "part:b", "part:a", "part:first", "part:r", "rows:x"))
-    assert taken_in(stage) == ["sum:first", "sum:a", "sum:r", "sum:b", "sum:last", "largest:s"]
+    assert accumulation_order(stage) == ["sum:first", "sum:a", "sum:r", "sum:b", "sum:last", "largest:s"]
     for node in inside:
         set_region(node, 0)
-    assert taken_in(stage) == ["sum:first", "sum:r", "sum:a", "sum:b", "sum:last", "largest:s"]
+    assert accumulation_order(stage) == ["sum:first", "sum:r", "sum:a", "sum:b", "sum:last", "largest:s"]
 
 
 @pytest.mark.parametrize("mesh, backend", [("dp=2", "eager"), broad("pp=2,dp_shard=2", "inductor")])
@@ -150,7 +150,7 @@ def test_programs_that_start_early_mean_what_they_meant(mesh: str, backend: str)
         starts = [one for one in steps if one.op == "start"]
         assert starts and {one.microbatch for one in starts} == {1}
         for one in starts:
-            taken = taken_in(compiled.stages[one.during])
+            taken = accumulation_order(compiled.stages[one.during])
             at = [max(taken.index(key) for key in other.keys if key in taken) for other in starts if other.during == one.during]
             assert at == sorted(at)
         late = compiled.stages[steps[-1].stage]

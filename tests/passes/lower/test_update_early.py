@@ -13,7 +13,7 @@ import meshc
 from meshc.cost import memory
 from meshc.ir import calls, local_bytes, record, spmd
 from meshc.ir.regions import blocks
-from meshc.passes.lower.fuse_updates import fused
+from meshc.passes.lower.fuse_updates import fuse_stage_updates
 from meshc.program import bucket
 from meshc.program.kept import places, sizes_of
 from meshc.text.parse import parse_stage
@@ -133,7 +133,7 @@ def test_a_limit_says_how_much_is_updated_together() -> None:
     before = steps(step_of(), "dp=2", x=torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))["collectives"]
     before = before[: before.index("schedule = [")]
     for limit, counts in ((1, [1] * LAYERS), (8 * WEIGHT, [8, 8]), (100 * WEIGHT, [LAYERS])):
-        assert [len(parameters(update)) for update in updates(fused(parse_stage(before), limit).graph)] == counts
+        assert [len(parameters(update)) for update in updates(fuse_stage_updates(parse_stage(before), limit).graph)] == counts
 
 
 @pytest.mark.parametrize("mesh, plan, ask", [

@@ -21,9 +21,9 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.choices import Directed
+from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.names import Names
+from meshc.passes.phases.names import FactorNames
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.propagate import Propagator
 from meshc.plan.plan import Plan
@@ -44,7 +44,7 @@ class Choosy(Propagator):
 
     chance: random.Random
 
-    def _choose(self, instance: Instance, told: Directed) -> dict[Token, tuple[str, ...]]:
+    def _choose(self, instance: Instance, told: Directive) -> dict[Token, tuple[str, ...]]:
         chosen: dict[Token, tuple[str, ...]] = {}
         for axis in self.axes:
             fits = [token for token in instance.size if self._fits(instance, token, chosen)]
@@ -72,7 +72,7 @@ def check(model: Callable[..., object], tensors: tuple[Tensor, ...], mesh: Mesh,
     graph = trace(model, *tensors)
     _two_phases(graph, chance)
     factors = factorize(graph)
-    names = Names({factor: f"f{factor}" for factor in factors.size})
+    names = FactorNames({factor: f"f{factor}" for factor in factors.size})
     placeholders = graph.find_nodes(op="placeholder")
     ports = [_port(node) for node in placeholders]
     propagator = Choosy(graph, factors, names, Plan("\n".join(f"{axis}: -" for axis in sizes)), sizes, ports)

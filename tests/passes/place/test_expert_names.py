@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from meshc.frontend import calling
-from meshc.frontend.train_step import Traced
+from meshc.frontend.train_step import TracedFunction
 from meshc.ir.graph import placeholders
 from meshc.ir.mesh import Mesh
 from meshc.passes.driver import compile
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 from tests.broad import broad
 from tests.zoo.experts import FAMILIES
@@ -24,14 +24,14 @@ ROWS_OF_ALL = ("dbrx",)
 EVERY_TIME = ("mixtral", "deepseek_v3", "gpt_oss", *IN_A_LOOP, *ROWS_OF_ALL)
 
 
-def block(family: str) -> Placed:
+def block(family: str) -> PlacedModel:
     """The first layer of experts alone, its router included, with names for its factors."""
     model = FAMILIES[family].case(family).model.eval()
     path = next(path for path, _ in model.named_modules() if path.endswith(".experts"))
     layer = model.get_submodule(path.rpartition(".")[0])
-    traced = Traced(layer, calling.call_module, layer.forward)
+    traced = TracedFunction(layer, calling.call_module, layer.forward)
     x = torch.randn(2, 6, 32, dtype=next(layer.parameters()).dtype)
-    args, kwargs = calling.canonical(traced.signature, (x,), {})
+    args, kwargs = calling.canonical_call(traced.signature, (x,), {})
     with torch.no_grad():
         return compile.place(
             Request(

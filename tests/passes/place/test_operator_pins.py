@@ -24,7 +24,7 @@ def step(plan: str, mesh: str = "dp=2,tp=2") -> meshc.Program:
 def done(program: meshc.Program) -> dict[str, str]:
     """What axes do in each operator that has a name."""
     placed = program.lowered.placed
-    decided, found = placed.decided(), {}
+    decided, found = placed.require_assignment(), {}
     for name, instance in named_operators(placed).items():
         chosen = decided.chosen[instance.node]
         said = [f"{placed.names.of[instance.factor[token]]}/{'/'.join(axes)}" for token, axes in chosen.items() if axes]

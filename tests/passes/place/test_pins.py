@@ -63,7 +63,7 @@ def returned(program: meshc.Program, module: str) -> list[str]:
     found = []
     for node in program.lowered.placed.graph.nodes:
         if node.op == "call_function" and len(records(node)) == 1 and module in record(node).returned_by:
-            sharding = program.lowered.placed.decided().given[value_of(node)]
+            sharding = program.lowered.placed.require_assignment().given[value_of(node)]
             rows = [" * ".join("/".join(map(str, (part.size, *part.axes))) for part in parts) or "1" for parts in sharding.dims]
             found.append(", ".join(rows))
     return found

@@ -15,8 +15,8 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile, pipeline
 from meshc.passes.driver.run import run
-from meshc.passes.phases.choices import Choices
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.choices import AxisChoices
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.phases.request import Request
 
 
@@ -31,7 +31,7 @@ class Two(nn.Module):
 
 
 @cache
-def two(rows: int, hidden: int, ffn: int, mesh: str, plan: str) -> Placed:
+def two(rows: int, hidden: int, ffn: int, mesh: str, plan: str) -> PlacedModel:
     """A step over them with AdamW in bfloat16, up to where the planner stands."""
     with torch.device("meta"):
         model = Two(hidden, ffn).to(torch.bfloat16)
@@ -39,11 +39,11 @@ def two(rows: int, hidden: int, ffn: int, mesh: str, plan: str) -> Placed:
     return step(model, {"x": x}, mesh, plan, lambda out: out)
 
 
-def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss: Callable[..., Tensor]) -> Placed:
+def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss: Callable[..., Tensor]) -> PlacedModel:
     """A step of a model with AdamW, all of its layers captured, up to where the planner stands."""
     optimizer = torch.optim.AdamW(model.parameters())
     traced = traced_step(TrainStep(model, optimizer=optimizer, loss=loss))
-    args, kwargs = calling.canonical(traced.signature, (), kwargs)
+    args, kwargs = calling.canonical_call(traced.signature, (), kwargs)
     request = Request(
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
         grad=True, train=True, optimizer=describe(optimizer), depth="whole",
@@ -51,7 +51,7 @@ def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss
     return run(pipeline.PLACE[0], compile.factored(compile.trace(request)))
 
 
-def products(placed: Placed, choices: Choices) -> list[dict[str, str]]:
+def products(placed: PlacedModel, choices: AxisChoices) -> list[dict[str, str]]:
     """What each axis splits of each matrix product, in graph order."""
     found = []
     for node in placed.graph.nodes:

@@ -143,7 +143,7 @@ def test_weights_are_those_of_the_whole_model(name: str, layers: int) -> None:
     part = Captured(case, train=True, double=False).traced
     asked = replace(part.request, mesh=Mesh("dp=2,tp=2"), plan=OPEN, clip_grad_norm=1.0)
     asked = replace(asked, optimizer=describe(torch.optim.AdamW(asked.module.parameters())))
-    traces = [driver.trace(replace(asked, depth="whole")), part.beside(asked)]
+    traces = [driver.trace(replace(asked, depth="whole")), part.copy_for_request(asked)]
     whole, part = (Search(run(pipeline.PLACE[0], driver.factored(each)), device("h100")) for each in traces)
     assert whole.placed.depth is None and part.placed.depth is not None
     assert len(part.space.decisions) < len(whole.space.decisions)

@@ -111,8 +111,8 @@ def test_a_great_embedding_does_not_decide_for_all() -> None:
     with torch.device("meta"):
         model, ids = Embedded(), torch.zeros(64, 32, dtype=torch.int64)
     placed = step(model, {"ids": ids}, "tp=8", "tp: auto", lambda out: out)
-    given = placed.asked(replace(placed.request, plan="tp: vocab, ffn"))
-    plan = assign(annotate(given)).decided()
+    given = placed.with_request(replace(placed.request, plan="tp: vocab, ffn"))
+    plan = assign(annotate(given)).require_assignment()
     search = Search(placed, H100, beside=(plan,))
     made = choices(placed, search.space, search.folded, search.pick_of(plan))
     (embedding,) = [node for node in made.tokens if op_name(node) == "aten.embedding"]

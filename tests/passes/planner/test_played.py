@@ -64,7 +64,7 @@ def test_ranks_wait_for_the_last() -> None:
 def test_it_is_near_the_clock_of_the_program(plan: str) -> None:
     on = device("h100")
     given = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: auto\ntp: auto")
-    given = given.again(replace(given.request, plan=plan))
+    given = given.restart_for_request(replace(given.request, plan=plan))
     with assumed(on):
         search = Search(run(pipeline.PLACE[0], given), on, ())
         clock_s = program_seconds(compile._lowered(given, None).as_program(), on).total

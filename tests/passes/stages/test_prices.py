@@ -9,34 +9,36 @@ import torch
 
 import meshc
 from meshc.cost.predict import costs_of
-from meshc.passes.phases.lowered import Lowered
+from meshc.passes.phases.lowered import LoweredProgram
 from meshc.passes.stages import cut_stages
-from meshc.passes.stages.cut_stages import Uncut
-from meshc.passes.stages.shape import Shape
+from meshc.passes.stages.cut_stages import UncutProgram
+from meshc.passes.stages.shape import PipelineShape
 from meshc.pipelining.timing import Costs
 from tests.broad import broad
 from tests.models import Case, gpt2, llama
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, case: Case, mesh: str, count: int, **options: Any) -> tuple[Uncut, Shape, Lowered]:
+def cut(
+    monkeypatch: pytest.MonkeyPatch, case: Case, mesh: str, count: int, **options: Any
+) -> tuple[UncutProgram, PipelineShape, LoweredProgram]:
     """What a compilation cuts, in which shape, and what comes of it."""
-    seen: list[tuple[Uncut, Shape, Lowered]] = []
-    whole = Uncut.cut
+    seen: list[tuple[UncutProgram, PipelineShape, LoweredProgram]] = []
+    whole = UncutProgram.cut
 
-    def noted(uncut: Uncut, shape: Shape) -> Lowered:
+    def noted(uncut: UncutProgram, shape: PipelineShape) -> LoweredProgram:
         made = whole(uncut, shape)
         seen.append((uncut, shape, made))
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(cut_stages.Uncut, "cut", noted)
+        patch.setattr(cut_stages.UncutProgram, "cut", noted)
         optimizer = torch.optim.AdamW(case.model.parameters(), lr=1e-3)
         step = meshc.TrainStep(case.model, optimizer=optimizer, loss=case.loss, clip_grad_norm=1.0, microbatches=count)
         meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, options=meshc.Options(**options))
     return seen[-1]
 
 
-def clock(lowered: Lowered) -> Costs:
+def clock(lowered: LoweredProgram) -> Costs:
     assert lowered.pipeline is not None
     return costs_of(lowered.pipeline, lowered.stages, lowered.mesh)
 
@@ -54,7 +56,7 @@ def test_another_number_of_microbatches_is_priced_as_it_would_be_lowered(monkeyp
     uncut, shape, _ = cut(monkeypatch, gpt2(batch=8), "pp=2", 2, schedule="1f1b")
     other, _, _ = cut(monkeypatch, gpt2(batch=8), "pp=2", 8, schedule="1f1b")
     request = other.lowered.request
-    (estimated, seconds), *_ = uncut.estimated(request).can
+    (estimated, seconds), *_ = uncut.estimate_shapes(request).can
     (lowered, played), *_ = other.shapes.can
     assert estimated.cuts == lowered.cuts and estimated.microbatches == 8
     assert seconds == pytest.approx(played, rel=0.01)

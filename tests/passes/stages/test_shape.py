@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from meshc.passes import schedules
-from meshc.passes.stages.places import Spent, Work
-from meshc.passes.stages.shape import Shape, fastest
+from meshc.passes.stages.places import StageSeconds, StageWork
+from meshc.passes.stages.shape import PipelineShape, fastest
 
 NONE = np.zeros(0)
 
 
-def work(seconds: list[float], send_s: list[float]) -> Work:
+def work(seconds: list[float], send_s: list[float]) -> StageWork:
     """Operators of so many seconds, forward; backward twice as long; and what a cut before each of them sends takes."""
-    halves = {op: Spent(np.array([0.0, *np.cumsum(seconds)]) * times, (NONE, NONE, NONE)) for op, times in (("F", 1.0), ("B", 2.0))}
-    return Work(tuple(range(len(seconds) + 1)), halves, send_s)
+    halves = {op: StageSeconds(np.array([0.0, *np.cumsum(seconds)]) * times, (NONE, NONE, NONE)) for op, times in (("F", 1.0), ("B", 2.0))}
+    return StageWork(tuple(range(len(seconds) + 1)), halves, send_s)
 
 
-def shape(*cuts: int) -> Shape:
-    return Shape(cuts, (0, 1), schedules.get("1f1b"), 4, trains=True)
+def shape(*cuts: int) -> PipelineShape:
+    return PipelineShape(cuts, (0, 1), schedules.get("1f1b"), 4, trains=True)
 
 
 @pytest.mark.parametrize(("middle", "taken"), [(0.002, 1), (0.2, 2)])

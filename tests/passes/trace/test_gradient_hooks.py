@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.frontend import clipping
-from meshc.frontend.gradient_hooks import Drawing, hooks_of, move
+from meshc.frontend.gradient_hooks import Drawing, hooks_of, share_hooks
 from meshc.ops.random import seed_step
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
@@ -245,7 +245,7 @@ def test_hooks_hang_on_what_takes_a_parameters_place() -> None:
     old, new = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     assert hooks_of(old) is None
     handle = old.register_hook(lambda g: 2 * g)
-    move(old, new)
+    share_hooks(old, new)
     found = hooks_of(new)
     assert found is not None and found.numbers == (handle.id,) and "<lambda>" in found.names()
     new.sum().backward()

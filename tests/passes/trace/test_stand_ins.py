@@ -23,7 +23,7 @@ from meshc.ops import ctc, drawing
 from meshc.ops.random import seed_step
 from meshc.ops.random_calls import QUIET, RAISED
 from meshc.ops.signatures import REQUIRED, Parameter, Signature, signatures
-from meshc.passes.trace.raise_ops import COMPOSITES, raised
+from meshc.passes.trace.raise_ops import COMPOSITES, raise_graph
 from meshc.passes.trace.stand_ins import LIES
 from meshc.private import FakeTensorMode
 
@@ -198,7 +198,7 @@ def test_called_in_every_way(target: Any) -> None:
             if _is_called(target, signature):
                 for args, kwargs in calls_of(target, signature):
                     calls.add(args, kwargs)
-    found = raised(calls.traced())
+    found = raise_graph(calls.traced())
     assert found.random_calls == calls.reference.calls
     setattr(found.module, SEED_STEP, seed_step(1, 2))
     assert sum(node.target is target for node in found.module.graph.nodes) < len(calls.expected)

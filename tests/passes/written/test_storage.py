@@ -82,7 +82,7 @@ def decided(kind: str, plan: Plan) -> Storage:
     source = case(kind)
     step = meshc.TrainStep(source.model, optimizer=torch.optim.SGD(source.model.parameters(), lr=0.1), loss=source.loss)
     program = meshc.compile(step, meshc.Mesh("dp=2,tp=2"), kwargs=source.call_kwargs, plan=plan)
-    return program.lowered.placed.decided().storage
+    return program.lowered.placed.require_assignment().storage
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.finish import finish
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.placed import Placed
+from meshc.passes.phases.placed import PlacedModel
 from meshc.passes.place.assign import assign
 from meshc.passes.planner.chosen import choices
 from meshc.passes.planner.fold import fold
@@ -75,12 +75,12 @@ def written(kind: str, mesh: str, plan: str, monkeypatch: pytest.MonkeyPatch, **
 # ------------------------------------------------------------------------------------------------------------- whatever was chosen
 
 
-def drawn(kind: str, mesh: str, plan: str, seed: int) -> Placed:
+def drawn(kind: str, mesh: str, plan: str, seed: int) -> PlacedModel:
     """Placed by choices that are drawn, each operator's and each parameter's for itself; equal layers alike."""
     one = captured(kind)
     optimizer = describe(torch.optim.AdamW(one.reference.module.parameters()))
     request = replace(one.request, mesh=meshc.Mesh(mesh), plan=plan, optimizer=optimizer, clip_grad_norm=1.0)
-    placed = compile.factored(one.traced.beside(request))
+    placed = compile.factored(one.traced.copy_for_request(request))
     ready = run(pipeline.PLACE[0], placed)
     axes = open_axes(placed.plan)
     space = survey(ready, axes, _baseline(ready, axes))
@@ -90,9 +90,9 @@ def drawn(kind: str, mesh: str, plan: str, seed: int) -> Placed:
     return replace(placed, choices=choices(ready, space, folded, pick))
 
 
-def _baseline(placed: Placed, axes: tuple[str, ...]) -> Assignment | None:
+def _baseline(placed: PlacedModel, axes: tuple[str, ...]) -> Assignment | None:
     kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
-    return assign(replace(placed, plan=placed.plan.having([*kept, *map(AxisEntry, axes)]))).decided() if kept else None
+    return assign(replace(placed, plan=placed.plan.having([*kept, *map(AxisEntry, axes)]))).require_assignment() if kept else None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_whatever_is_chosen_has_a_text(kind: str, mesh: str, plan: str, seed: in
     decided = run_all(pipeline.PLACE, placed)
     text = write(decided, open_axes(placed.plan))
     assert not difference(replace(decided, plan=text))
-    said = placed.asked(replace(placed.request, plan=str(text)))
+    said = placed.with_request(replace(placed.request, plan=str(text)))
     by_choices, by_text = (finish(compile.lowered(one)) for one in (said, replace(said, choices=None)))
     assert print_program(by_text) == print_program(by_choices)
 

@@ -13,7 +13,7 @@ from meshc.cost import memory
 from meshc.errors import StateError
 from meshc.ir import Record, set_record
 from meshc.ir.mesh import Mesh
-from meshc.passes.lower.group_regions import grouped
+from meshc.passes.lower.group_regions import group_stage
 from meshc.plan.plan import Plan
 from meshc.program import packing
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
@@ -66,7 +66,7 @@ def test_parts_are_added_up_and_nothing_else_is_written(make: Any, names: tuple[
     """Also of a part that is returned under another key, one that is an input, one that looks into a larger storage."""
     keys = {f"part__{index}": name for index, name in enumerate(names)}
     stage = stage_of(**keys, flow__kept=names[0], flow__after="after")
-    run = make(grouped(stage, {"dp": 1}), Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
+    run = make(group_stage(stage, {"dp": 1}), Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
     env: dict[str, Any] = {}
     kept = []
     for x, y in batches():

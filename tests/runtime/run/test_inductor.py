@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import MeshcError
 from meshc.ir import Record, set_record, spmd
-from meshc.passes.lower.group_regions import grouped
+from meshc.passes.lower.group_regions import group_stage
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
@@ -53,7 +53,7 @@ def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypat
     wanted = [2 * (x.relu() + 1), 2 * ((x.relu() if equal else -x) + 1)]
     groups, here = Groups({"dp": 1}, 0, 1), {"dp": 0}
     for make in (generate, compile_regions):
-        run = make(grouped(reductions(equal), groups.sizes), groups, here, torch.device("cpu"))
+        run = make(group_stage(reductions(equal), groups.sizes), groups, here, torch.device("cpu"))
         for _ in range(2):
             for found, value in zip(run([x]), wanted, strict=True):
                 torch.testing.assert_close(found, value)
@@ -64,7 +64,7 @@ def test_what_was_compiled_is_found_again() -> None:
     groups.prepare([("dp",)])
     for _ in range(2):
         counters.clear()
-        compile_regions(grouped(reductions(False), groups.sizes), groups, {"dp": 0}, torch.device("cpu"))([x])
+        compile_regions(group_stage(reductions(False), groups.sizes), groups, {"dp": 0}, torch.device("cpu"))([x])
     found = counters["aot_autograd"]["autograd_cache_hit"]
     assert found == 2 and not counters["inductor"]["fxgraph_cache_bypass"], counters
 
@@ -88,7 +88,7 @@ def test_equal_regions_are_compiled_once(layers: int, odd: int, compiled: int, m
     monkeypatch.setattr(torch._inductor, "compile", lambda module, given: (made.append(module), compile_one(module, given))[1])
     groups, x = Groups({"dp": 1}, 0, 1), torch.randn(4, 4)
     groups.prepare([("dp",)])
-    run = compile_regions(grouped(chain(layers, odd), groups.sizes), groups, {"dp": 0}, torch.device("cpu"))
+    run = compile_regions(group_stage(chain(layers, odd), groups.sizes), groups, {"dp": 0}, torch.device("cpu"))
     for _ in range(2):
         (found,) = run([x])
         torch.testing.assert_close(found, x.relu() + layers + (odd >= 0))
@@ -103,7 +103,7 @@ def test_regions_are_compiled_for_the_sizes_that_they_have() -> None:
     for node, shape in zip(graph.nodes, ((48, 64), (64, 2), (48, 64), (48, 2)), strict=True):
         set_record(node, Record(shape, torch.float32))
     graph.output([value])
-    stage = grouped(Stage("main", graph, ("input:x", "input:y"), ("output:a",)), {"dp": 1})
+    stage = group_stage(Stage("main", graph, ("input:x", "input:y"), ("output:a",)), {"dp": 1})
     run = compile_regions(stage, Groups({"dp": 1}, 0, 1), {"dp": 0}, torch.device("cpu"))
     with fresh_cache():
         (found,), (code,) = run_and_get_code(run, [torch.ones(48, 64), torch.ones(64, 2)])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import meshc
 from meshc import artifact
-from meshc.runtime.saved.launched import Run, run_saved
+from meshc.runtime.saved.launched import RunRequest, run_saved
 from meshc.runtime.saved.scheduled import NumbersByStep
 from tests.models import mlp
 
@@ -58,8 +58,8 @@ def test_a_run_follows_a_schedule_and_goes_on_with_it(tmp_path: Path) -> None:
         losses.append(loss.item())
     numbers = str(file(tmp_path, *rows))
     batch = str(tmp_path / "batch.safetensors")
-    run_saved(Run(str(path), (batch, batch), str(tmp_path / "a"), save_state=str(tmp_path / "state"), numbers=numbers))
-    run_saved(Run(str(path), (batch, batch), str(tmp_path / "b"), state=str(tmp_path / "state"), numbers=numbers))
+    run_saved(RunRequest(str(path), (batch, batch), str(tmp_path / "a"), save_state=str(tmp_path / "state"), numbers=numbers))
+    run_saved(RunRequest(str(path), (batch, batch), str(tmp_path / "b"), state=str(tmp_path / "state"), numbers=numbers))
     found = [row for part in "ab" for row in json.loads((tmp_path / part / "metrics.json").read_text())]
     torch.testing.assert_close([row["loss"] for row in found], losses, rtol=1e-10, atol=1e-12)
     assert [row["lr"] for row in found] == [row["lr"] for row in rows]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import meshc
 from meshc.errors import VerifyError
 from meshc.passes.driver import pipeline
-from meshc.passes.phases.traced import Traced
+from meshc.passes.phases.traced import TracedModel
 
 
 class Mixed(nn.Module):
@@ -43,11 +43,11 @@ def compiled() -> None:
     meshc.compile(meshc.TrainStep(model, optimizer=optimizer), meshc.Mesh("dp=2"), kwargs={"ids": torch.zeros(4, 5, dtype=torch.int64)})
 
 
-Change = Callable[[Traced], None]
+Change = Callable[[TracedModel], None]
 
 
 def swap(target: object, other: object) -> Change:
-    def change(traced: Traced) -> None:
+    def change(traced: TracedModel) -> None:
         for node in traced.model.module.graph.nodes:
             if node.target in (target, other):
                 node.target = other
@@ -59,7 +59,7 @@ def swap(target: object, other: object) -> Change:
 def without(matches: Callable[[Node], bool]) -> Change:
     """The first call that matches hands on its operand."""
 
-    def change(traced: Traced) -> None:
+    def change(traced: TracedModel) -> None:
         graph = traced.model.module.graph
         node = next(node for node in graph.nodes if matches(node))
         node.replace_all_uses_with(node.args[0])
@@ -72,8 +72,8 @@ def without(matches: Callable[[Node], bool]) -> Change:
 def breaking(monkeypatch: pytest.MonkeyPatch, name: str, change: Change) -> None:
     """The pass of this name makes a mistake too."""
 
-    def broken(one: pipeline.Pass[Traced, Traced]) -> pipeline.Pass[Traced, Traced]:
-        def run(traced: Traced) -> Traced:
+    def broken(one: pipeline.Pass[TracedModel, TracedModel]) -> pipeline.Pass[TracedModel, TracedModel]:
+        def run(traced: TracedModel) -> TracedModel:
             left = one.run(traced)
             change(left)
             return left
