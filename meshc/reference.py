@@ -1,5 +1,5 @@
-"""One device that draws as meshc's ranks do: `meshc.frontend.reference`, under the name that users import."""
+"""One device that draws as meshc's ranks do: `meshc.frontend.reference_random`, under the name that users import."""
 
-from meshc.frontend.reference import Microbatch, ReferenceRandom
+from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 
 __all__ = ["Microbatch", "ReferenceRandom"]

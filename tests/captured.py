@@ -16,7 +16,7 @@ import torch
 
 import meshc
 from meshc import ir
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
@@ -26,7 +26,7 @@ from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.text.allowed import name_of
 from tests.models import Case
@@ -52,9 +52,9 @@ class Captured:
             step = TrainStep(case.model, optimizer=torch.optim.SGD(case.model.parameters()), loss=case.loss)
             traced, given = traced_step(step), case.call_kwargs
         else:
-            traced, given = TracedFunction(case.model, calling.call_module, case.model.forward), case.kwargs
+            traced, given = TracedFunction(case.model, call_keys.call_module, case.model.forward), case.kwargs
         twin = plain_copy(case.model, None, double)
-        args, kwargs = widen_inputs(calling.canonical_call(traced.signature, (), given), double)
+        args, kwargs = widen_inputs(call_keys.canonical_call(traced.signature, (), given), double)
         self.initial = deepcopy(twin.state_dict())  # with versions, which some modules' own loading reads
         self.request = Request(
             module=twin, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), grad=train,

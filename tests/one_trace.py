@@ -23,14 +23,14 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from meshc.frontend.double import WIDER
+from meshc.frontend.double_copy import WIDER
 from meshc.ir import trees
 from meshc.passes.driver import compile
-from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import TracedModel
-from meshc.passes.trace import parts
+from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace import mean_of_parts
 from meshc.plan.expert_groups import splits
 
 KEPT = 6
@@ -80,7 +80,7 @@ def _key(outset: CompilationPhase, double: bool) -> bytes | None:
         ask.grad, ask.train, ask.autocast, double,
         splits(outset.plan, outset.sizes), ask.expert_bound, ask.expert_capacity,
         outset.notes, outset.depth and (outset.depth.stretches, dict(outset.depth.captured)),
-        (ask.microbatches, ask.inputs, ask.names, ask.mesh.axes) if parts.means(ask) else (), ask.mesh.device_type,
+        (ask.microbatches, ask.inputs, ask.names, ask.mesh.axes) if mean_of_parts.means(ask) else (), ask.mesh.device_type,
         torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
     )  # fmt: skip

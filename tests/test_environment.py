@@ -15,7 +15,7 @@ from meshc.errors import PlanError, VerifyError
 from meshc.passes.driver import hooks, pipeline
 from meshc.passes.driver.compile import compile_program
 from meshc.passes.driver.pipeline import NAMES
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.text import show
 from tests.models import mlp
 

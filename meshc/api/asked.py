@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshc.api.options import Options, refuse_others
 from meshc.errors import PlanError, StateError
-from meshc.frontend import admission, calling, dynamic, exported, flex
+from meshc.frontend import admission, call_keys, dynamic_dims, exported, flex
 from meshc.frontend.expert_bias import refuse_without_bias
 from meshc.frontend.expert_slots import copies_per_rank, give_slots, slots_of
 from meshc.frontend.gradient_hooks import Hooks, hooks_in
@@ -49,8 +49,8 @@ class Key:
     """What a compilation is kept under, hashed once: structure, shapes and dtypes of a call's inputs, what else of the module decides its
     program, the optimizer's flags and branches, and what stands where its trace has read Python (None: not known yet)."""
 
-    inputs: calling.InputKey
-    module: calling.ModuleKey
+    inputs: call_keys.InputKey
+    module: call_keys.ModuleKey
     optimizer: tuple[tuple[str, Hashable], ...]
     values: Values | None = None
     _hash: int = field(init=False, repr=False)
@@ -105,7 +105,7 @@ class Asked:
         what = exported.prepare_export(what)
         self.what, self.mesh, self.inputs, self.outputs, self.backend = what, Mesh.of(mesh), inputs, outputs, backend
         self.names, self.options = names, options
-        self.dynamic = dynamic.parse_dynamic(options.dynamic)
+        self.dynamic = dynamic_dims.parse_dynamic(options.dynamic)
         self.plan = resolve(plan, self.mesh)
         self.step = what if isinstance(what, TrainStep) else None
         admission.refuse_kind(what)
@@ -162,7 +162,7 @@ class Asked:
         if self.step is not None:
             return traced_step(self.step)
         if isinstance(self.what, nn.Module):
-            return TracedFunction(self.what, calling.call_module, self.what.forward)
+            return TracedFunction(self.what, call_keys.call_module, self.what.forward)
         function = cast(Function, self.what)
         return TracedFunction(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
 
@@ -207,7 +207,7 @@ class Asked:
         calls it; what the model's inputs are said to be is not of its own then."""
         found, inner = copy.copy(self), self.module.get_submodule(path)
         found.path, found.by_hand = path, by_hand
-        found.called, found.traced = inner, TracedFunction(self.module, partial(calling.call_inside, path), inner.forward)
+        found.called, found.traced = inner, TracedFunction(self.module, partial(call_keys.call_inside, path), inner.forward)
         found._forms, found.found_batch = Forms(), {}
         return found._of_others() if by_hand else found
 
@@ -223,7 +223,7 @@ class Asked:
         """Changes it to calls with inputs of their own: what is said of dims and sizes of others, by name, is left out."""
         takes = self.traced.parameters
         self.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
-        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic.parse_dynamic(None)
+        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic_dims.parse_dynamic(None)
         return self
 
     def of_model(self) -> Asked:
@@ -232,7 +232,7 @@ class Asked:
         found, model = copy.copy(self), self.module
         found.what = found.called = model
         found.step, found._forms = None, Forms()
-        found.traced = TracedFunction(model, calling.call_module, model.forward)
+        found.traced = TracedFunction(model, call_keys.call_module, model.forward)
         found.options = replace(
             self.options, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None, optimizer_state=None,
             master_weights=False,
@@ -246,7 +246,7 @@ class Asked:
 
     @property
     def name(self) -> str:
-        whole = calling.name_of(self.what)
+        whole = call_keys.name_of(self.what)
         return f"{self.path} of {whole}" if self.path else whole
 
     def _data_axes(self) -> list[int]:
@@ -271,9 +271,9 @@ class Asked:
         leaves, form = self._forms.of((args, kwargs))
         if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
             flex.masks_as_inputs()
-            calling.refuse_inputs(signature, args, kwargs)
-        inputs = calling.canonical_call(signature, args, kwargs, self.traced.parameters)
-        if calling.has_hooks(self.called):
+            call_keys.refuse_inputs(signature, args, kwargs)
+        inputs = call_keys.canonical_call(signature, args, kwargs, self.traced.parameters)
+        if call_keys.has_hooks(self.called):
             inputs = (args, kwargs)  # hooks see what is passed by position, and what by name
         if self._exported:
             names = input_names(signature, *inputs)
@@ -295,12 +295,12 @@ class Asked:
         module's, if it was just looked at."""
         optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
         with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
-            module = calling.module_key(state or self.state)
+            module = call_keys.module_key(state or self.state)
         if form is None:
-            return Key(calling.input_key(args, kwargs), module, optimizer)
+            return Key(call_keys.input_key(args, kwargs), module, optimizer)
         found: Key | None = form.keys.get((module, optimizer))
         if found is None:
-            found = form.keys[module, optimizer] = Key(calling.input_key(args, kwargs), module, optimizer)
+            found = form.keys[module, optimizer] = Key(call_keys.input_key(args, kwargs), module, optimizer)
         return found
 
     def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Key:
@@ -382,7 +382,7 @@ class Asked:
             mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
             hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
             batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined((args, kwargs)),
-            outputs=self.outputs, names=self.names, autocast=calling.autocast_state(), fixed=fixed, offloaded=offloaded,
+            outputs=self.outputs, names=self.names, autocast=call_keys.autocast_state(), fixed=fixed, offloaded=offloaded,
             dynamic=self.dynamic, schedule=self.options.schedule,
             pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
             memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,

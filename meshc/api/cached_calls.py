@@ -3,7 +3,7 @@
     program(input_ids=[3, 40], cache=DynamicCache())      [4, 64], cache=[], cache_length=None; the cache has buffers of 64, 40 in use
     program(input_ids=[3, 1], cache=cache)                [4, 1], cache=[[k, v], ...], cache_length=40
 
-Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/filled_calls.py`), so that few programs serve all
+Rows, tokens and buffers are filled up to sizes of which there are few (`meshc/frontend/padded_calls.py`), so that few programs serve all
 calls: one for each size of a prompt, one for each size of the buffers. A token that is filled up stands behind the others, where none of
 them sees it; what it leaves in a buffer is written over by the next one. (A model with recurrent layers would see it, and so would one
 whose rotary frequencies follow the length: their prompts are not filled up.) The output is cut to what was asked for, and the cache in
@@ -24,9 +24,9 @@ from torch import Tensor
 from meshc.api import held_caches
 from meshc.api.asked import Asked
 from meshc.errors import CaptureError, InputError
-from meshc.frontend import stock
-from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes, Table
+from meshc.frontend import stock_models
 from meshc.frontend.output_tree import AS_PASSED
+from meshc.frontend.padded_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes, Table
 from meshc.frontend.padded_sizes import capacity_of, rows_of, tokens_of
 from meshc.frontend.stock_caches import BEGIN, LENGTH, NAMES, can_be_padded
 from meshc.frontend.stock_rope import follows_length
@@ -111,7 +111,7 @@ class FilledCall:
 
 def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
     """What a call with a cache, or of an encoder, becomes; None for another. Raises InputError for a cache that no program takes."""
-    if asked.path and not asked.by_hand and not stock.can_generate(asked.called):
+    if asked.path and not asked.by_hand and not stock_models.can_generate(asked.called):
         return _of_encoder(asked, args, kwargs)
     if not any(map(held_caches.is_cache, (*args, *kwargs.values()))):
         return None

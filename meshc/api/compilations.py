@@ -18,7 +18,7 @@ from meshc.api.made import Made
 from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
-from meshc.frontend import calling, side_effects
+from meshc.frontend import call_keys, side_effects
 from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.listed_experts import ZEROS
 from meshc.frontend.module_watch import ModuleState
@@ -29,7 +29,7 @@ from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe, members_of
 from meshc.optimizer.step_hooks import refuse_pre_hooks
-from meshc.passes.lower.exposed import EXPOSED
+from meshc.passes.lower.exposed_copies import EXPOSED
 from meshc.passes.phases.request import Request
 from meshc.plan.by_group import parts_between
 from meshc.plan.by_node import with_axes_apart
@@ -284,7 +284,7 @@ class Compilations:
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
         if self.asked.inputs == "local":
-            return InputError(calling.unequal_parts(text))
+            return InputError(call_keys.unequal_parts(text))
         return InputError(
             f'inputs="global" takes the same inputs on every rank: {text}\n'
             '  what to do: pass the whole batch everywhere, or compile with inputs="local" if each rank has its own part'

@@ -18,11 +18,11 @@ from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
 from meshc.ir.sharding import Sharding
-from meshc.passes.depth.stands_for import captured_name
+from meshc.passes.depth.captured_names import captured_name
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.run import run
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.planner.alternatives import Alternatives, collectives, named
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, given, wanted

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshc.errors import StateError, listed
-from meshc.frontend.own_init import initialise
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.model_init import initialise
+from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ops.random import FIRST_VALUES
 from meshc.runtime.state import adoption
 from meshc.runtime.state.store import Store

@@ -26,7 +26,7 @@ from meshc.api import parts
 from meshc.api.asked import Asked
 from meshc.api.world import World
 from meshc.errors import InputError, StateError
-from meshc.frontend.stock import can_generate
+from meshc.frontend.stock_models import can_generate
 from meshc.runtime.comm import collectives
 
 MASK: Final = "attention_mask"

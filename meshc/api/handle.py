@@ -17,7 +17,7 @@ from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
 from meshc.errors import StateError
-from meshc.frontend import own_init, stock, transforms
+from meshc.frontend import model_init, outer_transforms, stock_models
 from meshc.frontend.expert_load import with_loads
 from meshc.frontend.frames import warn_at_users_line
 from meshc.frontend.stock_accelerate import schedule_note, tell_accelerate
@@ -28,7 +28,7 @@ from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
@@ -38,7 +38,7 @@ from meshc.runtime.comm.uneven_rows import Dealt
 from meshc.runtime.failure.numbers import Stream
 from meshc.runtime.run.autograd import Call, ProgramFunction
 from meshc.runtime.run.session import Session
-from meshc.runtime.saved import initial
+from meshc.runtime.saved import initial_values
 from meshc.runtime.state.counts import Counts
 from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program, runs_restored
 from meshc.runtime.state.store import Store
@@ -110,7 +110,7 @@ class Program:
             return
         shared = parts.shared(self.asked)
         tell_trainer(called, shared, trainer.save_by_all)
-        stock.tell_generate(called)
+        stock_models.tell_generate(called)
         self._run = with_trainer_counts(self.__call__, self._batch_parts) if is_marked(called) else self.__call__
         run_calls(called, self._run)
         if called is self.asked.module:
@@ -118,7 +118,7 @@ class Program:
             self._run_by_parts(called)
 
     def _run_by_parts(self, model: nn.Module) -> None:
-        paths = stock.called_by_generate(model)
+        paths = stock_models.called_by_generate(model)
         for path in ("", *paths) if self.asked.inputs == "local" else ():
             generating.stand_in(model.get_submodule(path), partial(self._generate_parts, path))
         for path in paths:
@@ -163,7 +163,7 @@ class Program:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the program like the model. Raises InputError for inputs that do not fit, PeerError if another rank failed."""
         self.world.refuse_call()
-        transforms.refuse_around((*args, *kwargs.values()))
+        outer_transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
             with self.world.refusable():
                 cached = cached_calls.opened(self.asked, args, kwargs)
@@ -484,7 +484,7 @@ class Program:
         from `meta` without values; and for a program without a process group."""
         self.world.refuse_call()
         with self.world.together("init_weights"):
-            initial.init_weights(self.store, fn or own_init.initialise)
+            initial_values.init_weights(self.store, fn or model_init.initialise)
 
     def sync(self) -> None:
         """Bring the live parameters up to date where they do not share memory with the program."""

@@ -19,7 +19,7 @@ from meshc.frontend.read_values import Number
 from meshc.ir.mesh import Mesh
 from meshc.later import Later
 from meshc.optimizer.optimizer import OptimizerSpec
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.pipelining.tried import Tried
 from meshc.plan.weighed import Weighed
@@ -28,10 +28,10 @@ from meshc.runtime.state.ownership import calls_allowed
 from meshc.text import described, libraries, show
 
 if TYPE_CHECKING:
-    from meshc.passes.depth import standing
+    from meshc.passes.depth import multiplicity
     from meshc.passes.driver import compile as driver
 else:
-    driver, standing = Later("meshc.passes.driver.compile"), Later("meshc.passes.depth.standing")
+    driver, standing = Later("meshc.passes.driver.compile"), Later("meshc.passes.depth.multiplicity")
 
 _LENGTH_BYTES: Final = 8
 
@@ -68,7 +68,7 @@ class Made:
     @staticmethod
     def of(program: PlainProgram, lowered: LoweredProgram) -> Made:
         """By this rank's passes."""
-        reads = standing.whole_places(lowered.depth, lowered.request.module, lowered.model.reads)
+        reads = multiplicity.whole_places(lowered.depth, lowered.request.module, lowered.model.reads)
         tree, seconds = lowered.model.output_tree, dict(lowered.seconds)
         numbers = tuple(lowered.model.numbers.values())
         return Made(program, lowered.request, tree, lowered.tried, lowered.weighed, seconds, reads, numbers, lowered=lowered)
@@ -93,7 +93,7 @@ class Made:
         """What of Python it depends on, where the passes have run here."""
         assert self.lowered is not None
         seen, inputs = self.lowered.model.seen, {one.place for one in self.numbers}
-        read = standing.whole_places(self.lowered.depth, self.request.module, seen.places)
+        read = multiplicity.whole_places(self.lowered.depth, self.request.module, seen.places)
         return dependencies.trace_dependencies(read, inputs, seen.code, seen.without_place, here(self.request))
 
     def read(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from meshc.errors import PlanError
-from meshc.frontend import dynamic
+from meshc.frontend import dynamic_dims
 from meshc.frontend.expert_capacity import Capacity, capacity_from_options
 from meshc.ir.functions import Function
 from meshc.ir.quantities import read_bytes
@@ -154,7 +154,7 @@ class Options:
             raise PlanError(f"Options(pp_splits={self.pp_splits!r}): give a list of module names, [{self.pp_splits!r}]")
         if not isinstance(self.cache, bool | str | Path | None) or self.cache == "":
             raise PlanError(f"Options(cache={self.cache!r}): a folder, True or False")
-        dynamic.parse_dynamic(self.dynamic)
+        dynamic_dims.parse_dynamic(self.dynamic)
         if self.depth not in ("auto", "whole"):
             raise PlanError(f"Options(depth={self.depth!r}): use 'auto' or 'whole'")
         if self.optimizer_state is not None and self.optimizer_state not in KEPT:

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshc.api.asked import Arguments, Asked
 from meshc.api.world import World
 from meshc.errors import InputError
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.stock_accelerate import RankParts
 from meshc.ir import trees
 from meshc.ir.mesh import DATA_ROLES, role
@@ -49,7 +49,7 @@ def refuse_unequal(counts: Sequence[int]) -> None:
     if len(set(counts)) > 1:
         other = next(place for place, count in enumerate(counts) if count != counts[0])
         text = f"the part of data rank 0 has {counts[0]} rows, that of data rank {other} {counts[other]}"
-        raise _everywhere(calling.unequal_parts(text))
+        raise _everywhere(call_keys.unequal_parts(text))
 
 
 def whole(asked: Asked, inputs: Arguments, counts: Sequence[int]) -> Arguments:
@@ -88,7 +88,7 @@ def _rows(asked: Asked, inputs: Arguments) -> int:
     lengths = {int(leaf.shape[dim]) for leaf, dim in pairs if isinstance(leaf, Tensor) and dim is not None}
     if len(lengths) > 1:
         raise InputError(
-            f"a part of the batch has as many rows in each of its tensors: {calling.describe_inputs(*inputs)}\n"
+            f"a part of the batch has as many rows in each of its tensors: {call_keys.describe_inputs(*inputs)}\n"
             '  what to do: pass only what has rows, or compile with inputs="global" and the whole batch on every rank'
         )
     return lengths.pop() if lengths else 0
@@ -98,7 +98,7 @@ def _without_rows(asked: Asked, inputs: Arguments) -> str:
     """What must be alike on all ranks."""
     emptied = asked.with_rows(inputs, lambda own: 0)
     gradients = [str(leaf.requires_grad) for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)]
-    return f"{calling.describe_inputs(*emptied)}, without its rows; takes gradients: {', '.join(gradients) or 'nothing'}"
+    return f"{call_keys.describe_inputs(*emptied)}, without its rows; takes gradients: {', '.join(gradients) or 'nothing'}"
 
 
 def _by_place(asked: Asked, rows: Sequence[int]) -> list[int]:

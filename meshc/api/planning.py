@@ -19,7 +19,7 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver.nothing_fits import NothingFits
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike
 from meshc.plan.weighed import Weighed

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from meshc.errors import ArtifactError, StateError
 from meshc.files.folders import may_replace, put, replacing, writing
 from meshc.files.weight_files import WeightFiles
-from meshc.frontend import adapters, own_init, stock_weights
-from meshc.runtime.saved import pretrained
+from meshc.frontend import adapters, model_init, stock_weights
+from meshc.runtime.saved import weight_loading
 
 if TYPE_CHECKING:
     from meshc.api.handle import Program
@@ -51,15 +51,15 @@ def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: 
             if adapters.is_adapter(found):
                 name = adapters.select_adapter(store.model, found, adapter)
                 weights = adapters.adapter_weights(store.model, files, name)
-                pretrained.load(store, weights, str(path), lambda one: adapters.belongs_to_adapter(one, [name]))
+                weight_loading.load(store, weights, str(path), lambda one: adapters.belongs_to_adapter(one, [name]))
             elif has:
                 weights = adapters.base_weights(store.model, files)
-                pretrained.load(store, weights, str(path), lambda one: not adapters.belongs_to_adapter(one, has))
+                weight_loading.load(store, weights, str(path), lambda one: not adapters.belongs_to_adapter(one, has))
             else:
-                pretrained.load(store, stock_weights.weights_by_model_names(store.model, files), str(path))
-        fill = own_init.of_one_module(store.model)
+                weight_loading.load(store, stock_weights.weights_by_model_names(store.model, files), str(path))
+        fill = model_init.of_one_module(store.model)
         if fill is not None and store.unfilled:
-            pretrained.fill_buffers(store, fill)
+            weight_loading.fill_buffers(store, fill)
 
 
 def _on_disk(program: Program, path: str | os.PathLike[str]) -> Path:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from meshc import environment
 from meshc.later import Later
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.single import Hook, report_progress_to
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook, report_progress_to
 
 if TYPE_CHECKING:
     from meshc.passes.driver import pipeline

@@ -23,7 +23,7 @@ from meshc.ir.graph import made_of
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.offload.there_and_back import roots_of
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.recompute.least import least_kept
 from meshc.passes.recompute.recomputable import of_lowered
 from meshc.plan.remat_lines import RematLine

@@ -26,13 +26,13 @@ from meshc.api.asked import Asked
 from meshc.api.made import Made
 from meshc.api.value_keys import shown
 from meshc.errors import ArtifactError, CaptureError, MeshcError, PeerError
-from meshc.frontend import stock
+from meshc.frontend import stock_models
 from meshc.frontend.dependencies import Dependencies
 from meshc.frontend.output_tree_data import NotPlainData
-from meshc.frontend.spared import fewer_collections
+from meshc.frontend.skipped_work import fewer_collections
 from meshc.later import Later
+from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
 from meshc.program.program import PlainProgram
 from meshc.runtime.agreement import handed
 from meshc.runtime.failure.failed_rank import FailureBoard, listening
@@ -66,7 +66,7 @@ def _compiled(
     folder = kept.folder(asked.options) if first else None
     if board is None and folder is None:
         return _made(sizes, request, hook)
-    stock.learn_trees(request.module)
+    stock_models.learn_trees(request.module)
     if first:
         entry = None if folder is None else kept.Entry(folder, asked.options, agreed, request)
         new = partial(_new, sizes, request, listening(board, hook), entry)

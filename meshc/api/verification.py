@@ -16,7 +16,7 @@ from torch.fx import Graph
 
 from meshc.api.asked import Arguments
 from meshc.errors import CaptureError, CompileError, InputError, VerifyError, listed
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.expert_bias import count_choices
 from meshc.frontend.module_watch import ModuleWatch
 from meshc.frontend.one_device import one_device
@@ -32,13 +32,13 @@ from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
 from meshc.passes.driver.compile import compile_program, trace
 from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.program import instance
 from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.failure.failed_rank import announce
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
 from meshc.runtime.state.ownership import calls_allowed
 
@@ -90,7 +90,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
 def _described(inputs: Inputs) -> str:
     if inputs is None:
         return "none"
-    return calling.describe_inputs((), inputs) if isinstance(inputs, Mapping) else calling.describe_inputs(inputs, {})
+    return call_keys.describe_inputs((), inputs) if isinstance(inputs, Mapping) else call_keys.describe_inputs(inputs, {})
 
 
 def _plain(inputs: Arguments) -> Arguments:
@@ -207,7 +207,8 @@ def _verify_there(
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
-        again = _twins(program, (program.general, double, calling.module_key(ModuleWatch(twin).state()), _optimizer_key(program)), request)
+        held = call_keys.module_key(ModuleWatch(twin).state())
+        again = _twins(program, (program.general, double, held, _optimizer_key(program)), request)
         singles.extend(again.singles)
         plain = instance.fitting(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients

@@ -18,7 +18,7 @@ from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import file_to_write
 from meshc.program.program import BACKENDS
-from meshc.runtime.saved.launched import run_command
+from meshc.runtime.saved.run_saved import run_command
 
 
 def arguments(command: argparse.ArgumentParser) -> None:

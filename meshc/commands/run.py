@@ -6,7 +6,7 @@ import argparse
 
 from meshc.passes import rules
 from meshc.program.program import BACKENDS
-from meshc.runtime.saved.launched import RunRequest, run_saved
+from meshc.runtime.saved.run_saved import RunRequest, run_saved
 
 
 def arguments(command: argparse.ArgumentParser) -> None:

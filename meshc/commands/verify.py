@@ -15,7 +15,7 @@ from meshc.api import compile, verification
 from meshc.api.options import EXPERTS, Options
 from meshc.commands.target import load_target
 from meshc.errors import PlanError, VerifyError
-from meshc.frontend.double import double_by_default
+from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.one_device import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
@@ -23,9 +23,9 @@ from meshc.passes import rules
 from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import PlainProgram
-from meshc.runtime.simulator import verify as comparison
+from meshc.runtime.simulator import reference_comparison as comparison
+from meshc.runtime.simulator.float64_comparison import widen_program
 from meshc.runtime.simulator.plain_copy import plain_copy, widen_inputs
-from meshc.runtime.simulator.widened import widen_program
 from meshc.text import show
 
 

@@ -197,7 +197,7 @@ def _count(program: PlainProgram, layer: _Layer, node: Node, times: int, device:
 
 
 SHAPED: Final = (aten.reshape.default, aten.slice.Tensor, aten.cat.default)
-"""What stands between rows and their exchange: another shape, and the weights that go with them (`passes/lower/weights_with_rows.py`)."""
+"""What stands between rows and their exchange: another shape, and the weights that go with them (`passes/lower/dispatch_weights.py`)."""
 
 
 def _through(x: object) -> Node:

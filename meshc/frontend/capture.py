@@ -19,11 +19,14 @@ import torch
 from torch import nn
 
 from meshc.errors import CaptureError
-from meshc.frontend import stock, untraceable
+from meshc.frontend import stock_models, trace_errors
 from meshc.frontend.adapted_experts import adapted_experts
-from meshc.frontend.averaged_norms import synced_norms
-from meshc.frontend.double import double_by_default, wide_dtype, widen_casts
+from meshc.frontend.batch_norms import synced_norms
+from meshc.frontend.capture_patches import apply_capture_patches
+from meshc.frontend.data_assignments import set_data_in_place
+from meshc.frontend.double_copy import double_by_default, wide_dtype, widen_casts
 from meshc.frontend.flex import traced_flex
+from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.known_outcomes import write_known_values
 from meshc.frontend.linalg_checks import settle_checks
 from meshc.frontend.listed_experts import listed_experts
@@ -31,18 +34,15 @@ from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.read_numbers import NumberInputs
 from meshc.frontend.read_places import FUNCTION, MODEL, ReadPlace, watched_at_calls
 from meshc.frontend.read_values import Number, PlaceLookup, methods
-from meshc.frontend.replaced import apply_capture_patches
 from meshc.frontend.selected_rows import follow_selected_rows
-from meshc.frontend.set_data import set_data_in_place
 from meshc.frontend.side_effects import TraceObservations, dropped_checks_note, leave_out_checks
+from meshc.frontend.skipped_work import isolated_dynamo, with_lazy_code, without_lookups
 from meshc.frontend.sources import source_of
-from meshc.frontend.spared import isolated_dynamo, with_lazy_code, without_lookups
 from meshc.frontend.stock_experts import unsorted_experts
 from meshc.frontend.stock_scans import traced_scans
 from meshc.frontend.symbols import Symbols
 from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import targets_in_rows
-from meshc.frontend.transforms_within import storage_of
 from meshc.ir import trees
 from meshc.ir.functions import Function
 from meshc.ir.graph import give, output_of, placeholders, results_of
@@ -136,7 +136,7 @@ def traceable_model(module: nn.Module) -> Iterator[None]:
     """A context in which a model's code runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
-        stock.traceable_stock_models(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module),
+        stock_models.traceable_stock_models(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module),
         adapted_experts(module), traced_flex(), traced_adaptive(), synced_norms(),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
@@ -241,9 +241,9 @@ def torch_graph(
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        stock.traceable_stock_models(module), trees.known(), fake_tensors(module, mode, double) as (tensors, aliases),
+        stock_models.traceable_stock_models(module), trees.known(), fake_tensors(module, mode, double) as (tensors, aliases),
         torch.set_grad_enabled(grad), _dynamo_settings(), listed_experts(module), adapted_experts(module), isolated_dynamo(),
-        without_lookups(), with_lazy_code(), untraceable.without_log_echo(), double_by_default(double),
+        without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
         try:
             with apply_capture_patches(bool(opened)) as seen, inputs_of_python.read_as_inputs(root):
@@ -251,7 +251,7 @@ def torch_graph(
             watched = watched_at_calls(seen.places)
             reads = tuple(dict.fromkeys((*watched, *methods(PlaceLookup({MODEL: module, FUNCTION: function}), watched, seen.code))))
         except Exception as error:
-            raise untraceable.explain_error(error, signature, args, kwargs) from error
+            raise trace_errors.explain_error(error, signature, args, kwargs) from error
     inputs_of_python.write(graph, seen.constants)
     targets_in_rows(graph)
     notes = [*seen.notes(), *dropped_checks_note(graph, source_of)]
@@ -259,7 +259,7 @@ def torch_graph(
     write_known_values(graph)
     set_data_in_place(graph, source_of)
     follow_selected_rows(graph)
-    untraceable.refuse_values(graph, source_of)
+    trace_errors.refuse_values(graph, source_of)
     graph.meta["fake_mode"] = graph.meta.get("fake_mode") or mode
     tree = _arrange_outputs(graph, leaves)
     if double:
@@ -392,14 +392,14 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
         stack.enter_context(_dynamo_settings())
         stack.enter_context(with_lazy_code())
         stack.enter_context(trees.known())
-        stack.enter_context(untraceable.without_log_echo())
+        stack.enter_context(trace_errors.without_log_echo())
         try:
             joint = aot_export_joint_with_descriptors(
                 stack, traced.module, traced.args, traced.kwargs, decompositions=cast(dict[OpOverload, Function], dict(decompositions))
             )
         except RuntimeError as error:
-            untraceable.refuse_no_gradient(error, traced.module, source_of)
-            untraceable.refuse_changed(error, traced.module, source_of)
+            trace_errors.refuse_no_gradient(error, traced.module, source_of)
+            trace_errors.refuse_changed(error, traced.module, source_of)
             raise
     module = joint.graph_module
     settle_checks(module.graph)
@@ -436,7 +436,7 @@ def _input_name(description: Any, qualified: Callable[[str], str], traced: Torch
                 return "number", traced.numbers[description.target].name
             if name == SEED_STEP:
                 return "random", name
-            untraceable.refuse_array(traced.module, description.target, source_of)
+            trace_errors.refuse_array(traced.module, description.target, source_of)
             return "constant", description.target
         return "buffer", name
     if isinstance(description, PlainAOTInput):
@@ -487,7 +487,7 @@ def _output_name(description: object, qualified: Callable[[str], str], traced: T
     mutated = getattr(description, "mutated_input", None)
     if mutated is not None:
         kind, name = _input_name(mutated, qualified, traced)
-        untraceable.refuse_change_in_place(kind, name, traced.trainable)
+        trace_errors.refuse_change_in_place(kind, name, traced.trainable)
         return kind, name
     raise CaptureError(f"torch's tracer gave an output of a kind that meshc does not know: {description}")
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from meshc.errors import CompilerFault, MeshcError, StateError
 from meshc.frontend.frames import innermost
 from meshc.frontend.sources import source_of
-from meshc.frontend.untraceable import RANDOMNESS, user_frame
+from meshc.frontend.trace_errors import RANDOMNESS, user_frame
 from meshc.ir import Record, Source
 
 _LONGEST: Final = 300

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from meshc.errors import CompileError
-from meshc.frontend.reference import ReferenceRandom, Tile
+from meshc.frontend.reference_random import ReferenceRandom, Tile
 from meshc.ir import Source
 from meshc.ir.functions import Function
 from meshc.ops import random

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from meshc.frontend.written_behind import is_changed_later
+from meshc.frontend.in_place_changes import is_changed_later
 from meshc.ops.signatures import bound
 
 aten = torch.ops.aten

@@ -26,10 +26,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from meshc.errors import CaptureError
+from meshc.frontend.inserted_calls import InsertedCalls
 from meshc.frontend.read_places import ReadPlace, place_of
 from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.frontend.sources import source_of
-from meshc.frontend.written_calls import InsertedCalls
 from meshc.ir.functions import Function, Target
 from meshc.optimizer.spec import Guard
 

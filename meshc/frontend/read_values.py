@@ -90,7 +90,7 @@ def numbers_to_json(numbers: Sequence[Number]) -> list[list[Any]]:
 
 
 def numbers_from_json(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
-    """The inverse of `describe_numbers`."""
+    """The inverse of `numbers_to_json`."""
     return tuple(
         Number(name, place, whole, tuple(Guard(name, relation, float(constant)) for relation, constant in guards))
         for (name, _, whole, guards), place in zip(rows, read_places.places_from_json([row[1] for row in rows]), strict=True)

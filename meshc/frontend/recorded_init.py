@@ -33,7 +33,7 @@ from meshc.frontend.recorded_values import (
     ViewValue,
     WrittenValue,
 )
-from meshc.frontend.reference import Answer, Named, ReferenceRandom, undefined_error
+from meshc.frontend.reference_random import Answer, Named, ReferenceRandom, undefined_error
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ class _SharedStorage:
 
 
 class RecordedTensor(Tensor):
-    """A tensor without memory: a view (`shadow`, on `meta`) of a `_Memory`."""
+    """A tensor without memory: a view (`shadow`, on `meta`) of a `_SharedStorage`."""
 
     memory: _SharedStorage
     shadow: Tensor

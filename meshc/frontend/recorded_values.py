@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from meshc.frontend.reference import FILLING, ReferenceRandom
+from meshc.frontend.reference_random import FILLING, ReferenceRandom
 from meshc.private import OpOverload, trees_of_torch
 
 aten = torch.ops.aten

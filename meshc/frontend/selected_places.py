@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from meshc.frontend.transforms_within import storage_of
-from meshc.frontend.written_behind import changed_operand, is_changed_later
-from meshc.frontend.written_calls import InsertedCalls, map_arguments
+from meshc.frontend.in_place_changes import changed_operand, is_changed_later
+from meshc.frontend.inner_transforms import storage_of
+from meshc.frontend.inserted_calls import InsertedCalls, map_arguments
 from meshc.ops.signatures import bound, filled
 
 WRITES: Final = frozenset(

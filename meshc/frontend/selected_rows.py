@@ -30,6 +30,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from meshc.frontend.expert_tape import ROWS, NotRows, RowProof
+from meshc.frontend.in_place_changes import changed_operand
+from meshc.frontend.inner_transforms import storage_of
+from meshc.frontend.inserted_calls import map_arguments
 from meshc.frontend.joined_rows import JOINS, JoinedRows, numbers_for_proof, size_for_proof, without_values
 from meshc.frontend.read_numbers import BY_NUMBERS, NUMBERS, TWO
 from meshc.frontend.selected_places import (
@@ -47,9 +50,6 @@ from meshc.frontend.selected_places import (
     value_of,
 )
 from meshc.frontend.side_effects import is_check
-from meshc.frontend.transforms_within import storage_of
-from meshc.frontend.written_behind import changed_operand
-from meshc.frontend.written_calls import map_arguments
 from meshc.ops.signatures import bound, filled
 
 STOPPED: Final = "meshc_stopped"

@@ -28,9 +28,9 @@ from unittest import mock
 import torch
 
 from meshc.frontend.frames import innermost, is_torch, within_torchs_forward
-from meshc.frontend.left_out import omit_checks
+from meshc.frontend.in_place_changes import changed_operand
+from meshc.frontend.omitted_checks import omit_checks
 from meshc.frontend.read_places import ReadPlace, all_places_of, constants_of, without_place
-from meshc.frontend.written_behind import changed_operand
 from meshc.ir import Source
 from meshc.ir.functions import Function, Target
 
@@ -50,7 +50,7 @@ LEFT_OUT: Final = "and a program leaves that out: no call"
 NOT_LOOKED_AT: Final = "what stands here is fixed, since it cannot be looked at again at each call (docs/fixed.md)"
 """Likewise."""
 ASSERTS: Final = ("_assert", "_assert_async", "_assert_scalar")
-"""Calls of a trace for an `assert` on tensor values, and for a branch that only raises (`left_out.py`)."""
+"""Calls of a trace for an `assert` on tensor values, and for a branch that only raises (`omitted_checks.py`)."""
 
 
 TORCHS: Final = "Runtime assertion failed for expression"

@@ -3,7 +3,7 @@
 A dim is a product of factors, major to minor. Axes split a factor one after the other, major to minor, each into equal padded tiles:
 129 over 2 and 2 is 65, then 33, so every rank holds 33 positions, of which 33, 32, 33, 31 are real. Taking the innermost axis away
 gives the layout of the rest, which is what makes a gather over one axis exact. What padding must hold is written in
-`passes/partition/local.py`.
+`passes/partition/operator_lowering.py`.
 
 The tiles of the first axis may lie in another order than that of their positions, which then is part of the sharding:
 

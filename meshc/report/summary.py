@@ -360,7 +360,7 @@ def _notes(program: PlainProgram) -> str:
 
 
 class Names(Protocol):
-    """`of`: class -> name, `also`: class -> all its names (`meshc.passes.place.names`)."""
+    """`of`: class -> name, `also`: class -> all its names (`meshc.passes.place.name_factors`)."""
 
     @property
     def of(self) -> Mapping[int, str]: ...

@@ -22,12 +22,12 @@ from meshc.ir.graph import placeholders, results_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, is_padded, tile_sizes
 from meshc.passes.partition import partition
-from meshc.passes.partition.turns import TurnPricing
+from meshc.passes.partition.turn_choice import TurnPricing
 from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Instance, Token
-from meshc.passes.phases.names import FactorNames
 from meshc.passes.place.factorize import factorize
-from meshc.passes.place.spread import sharding_by_tokens
+from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.passes.rules.partial import Deferral, deferrals
 from meshc.passes.rules.roles import check_roles
 from meshc.passes.rules.rule import Turns

@@ -21,9 +21,9 @@ from meshc.ir import is_getitem, record, records, value_of
 from meshc.ir.graph import made_of, made_only_of, read_by
 from meshc.ir.keys import is_a
 from meshc.ir.spmd import CHUNK
-from meshc.passes.phases.chunked import ChunkedHead
+from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factors import Factors, Token
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.faults import refuse_faults
 
 _FAULT: Final = (

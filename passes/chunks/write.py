@@ -29,7 +29,7 @@ from meshc.ir import KEY, Record, has_record, leaves, record, records, set_recor
 from meshc.ir.graph import call, copied_node, output_of, read_by
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import CHUNK
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 
 aten = torch.ops.aten
 

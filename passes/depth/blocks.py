@@ -1,4 +1,4 @@
-"""Block numbers of a graph's nodes in a stretch of repeated layers, by module paths and port names (`equal.py` proves them).
+"""Block numbers of a graph's nodes in a stretch of repeated layers, by module paths and port names (`block_twins.py` proves them).
 
     parameter:model.layers.2.mlp.up_proj.weight     block 2, and so its update
     mm  # model.layers.2.mlp.up_proj                block 2
@@ -17,10 +17,10 @@ from torch.fx import Graph, Node
 
 from meshc.ir import records
 from meshc.ir.graph import placeholders
-from meshc.passes.depth.draws import call_argument
+from meshc.passes.depth.call_argument import call_argument
 from meshc.passes.depth.mentions import Mentions
-from meshc.passes.phases.depth import INSIDE
-from meshc.passes.phases.traced import Joint
+from meshc.passes.phases.captured_depth import INSIDE
+from meshc.passes.phases.traced_model import Joint
 from meshc.program.program import Port
 
 Blocks: TypeAlias = dict[Node, int]

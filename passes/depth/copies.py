@@ -19,9 +19,9 @@ from torch.fx.node import map_arg
 
 from meshc.ir import KEY, Record, records
 from meshc.ir.graph import placeholders, results_of
+from meshc.passes.depth.block_twins import same_records, twins
 from meshc.passes.depth.blocks import NAMED, Blocks
-from meshc.passes.depth.draws import call_argument, with_call
-from meshc.passes.depth.equal import same_records, twins
+from meshc.passes.depth.call_argument import call_argument, with_call
 from meshc.passes.depth.mentions import LayerRenaming, Mentions
 from meshc.passes.depth.order import order_with_copies
 from meshc.passes.depth.series import Series

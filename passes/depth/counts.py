@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from meshc.passes.depth.blocks import blocks_of
 from meshc.passes.depth.mentions import Mentions
-from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.traced import Joint
+from meshc.passes.phases.captured_depth import Depth
+from meshc.passes.phases.traced_model import Joint
 
 
 def counts_of(joint: Joint, depth: Depth | None) -> Mapping[Node, int]:

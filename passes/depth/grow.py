@@ -2,9 +2,9 @@
 
     norm_0 attend_0 .. norm_1 attend_1 .. norm_2 .. norm_3 ..     becomes     norm_0 .. norm_1 .. norm_2 .. 28 more .. norm_31 ..
 
-The model has been proved to repeat itself (`prove.py`); here two inner blocks of the global view and of the per-rank graph are proved equal
-node by node, and the per-rank graph's block is copied. Passes after this one see the whole graph: cuts, buckets, liveness reach across
-layers. The global view is grown on request (`view.py`). A model that is captured whole is left unchanged.
+The model has been proved to repeat itself (`prove_depth.py`); here two inner blocks of the global view and of the per-rank graph are
+proved equal node by node, and the per-rank graph's block is copied. Passes after this one see the whole graph: cuts, buckets, liveness
+reach across layers. The global view is grown on request (`view.py`). A model that is captured whole is left unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import replace
 from torch.fx import Graph
 
 from meshc.ir import Source, records
+from meshc.passes.depth.block_twins import twins
 from meshc.passes.depth.blocks import Blocks, blocks_of, local_blocks_of
 from meshc.passes.depth.copies import GraphGrower, GrownGraph
-from meshc.passes.depth.equal import twins
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.depth.unnamed import NAME, UnnamedFactors, unnamed_factors
-from meshc.passes.phases.depth import Stretch
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.traced import Joint
+from meshc.passes.depth.unnamed_factors import NAME, UnnamedFactors, unnamed_factors
+from meshc.passes.phases.captured_depth import Stretch
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.traced_model import Joint
 from meshc.program.program import Stage
 
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from meshc.ir import Record, Source
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.depth.unnamed import NAME, UnnamedFactors
-from meshc.passes.phases.depth import Stretch
+from meshc.passes.depth.unnamed_factors import NAME, UnnamedFactors
+from meshc.passes.phases.captured_depth import Stretch
 
 
 class Mentions:

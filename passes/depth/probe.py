@@ -6,7 +6,7 @@
     outside     linear(layers.1 row 41, parameter:lm_head.weight)
 
 Nothing is traced: a torch function mode records calls, with `torch.compiler.is_compiling()` true, as in a trace. Code that reads values
-cannot run so. Changes that the model's code makes to Python values are undone (`untouched.py`).
+cannot run so. Changes that the model's code makes to Python values are undone (`python_state.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ops.random_calls import is_random
-from meshc.passes.depth.shown import comparable_value
-from meshc.passes.depth.untouched import preserve_python_state
+from meshc.passes.depth.comparable_values import comparable_value
+from meshc.passes.depth.python_state import preserve_python_state
 from meshc.passes.phases.request import Request
 
 Place = tuple[str, int]

@@ -11,9 +11,9 @@ from functools import partial
 from meshc.passes.depth.blocks import blocks_of
 from meshc.passes.depth.copies import GraphGrower
 from meshc.passes.depth.mentions import Mentions
-from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.later import LazyValue
-from meshc.passes.phases.traced import Joint
+from meshc.passes.phases.captured_depth import Depth
+from meshc.passes.phases.lazy_value import LazyValue
+from meshc.passes.phases.traced_model import Joint
 from meshc.program.program import Port
 
 

@@ -19,10 +19,10 @@ from meshc.ir.graph import copied
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.run import run, run_all
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
 from meshc.plan.plan import Plan
 
 ASKED_LATER = ("remat", "spare")

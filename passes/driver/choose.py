@@ -36,16 +36,16 @@ from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
 from meshc.passes.driver.priced_recipes import PricedRecipe, assigned, priced, recipes_for, under
 from meshc.passes.driver.run import run
 from meshc.passes.driver.search import SLOWER, may_recompute
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Hook, report_progress
+from meshc.passes.phases.compiler_pass import Hook, report_progress
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.overlap import HIDDEN
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Found, Search
 from meshc.passes.planner.solve import Allowance
 from meshc.passes.planner.space import Option
-from meshc.passes.stages.fit import may_hold
+from meshc.passes.stages.pipeline_memory import may_hold
 from meshc.plan.plan import Plan
 from meshc.plan.weighed import Weighed
 

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 
 from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
-from meshc.frontend.dynamic import DynamicDims
+from meshc.frontend.compilation_cleanup import clean_up_compilation
+from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.faults import phase as part
-from meshc.frontend.leftovers import clean_up_compilation
-from meshc.frontend.spared import fewer_collections
+from meshc.frontend.skipped_work import fewer_collections
 from meshc.passes.chunks.write import NotInChunks
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import pipeline, refuse
@@ -30,17 +30,17 @@ from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.search import has_choice, said, search
 from meshc.passes.driver.within_budget import within_budget
 from meshc.passes.lower.specialise import specialise
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.outset import begin as outset_of
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compilation_phase import begin as outset_of
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Joint, TracedModel
+from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
-from meshc.passes.stages.fit import DoesNotFit
-from meshc.passes.trace import parts
+from meshc.passes.stages.pipeline_memory import DoesNotFit
+from meshc.passes.trace import mean_of_parts
 from meshc.plan.expert_groups import splits
 from meshc.program import instance
 from meshc.program.program import PlainProgram
@@ -210,18 +210,18 @@ def _followed(placed: PlacedModel, hook: Hook | None, following: Following) -> L
 
 
 def _traced(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
-    if parts.means(outset.request):
+    if mean_of_parts.means(outset.request):
         with part("finding the batch"):
             forward = _whole_forward(outset.request)
             refuse_other_joint(outset.request, forward.names.batch)
-            outset = replace(outset, parts=parts.find_parts(forward, outset.request))
+            outset = replace(outset, parts=mean_of_parts.find_parts(forward, outset.request))
     return run_all(pipeline.TRACE, run(pipeline.CAPTURE, outset, hook), hook)
 
 
 def _whole_forward(request: Request) -> PlacedModel:
     """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
     with torch.no_grad():
-        return factored(_traced(outset_of(parts.whole_forward(request)), None))
+        return factored(_traced(outset_of(mean_of_parts.whole_forward(request)), None))
 
 
 def _open_rows(placed: PlacedModel, hook: Hook | None) -> PlacedModel | None:

@@ -28,12 +28,12 @@ from meshc.ir import Record, spmd
 from meshc.ir.functions import Target
 from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Part, Sharding
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import Joint, TracedModel
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.plan.recipes import explain
 from meshc.program.program import Stage
 from meshc.text.show import print_program, print_stage, print_type, value_names

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshc.ir import calls
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.place import work
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.place import axis_flops
 from meshc.program.program import Info, PlainProgram
 from meshc.text.allowed import refusal, spelling
 
@@ -23,7 +23,7 @@ def finish(lowered: LoweredProgram) -> PlainProgram:
         info={
             "output_paths": model.output_tree.paths(), "random_calls": model.random_calls,
             "inputs": request.inputs, "outputs": request.outputs,
-            "work": [row.plain() for row in work.with_divided(work.account(placed), lowered.divided)],
+            "work": [row.plain() for row in axis_flops.with_divided(axis_flops.account(placed), lowered.divided)],
             **({"batch_mix": request.batch_mix} if lowered.parts is not None else {}),
             **_pipeline_asked(lowered),
         },

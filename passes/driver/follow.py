@@ -24,7 +24,7 @@ from typing import Any, Final
 from torch.fx import Graph, Node
 
 from meshc.errors import MeshcError
-from meshc.frontend.spared import collect_garbage
+from meshc.frontend.skipped_work import collect_garbage
 from meshc.ir import KEY, Record, Source
 from meshc.ir.graph import copied_node
 from meshc.ir.likeness import like
@@ -32,8 +32,8 @@ from meshc.ir.trail import NotAlike, Trail, is_followed
 from meshc.passes.depth.grow import pairs_of
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.driver.search import has_choice
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.program.program import Stage
 
 MOST: Final = 4

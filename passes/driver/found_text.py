@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshc.passes.depth.standing import whole_names
+from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run_all
+from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.choices import AxisChoices
-from meshc.passes.phases.depth import Depth
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.written.layers import Line, of_layers
 from meshc.passes.written.write import difference, write
 from meshc.plan.plan import Plan

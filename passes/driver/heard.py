@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook
 
 
 class Heard:

@@ -18,11 +18,11 @@ from meshc.ir import spmd
 from meshc.passes.driver.compile import whole_view
 from meshc.passes.driver.dump import dumper
 from meshc.passes.driver.pipeline import GROW
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port, Stage
 from meshc.text.show import print_program, print_stage

@@ -23,8 +23,8 @@ from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import calls, local_bytes, record, records, spmd
 from meshc.passes.chunks.head import MOST, unsaid
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.program.program import Stage
 
 FEW: Final = 2

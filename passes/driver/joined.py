@@ -18,7 +18,7 @@ import torch
 from meshc.errors import CaptureError, CompileError, CompilerFault, MeshcError
 from meshc.ir import trees
 from meshc.ir.paths import input_names
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.passes.place.batch import WrongJoinDim, refuse_other_joint
 

@@ -29,11 +29,11 @@ from meshc.passes.driver.beaten import Beaten
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.nothing_fits import Trying, nothing_fits
 from meshc.passes.driver.search import SLOWER
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Hook, report_progress
+from meshc.passes.phases.compiler_pass import Hook, report_progress
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.attempt import Refusal, attempt
-from meshc.passes.stages.fit import DoesNotFit
+from meshc.passes.stages.pipeline_memory import DoesNotFit
 from meshc.plan.weighed import Weighed
 
 TOO_LARGE: Final = "more than a rank may hold"

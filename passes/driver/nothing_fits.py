@@ -22,8 +22,8 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.errors import PlanError
 from meshc.passes.driver.would_do import Found
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.stages.fit import DoesNotFit
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.stages.pipeline_memory import DoesNotFit
 from meshc.plan.weighed import Weighed
 
 Trying = Callable[[], Found]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshc.passes.driver import in_chunks
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import PARAMS, STATE
 from meshc.plan.plan import Plan
 

@@ -15,7 +15,7 @@ from functools import partial
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run_all
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Search
 from meshc.passes.planner.space import Option

@@ -18,13 +18,13 @@ from meshc.frontend.faults import phase as part
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.run import run, run_all
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.recompute.in_stages import InStages
 from meshc.passes.recompute.recompute import settled
 from meshc.passes.stages.attempt import Refusal
 from meshc.passes.stages.cut_stages import UncutProgram
-from meshc.passes.stages.fit import MemoryNeed
-from meshc.passes.stages.shape import PipelineShape
+from meshc.passes.stages.pipeline_memory import MemoryNeed
+from meshc.passes.stages.pipeline_shape import PipelineShape
 
 ROUNDS: Final = 3
 

@@ -21,9 +21,9 @@ from meshc.passes.driver.nothing_fits import NothingFits, by_this_plan, of_stage
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.within_budget import within_budget
 from meshc.passes.driver.would_do import Lower
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.stages.fit import DoesNotFit, MemoryNeed, may_hold
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, may_hold
 from meshc.report.held import lines_of
 
 Again = Callable[[PlacedModel], LoweredProgram]

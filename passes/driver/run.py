@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshc.frontend.faults import phase as part
-from meshc.frontend.transforms_within import restore_levels
+from meshc.frontend.inner_transforms import restore_levels
 from meshc.passes.driver.structure import Structure
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.single import Hook, Pass
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook, Pass
 
 Given = TypeVar("Given", bound=CompilationPhase)
 Left = TypeVar("Left", bound=CompilationPhase)

@@ -37,14 +37,14 @@ from meshc.passes.driver.heard import Heard
 from meshc.passes.driver.recomputed_stages import Recomputing
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.driver.within_budget import BY_LAST, LAST
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.cut_stages import UncutProgram
-from meshc.passes.stages.fit import DoesNotFit, MemoryNeed, append_need, budget_of, least_need, memory_need
-from meshc.passes.stages.shape import PipelineShape, PipelineShapes
+from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, append_need, budget_of, least_need, memory_need
+from meshc.passes.stages.pipeline_shape import PipelineShape, PipelineShapes
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
 from meshc.pipelining.tried import Tried

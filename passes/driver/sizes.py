@@ -24,7 +24,7 @@ import torch
 
 from meshc import environment
 from meshc.errors import InputError, MeshcError
-from meshc.frontend.dynamic import UNBOUNDED, DynamicDims
+from meshc.frontend.dynamic_dims import UNBOUNDED, DynamicDims
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import trees
 from meshc.ir.paths import input_names
@@ -32,11 +32,11 @@ from meshc.passes.driver.compile import compile_program, compile_traced, partiti
 from meshc.passes.driver.follow import Following
 from meshc.passes.driver.pipeline import FOLD
 from meshc.passes.driver.run import run_all
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
-from meshc.passes.phases.traced import TracedModel
-from meshc.passes.trace import parts
+from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace import mean_of_parts
 from meshc.passes.trace.put_sizes import NotServed, put_sizes
 from meshc.program.program import PlainProgram
 
@@ -149,7 +149,7 @@ def _may_share(request: Request) -> bool:
     tokens, and not where the passes are to be seen at work."""
     watched = environment.dump_folder() is not None or environment.verifying()
     counts = request.expert_bound is not None or request.expert_capacity is not None
-    return not (watched or counts or request.dynamic or parts.means(request) or LENGTH in request.kwargs)
+    return not (watched or counts or request.dynamic or mean_of_parts.means(request) or LENGTH in request.kwargs)
 
 
 def _without_inputs(request: Request) -> Request:

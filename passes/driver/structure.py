@@ -10,10 +10,10 @@ from torch.fx import Graph, GraphModule
 
 from meshc.ir import KEY
 from meshc.ir.verify import Malformed, verify_graph, verify_meetings, verify_order
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.program import Port
 
 Ports = tuple[Sequence[Port] | Sequence[str], Sequence[Port] | Sequence[str]]

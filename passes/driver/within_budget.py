@@ -24,14 +24,14 @@ from meshc.cost.program import program_seconds
 from meshc.errors import MeshcError, PlanError
 from meshc.passes.driver import in_chunks, on_host, pipeline
 from meshc.passes.driver.heard import Heard
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import CompilationPhase
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook
 from meshc.passes.recompute.within import held_of, may_have_there, may_hold
 from meshc.passes.stages.attempt import Refusal, attempt
-from meshc.passes.stages.fit import DoesNotFit, memory_need
+from meshc.passes.stages.pipeline_memory import DoesNotFit, memory_need
 
 ROUNDS: Final = 3
 LAST: Final = "layer"

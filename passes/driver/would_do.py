@@ -24,12 +24,12 @@ from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.passes import schedules
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.compiler_pass import Hook, report_progress
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.single import Hook, report_progress
 from meshc.passes.stages.attempt import Refusal, attempt
-from meshc.passes.stages.fit import DoesNotFit
+from meshc.passes.stages.pipeline_memory import DoesNotFit
 from meshc.plan.entries import STORES
 from meshc.plan.offload_lines import PARAMS, STATE
 from meshc.plan.plan import Plan

@@ -4,8 +4,8 @@
     p2, m2, v2 = adam(w2, g2, m2, v2, lr, ...)   becomes
     return w1: p1, ...                                return w1: w1, ...
 
-Updates whose gradients are ready sooner run sooner, in groups (`update_early.py`). State on the host is fetched a window at a time
-(`fetch_ahead.py`), and each window has an update of its own.
+Updates whose gradients are ready sooner run sooner, in groups (`early_updates.py`). State on the host is fetched a window at a time
+(`prefetch_offloaded.py`), and each window has an update of its own.
 An update writes into its operands: parameters and states are the program's own, and nothing reads their old values afterwards. State that
 is stored in fewer bits than it is computed in is widened just before its update and narrowed just after, some parameters at a time.
 """
@@ -23,10 +23,10 @@ from torch.fx.node import Argument
 from meshc.ir import Record, is_getitem, records, runs_on_host
 from meshc.ir.graph import call
 from meshc.ops.optim import MANY, WRITTEN
-from meshc.passes.lower.fetch_ahead import split_into_windows, update_window_bytes, update_windows
-from meshc.passes.lower.kept_state import keep_in_place, narrowing_nodes, read_operands, split_by_widened_bytes, widening_nodes
-from meshc.passes.lower.update_early import UpdatePlaces
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.lower.early_updates import UpdatePlaces
+from meshc.passes.lower.low_precision_state import keep_in_place, narrowing_nodes, read_operands, split_by_widened_bytes, widening_nodes
+from meshc.passes.lower.prefetch_offloaded import split_into_windows, update_window_bytes, update_windows
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.private import OpOverload
 from meshc.program.program import Stage
 
@@ -37,7 +37,7 @@ def fuse_updates(lowered: LoweredProgram) -> LoweredProgram:
 
 
 def fuse_stage_updates(stage: Stage, limit: int | None = None) -> Stage:
-    """Changes a stage in place. `limit`: bytes of gradients that fill a group; by default `update_early.py` decides.
+    """Changes a stage in place. `limit`: bytes of gradients that fill a group; by default `early_updates.py` decides.
     Partition emits readers of new values last, so the last member of a group stands before all of them."""
     graph = stage.graph
     groups: dict[tuple[OpOverload, tuple[Argument, ...], object, int | None], list[Node]] = defaultdict(list)

@@ -8,10 +8,10 @@
                                                 c = add(b, r)
 
 `levels.py` computes which nodes run between which waits. The nodes of a level stand together, in parts where they belong to many layers
-(`by_layer.py`), followed by the collectives that read them; `meshc/program/bucket.py` joins the all-reduces of a level. Every rank runs the
-same order.
+(`layer_regions.py`), followed by the collectives that read them; `meshc/program/bucket.py` joins the all-reduces of a level. Every rank
+runs the same order.
 
-A collective that starts as soon as its own sums over microbatches are complete (`start_early.py`) is left as it is.
+A collective that starts as soon as its own sums over microbatches are complete (`start_reductions_early.py`) is left as it is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.fx import Graph, Node
 from meshc.ir import spmd
 from meshc.ir.graph import copied, placeholders
 from meshc.ir.regions import changing, is_number, set_region
-from meshc.passes.lower.by_layer import layer_parts
-from meshc.passes.lower.kept_state import is_for_updates_only
+from meshc.passes.lower.layer_regions import layer_parts
 from meshc.passes.lower.levels import levels, runs_alone
-from meshc.passes.lower.start_early import reductions, sums_of_late_stages
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.lower.low_precision_state import is_for_updates_only
+from meshc.passes.lower.start_reductions_early import reductions, sums_of_late_stages
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import bucket
 from meshc.program.program import Stage
 

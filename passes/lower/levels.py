@@ -5,7 +5,7 @@ and the next level waits for those that it reads. Nodes outside regions (updates
 products whose memory is kept) run after the region of their level too.
 
 An update amid backward, and the last reduction that it reads, end a level too: nodes behind it have a later level. So the gradients of a
-bucket travel while the next ones are computed, and are freed once they have been read (`update_early.py`).
+bucket travel while the next ones are computed, and are freed once they have been read (`early_updates.py`).
 
 A host copy starts behind all nodes before it, and nodes behind it have a later level: its place was chosen for memory's sake.
 
@@ -14,8 +14,8 @@ memory: they get the latest level, that of their first reader. So do collectives
 gather of a norm's sequence before a weight's gradient: they start a level sooner, and travel while that level runs.
 
 Gathers of stored parameters would all have level 0, and the whole model would be in memory at once. They are grouped in windows
-(`windows.py`), one ahead of the readers: the level that first reads a window is later than all before, and the window's gathers start
-before the level that reads the previous window.
+(`prefetch_windows.py`), one ahead of the readers: the level that first reads a window is later than all before, and the window's gathers
+start before the level that reads the previous window.
 
     level 0:  gathers of windows 0 and 1      level 1:  readers of window 0, gathers of window 2      level 2:  window 1's ...
 """
@@ -30,8 +30,8 @@ from meshc.ir import is_getitem, record, records, runs_on_host, spmd
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.regions import changing, is_number, why_alone, writes
-from meshc.passes.lower.update_early import updates_amid_backward
-from meshc.passes.lower.windows import prefetch_windows
+from meshc.passes.lower.early_updates import updates_amid_backward
+from meshc.passes.lower.prefetch_windows import prefetch_windows
 from meshc.program.packing import fills_alone, grows_alone, is_view, stays
 from meshc.program.program import Stage
 
@@ -40,7 +40,7 @@ TRAVELS: Final = 2
 
 
 def levels(stage: Stage, window: int | None = None) -> dict[Node, int]:
-    """The level of each node. `window`: bytes of a prefetch window; by default `windows.py` decides."""
+    """The level of each node. `window`: bytes of a prefetch window; by default `prefetch_windows.py` decides."""
     found = _Levels(stage, window)
     _delay_backward_values(stage.graph, found)
     return found.found

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from meshc.cost.flops import flops
 from meshc.ir import has_record, is_integer, local_bytes, record, records, spmd
 from meshc.ir.graph import made_of
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import SMALL
 from meshc.program.packing import is_view
 from meshc.program.preparation import from_placeholder

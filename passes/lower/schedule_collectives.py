@@ -5,14 +5,15 @@
     g1 = mm(..)   r1 = all_reduce(g1)   g2 = mm(..)   r2 = all_reduce(g2)   u1 = f(r1)   u2 = f(r2)
 
 Partition emits a reduction where it is first needed; the runtime waits at the first use, so a reduction that starts right after its
-operand overlaps the rest of backward. Gathers of stored parameters are grouped in prefetch windows (`windows.py`), and start one ahead:
+operand overlaps the rest of backward. Gathers of stored parameters are grouped in prefetch windows (`prefetch_windows.py`), and start one
+ahead:
 
     w1 = all_gather(p1)  y = mm(x, w1)  w2 = all_gather(p2)  z = mm(y, w2)                     each a window, here of one parameter
   becomes
     w1 = all_gather(p1)  (wait for w1)  w2 = all_gather(p2)  y = mm(x, w1)  z = mm(y, w2)
 
 `meshc/program/bucket.py` builds the buckets: of a window, and of gradients that are reduced soon after each other. Every rank runs the same
-order. The start of reductions of sums over microbatches is decided in `start_early.py`.
+order. The start of reductions of sums over microbatches is decided in `start_reductions_early.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch.fx import Graph, Node
 from meshc.ir import is_integer, record, spmd
 from meshc.ir.functions import Function
 from meshc.ir.graph import made_of, placeholders
-from meshc.passes.lower.start_early import reductions, sums_of_late_stages
-from meshc.passes.lower.windows import prefetch_windows, window_bytes
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.lower.prefetch_windows import prefetch_windows, window_bytes
+from meshc.passes.lower.start_reductions_early import reductions, sums_of_late_stages
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import Bucket, bucket, whole_bytes
 from meshc.program.preparation import is_preparation, ready
 from meshc.program.program import Stage

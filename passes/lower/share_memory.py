@@ -21,7 +21,7 @@ from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import spmd
 from meshc.ir.graph import copied
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays, writes_in_place
 from meshc.program.program import Stage
 

@@ -18,7 +18,7 @@ from meshc.ir import KEY, record, records, set_record
 from meshc.ir.graph import made_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.program import Instruction, Stage
 
 

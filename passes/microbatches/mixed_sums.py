@@ -24,7 +24,7 @@ from meshc.errors import CompileError
 from meshc.ir import record, spmd
 from meshc.ir.graph import made_of, read_by
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 
 
 def refuse_gathered_rows(graph: Graph, sums: Collection[Node], sizes: Mapping[str, int]) -> None:

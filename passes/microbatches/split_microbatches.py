@@ -23,9 +23,9 @@ from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.mixed_sums import refuse_gathered_rows, sums_before_microbatches
-from meshc.passes.microbatches.rows import outputs_by_rows, whole_rows
+from meshc.passes.microbatches.output_rows import outputs_by_rows, whole_rows
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.accumulate import OF_REDUCTION, whole_of
 from meshc.program.program import Instruction, Stage
 

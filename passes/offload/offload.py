@@ -4,7 +4,8 @@
     backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
 
 `there_and_back.py` says where the copies stand. The pass is behind `recompute`, which settles what backward reads, and before stages and
-microbatches, which hand on what is there like any other value. When the copies back start is settled later (`passes/lower/fetch_ahead.py`).
+microbatches, which hand on what is there like any other value. When the copies back start is settled later
+(`passes/lower/prefetch_offloaded.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, r
 from meshc.ir.graph import copied, made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.passes.offload.there_and_back import has_place, lay_there, roots_of, too_soon
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
 

@@ -5,7 +5,7 @@
     update    w1 = sgd(w, gw, ..)                    d2 = from_host(w);  w1 = sgd(d2, gw, ..);  back = to_host(w1, w)
 
 Of what is stored split a tile comes, and is gathered then. What is laid out or cast for forward is so again for backward, of what has come
-for that: no copy waits on the device in between. When the copies start is settled later, in `passes/lower/fetch_ahead.py`.
+for that: no copy waits on the device in between. When the copies start is settled later, in `passes/lower/prefetch_offloaded.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshc.errors import PlanError
 from meshc.ir import KEY, is_getitem, record, records, set_record, update
 from meshc.ir.graph import copied_node
 from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import PARAMS, OffloadLine
 from meshc.program.packing import is_view

@@ -8,8 +8,9 @@
 
 The update itself stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md), unless the line
 says that it runs on the host too (`update_there.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
-mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in `passes/lower/fetch_ahead.py`.
-Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update runs there.
+mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in
+`passes/lower/prefetch_offloaded.py`. Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update
+runs there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Collection, Sequence
 from meshc.ir import update
 from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
 from meshc.passes.offload.update_there import update_there
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STATE, OffloadLine
 from meshc.program.program import Port, Stage

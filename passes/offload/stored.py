@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from meshc.ir import record, spmd
 from meshc.ir.graph import call, give, output_of, results_of
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import OffloadLine
 from meshc.program.program import Port
 

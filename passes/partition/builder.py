@@ -16,7 +16,7 @@ from meshc.ir.likeness import like
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
 from meshc.passes.partition.shapes import OpenShapes
-from meshc.passes.phases.order import typed_sharding
+from meshc.passes.phases.zigzag_axes import typed_sharding
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from meshc.ir.window import overlaps, tile_bounds, tile_length, window_starts
 from meshc.passes.partition.reasons import plan_lines, value_text
 
 if TYPE_CHECKING:
-    from meshc.passes.partition.local import Lowering
+    from meshc.passes.partition.operator_lowering import Lowering
 
 aten = torch.ops.aten
 

@@ -23,15 +23,15 @@ from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.sizes import Dynamic
 from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
 from meshc.passes.partition.builder import Builder
-from meshc.passes.partition.guards import IndexGuards
-from meshc.passes.partition.local import Lowering, mask_part
+from meshc.passes.partition.index_guards import IndexGuards
+from meshc.passes.partition.operator_lowering import Lowering, mask_part
 from meshc.passes.partition.reasons import differing_axes, plan_lines, reader_text, summed_factors_text, value_text
 from meshc.passes.partition.reshard import cost, reshard
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.phases.order import has_zigzag, is_zigzag, natural, plain_tokens, typed_sharding
-from meshc.passes.place.orders import in_any_order
-from meshc.passes.place.spread import backward_map, forward_map, sharding_by_tokens
+from meshc.passes.phases.zigzag_axes import has_zigzag, is_zigzag, natural, plain_tokens, typed_sharding
+from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
+from meshc.passes.place.zigzag_values import in_any_order
 from meshc.passes.rules.bounds import Bound
 from meshc.passes.rules.rule import Made
 from meshc.program.program import Port

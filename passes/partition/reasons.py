@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from meshc.ir import op_name, records
 from meshc.ir.sharding import Sharding
+from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.names import FactorNames
 from meshc.program.program import Port
 
 

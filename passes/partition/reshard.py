@@ -25,7 +25,7 @@ from meshc.ir import spmd, update
 from meshc.ir.sharding import Sharding, local_shape, local_size, tile_sizes
 from meshc.ir.spmd import CHUNK
 from meshc.passes.partition.builder import Builder
-from meshc.passes.phases.order import is_zigzag, plain, typed_sharding, zigzag
+from meshc.passes.phases.zigzag_axes import is_zigzag, plain, typed_sharding, zigzag
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from meshc.ir.sharding import Part, Sharding
+from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Token, Value
-from meshc.passes.phases.names import FactorNames
 
 if TYPE_CHECKING:
     from meshc.passes.rules.rule import Turns

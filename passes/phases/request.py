@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshc.frontend.clipping import Clip
-from meshc.frontend.dynamic import DynamicDims
+from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.expert_capacity import Capacity
 from meshc.frontend.gradient_hooks import Hooks
 from meshc.frontend.read_places import ReadPlace
@@ -19,7 +19,7 @@ from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.choices import NamedChoices
-from meshc.passes.schedules.kind import Lists
+from meshc.passes.schedules.schedule_kind import Lists
 from meshc.plan.plan import Plan
 
 

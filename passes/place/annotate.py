@@ -20,9 +20,9 @@ import torch
 from meshc.ir import records
 from meshc.ir.mesh import Axis
 from meshc.ops import grouped as _grouped  # noqa: F401 - registers its operators
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.place.operator_pins import operator_pins
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.pins import Pinning
+from meshc.passes.place.resolve_operator_pins import operator_pins
 from meshc.passes.place.store_lines import store_lines
 from meshc.plan.entries import AxisEntry
 from meshc.plan.expert_groups import EXPERTS

@@ -11,14 +11,14 @@ from meshc.errors import PlanError
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.chunks.head import chunked
-from meshc.passes.depth.standing import whole_names
-from meshc.passes.depth.stands_for import captured_lines
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.place.all_steps import recurrent_notes
+from meshc.passes.depth.captured_names import captured_lines
+from meshc.passes.depth.multiplicity import whole_names
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Propagator
-from meshc.passes.place.rings import PASSING, WRITTEN_OUT, Rings, gathered_written_out
+from meshc.passes.place.recurrent_notes import recurrent_notes
+from meshc.passes.place.ring_attention import PASSING, WRITTEN_OUT, Rings, gathered_written_out
 from meshc.passes.place.storage import CLAUSE, with_slots
 
 Kind = TypeVar("Kind", bound=Propagator)

@@ -20,8 +20,8 @@ from torch.fx import Node
 
 from meshc.errors import CompileError
 from meshc.ir import op_name, operands, records
+from meshc.passes.phases.factor_names import BatchDims
 from meshc.passes.phases.factors import Factors, Instance
-from meshc.passes.phases.names import BatchDims
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.passes.place.written_out import written_out
 from meshc.passes.rules.bounds import BOUNDS, origin

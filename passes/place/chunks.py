@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from meshc.ir.sharding import tile_sizes
 from meshc.ir.spmd import CHUNK
-from meshc.passes.phases.chunked import ChunkedHead
+from meshc.passes.phases.chunked_head import ChunkedHead
 from meshc.passes.phases.factors import Factors, Instance, Token
 
 Chosen = Mapping[Token, Sequence[str]]

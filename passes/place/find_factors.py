@@ -1,4 +1,4 @@
-"""Find factors: every dim of the global view as factors with names (`factorize.py` finds, `names.py` names).
+"""Find factors: every dim of the global view as factors with names (`factorize.py` finds, `name_factors.py` names).
 
     mm: f32[6, 40]      becomes      mm: f32[batch 6, ffn 40]
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.depth.view import view_of
-from meshc.passes.phases.outset import phase_fields
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.traced import TracedModel
-from meshc.passes.place.alike import shared_factor_pairs
+from meshc.passes.phases.compilation_phase import phase_fields
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.place.batch import refuse_numbers_of_rows, refuse_other_joint
 from meshc.passes.place.factorize import factorize
-from meshc.passes.place.names import name_factors
+from meshc.passes.place.name_factors import name_factors
+from meshc.passes.place.shared_factors import shared_factor_pairs
 
 
 def find_factors(traced: TracedModel) -> PlacedModel:

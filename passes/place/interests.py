@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from meshc.ir import records
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.phases.names import FactorNames
+from meshc.passes.phases.factor_names import FactorNames
 from meshc.plan.by_name import EVEN
 from meshc.plan.plan import Plan
 

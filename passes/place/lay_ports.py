@@ -16,7 +16,7 @@ from meshc.ir.keys import is_a, key_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.stored_updates import state_storage
 from meshc.program.program import Port
 

@@ -21,18 +21,18 @@ from torch.fx import GraphModule, Node
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import is_fake
-from meshc.frontend.dynamic import DynamicDims
+from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.sources import source_of
 from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import at
+from meshc.passes.phases.compilation_phase import CompilationPhase, begin
 from meshc.passes.phases.factors import Factors
-from meshc.passes.phases.later import LazyValue
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import CompilationPhase, begin
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.lazy_value import LazyValue
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import OpenedDims, Request
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.place.annotate import idle
 from meshc.passes.place.interests import Interest
 from meshc.program import instance

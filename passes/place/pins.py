@@ -12,9 +12,9 @@ from difflib import get_close_matches
 
 from meshc.ir import KEY, op_name, record, records, value_of
 from meshc.ir.keys import kind_of, name_of
-from meshc.passes.depth.stands_for import captured_lines
+from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.phases.factors import Factors, Value
-from meshc.passes.phases.placed import Pins, PlacedModel
+from meshc.passes.phases.placed_model import Pins, PlacedModel
 from meshc.plan.entries import Pin
 from meshc.plan.plan import contradictions
 

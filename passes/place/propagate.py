@@ -26,17 +26,17 @@ from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.ir.spmd import CHUNK, MICROBATCH, SEQUENTIAL
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import AxisChoices, Directive
-from meshc.passes.phases.chunked import ChunkedHead
+from meshc.passes.phases.chunked_head import ChunkedHead
+from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
-from meshc.passes.phases.names import FactorNames
-from meshc.passes.phases.placed import Pins
+from meshc.passes.phases.placed_model import Pins
 from meshc.passes.place.chunks import ChunkedFactor
 from meshc.passes.place.deferral import Deferred, DeferredReductions
 from meshc.passes.place.interests import Interest, interests
-from meshc.passes.place.rings import Rings
-from meshc.passes.place.spread import backward_map, forward_map, sharding_by_tokens
+from meshc.passes.place.ring_attention import Rings
 from meshc.passes.place.storage import in_names_of, stored_split, with_slots
 from meshc.passes.place.stored_updates import computed_whole, where_stored
+from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
 

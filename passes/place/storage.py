@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 
 from meshc.errors import PlanError
 from meshc.ir.sharding import Part, Sharding, local_size
-from meshc.passes.phases.placed import Slots
+from meshc.passes.phases.placed_model import Slots
 from meshc.plan.entries import STORES
 
 Place: TypeAlias = tuple[int, int]

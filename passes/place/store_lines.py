@@ -18,9 +18,9 @@ from typing import Final
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import role
 from meshc.ir.sharding import tile_sizes
-from meshc.passes.depth.stands_for import captured_lines
-from meshc.passes.phases.names import FactorNames
-from meshc.passes.phases.placed import PlacedModel, Slots
+from meshc.passes.depth.captured_names import captured_lines
+from meshc.passes.phases.factor_names import FactorNames
+from meshc.passes.phases.placed_model import PlacedModel, Slots
 from meshc.passes.place.storage import CLAUSE
 from meshc.plan.entries import StoreLine
 from meshc.plan.plan import contradictions

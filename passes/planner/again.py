@@ -20,7 +20,7 @@ from torch.fx import Node
 from meshc.ir import calls, records
 from meshc.passes.chunks.head import MOST, tall, unsaid
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.space import Made
 from meshc.passes.recompute.policies import BY_BUDGET, layer_of, policy_of
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.factors import Token
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.fold import Folded
 from meshc.passes.planner.space import Axes, Decision, Option, Space
 

@@ -19,7 +19,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.ir import leaves, op_name, records
-from meshc.passes.depth.draws import call_argument, with_call
+from meshc.passes.depth.call_argument import call_argument, with_call
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.planner.space import Key, Made, Space
 

@@ -6,7 +6,7 @@
     h gathered      |--|                          |--|                                      for a phase, while it is read
     gradient                                           |-------------------------------|   until the updates, as they want it
 
-Of layers that were not captured everything stands at the seams of the one that stands for them (`depth/standing.py`): what they save is
+Of layers that were not captured everything stands at the seams of the one that stands for them (`depth/multiplicity.py`): what they save is
 there from behind that layer's forward until before its backward, their gradients from there on, and what dies within a layer is held by one
 layer at a time. From layer to layer what is held grows or shrinks by the same, so that it is most at one end.
 
@@ -29,7 +29,7 @@ import numpy as np
 from meshc.ir import records
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.factors import Value
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.again import Span, apart, gaps, parts
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Copied, Floats, Made, Reading

@@ -21,7 +21,7 @@ from meshc.cost.flops import flops
 from meshc.ir import leaves, op_name, records
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import tile_sizes
-from meshc.passes.partition.turns import TurnPricing
+from meshc.passes.partition.turn_choice import TurnPricing
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.planner.fold import called_with
 from meshc.passes.planner.space import Axes, Floats, Made, Option

@@ -19,7 +19,7 @@ from math import inf, sqrt
 from typing import Final, TypeAlias
 
 from meshc.cost.devices import Device
-from meshc.passes.lower.windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
 from meshc.passes.planner.model import Group, Leg, Model
 from meshc.passes.planner.space import Key
 from meshc.program.bucket import ALONE, BUCKET
@@ -125,8 +125,8 @@ def _send(model: Model, group: Group, pick: Sequence[int], line: _Line) -> None:
 
 
 def _gather(line: _Line) -> None:
-    """A window ahead of where they are read (`lower/windows.py`), within a phase. Windows themselves are not made, since one may be of
-    several layers, of which each is to have its part."""
+    """A window ahead of where they are read (`lower/prefetch_windows.py`), within a phase. Windows themselves are not made, since one may
+    be of several layers, of which each is to have its part."""
     total, small = (sum(one.size * one.count for one in line.stored if one.size < most) for most in (inf, ALONE))
     limit = min(WINDOW, max(LEAST, total // WINDOWS))
     ahead: list[_Message] = []

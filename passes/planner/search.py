@@ -16,8 +16,8 @@ import numpy as np
 from meshc.cost.devices import Device
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import AxisChoices
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import report_progress
+from meshc.passes.phases.compiler_pass import report_progress
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner import fold, overlap

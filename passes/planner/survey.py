@@ -18,15 +18,15 @@ from meshc.ir import is_getitem, leaves, op_name, records, value_of
 from meshc.ir.graph import placeholders
 from meshc.ir.keys import is_a
 from meshc.ir.sharding import Part, Sharding
-from meshc.passes.depth.standing import multiplicity_of
+from meshc.passes.depth.multiplicity import multiplicity_of
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.deferral import deferring, may_defer
-from meshc.passes.place.spread import backward_map, sharding_by_tokens
 from meshc.passes.place.storage import in_names_of
 from meshc.passes.place.stored_updates import computed_whole, where_stored
+from meshc.passes.place.token_shardings import backward_map, sharding_by_tokens
 from meshc.passes.planner.candidates import Possible
 from meshc.passes.planner.space import Axes, Copied, Decision, Form, Key, Landing, Made, Option, Reading, Space
 from meshc.passes.planner.weights import neighbours, stored_alike, twins_of, weigh

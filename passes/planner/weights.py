@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch.fx import Node
 
-from meshc.passes.depth.standing import LayerMultiplicity
+from meshc.passes.depth.multiplicity import LayerMultiplicity
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.factors import Value
 from meshc.passes.planner.space import Key, Made, Reading

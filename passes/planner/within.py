@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from meshc.passes.phases.single import report_progress
+from meshc.passes.phases.compiler_pass import report_progress
 from meshc.passes.planner.ascent import Ascent
 from meshc.passes.planner.least import Least
 from meshc.passes.planner.linear import solved

@@ -19,7 +19,7 @@ from torch.fx import Node
 from meshc.cost.devices import for_mesh
 from meshc.cost.operators import seconds
 from meshc.ir import is_integer
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.recompute.policies import LITTLE
 from meshc.passes.recompute.recomputable import Recomputable, of_lowered
 from meshc.passes.recompute.trade import Trade

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from meshc.cost.devices import for_mesh
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.recompute.policies import BY_BUDGET
 from meshc.passes.recompute.recomputable import of_lowered
 from meshc.passes.recompute.trade import Kept, Trade

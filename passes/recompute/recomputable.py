@@ -13,7 +13,7 @@ from meshc.ir import KEY, calls_of, is_getitem, is_integer, local_bytes, record,
 from meshc.ir.graph import made_of, made_only_of
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.recompute.policies import Policies
 from meshc.plan.remat_lines import RematLine
 from meshc.program.packing import is_view

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from torch.fx import Graph, Node
 
 from meshc.ir import calls_of, has_record, is_getitem, records, value_of
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.recompute.for_little import for_little
 from meshc.passes.recompute.least import least_kept
 from meshc.passes.recompute.recomputable import Recomputable, of_lowered

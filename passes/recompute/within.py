@@ -24,11 +24,11 @@ from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import calls_of, local_bytes, record, spmd
 from meshc.ir.graph import copied, copy_into
+from meshc.passes.lower.early_updates import move_updates_early
 from meshc.passes.lower.schedule_collectives import start_reductions
 from meshc.passes.lower.share_memory import possible_sharing
-from meshc.passes.lower.update_early import move_updates_early
 from meshc.passes.offload.there_and_back import lay_there, roots_of
-from meshc.passes.phases.lowered import LoweredProgram
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute.elsewhere import Elsewhere
 from meshc.passes.recompute.policies import BY_BUDGET

@@ -43,7 +43,7 @@ ROLES: Final[Mapping[str, str]] = {
     "experts": "routed experts, or groups of them: of these a row's choice names one",
     "hidden": "the features that a model's layers hand on: what is embedded, what is normalised",
 }
-"""What a letter may be to a model, by which `place/names.py` finds what a plan calls `heads`, `ffn` or `vocab`."""
+"""What a letter may be to a model, by which `place/name_factors.py` finds what a plan calls `heads`, `ffn` or `vocab`."""
 
 
 def together(count: int) -> Positions:

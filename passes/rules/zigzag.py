@@ -7,7 +7,7 @@
 
 So it is where tiles are padded: nothing outside of the attention knows of the order, what comes in and what goes out lies as it lay.
 Backward exchanges the output, its gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
-Elsewhere operands lie in that order already, and what is made of them does (`place/orders.py`).
+Elsewhere operands lie in that order already, and what is made of them does (`place/zigzag_values.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from functools import cache
 
 from meshc.errors import ScheduleError
-from meshc.passes.schedules.kind import Lists, ScheduleKind
+from meshc.passes.schedules.schedule_kind import Lists, ScheduleKind
 from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
 from meshc.pipelining.timing import Costs
 

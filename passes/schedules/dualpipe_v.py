@@ -14,8 +14,8 @@ pairs of stage and microbatch. Fewer than 2p microbatches leave gaps where the o
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import ScheduleKind
-from meshc.passes.schedules.steps import Step, keep_microbatches, number_microbatches
+from meshc.passes.schedules.numbered_steps import Step, keep_microbatches, number_microbatches
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 

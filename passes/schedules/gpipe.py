@@ -10,7 +10,7 @@ Of the time each rank idles (p - 1) / (m + p - 1), on p ranks with m microbatche
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 

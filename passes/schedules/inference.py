@@ -11,7 +11,7 @@ It idles (p - 1) / (v m + p - 1) of the time, on p ranks with v stages each, for
 from __future__ import annotations
 
 from meshc.passes.schedules import interleaved
-from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 

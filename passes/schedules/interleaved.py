@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 
-from meshc.passes.schedules.kind import ScheduleKind
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 

@@ -10,8 +10,8 @@ It idles as long as GPipe, (p - 1) / (m + p - 1) of the time; rank r holds the a
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import ScheduleKind
-from meshc.passes.schedules.steps import number_microbatches
+from meshc.passes.schedules.numbered_steps import number_microbatches
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 

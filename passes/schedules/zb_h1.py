@@ -11,8 +11,8 @@ Rank r is r gradients of weights behind, so every rank holds p microbatches, as 
 
 from __future__ import annotations
 
-from meshc.passes.schedules.kind import ScheduleKind
-from meshc.passes.schedules.steps import Step, number_microbatches
+from meshc.passes.schedules.numbered_steps import Step, number_microbatches
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs
 

@@ -8,17 +8,17 @@ Three ranks, six microbatches, the second stages in small letters:
 
 With F = I = W each rank idles (p - 1) F seconds for m >= p, and no schedule less, since the last rank waits as long for its first input:
 for m >= 2p - 1 they are the stairs at both ends, and no rank idles between its first and its last action. With fewer microbatches, or
-under other costs, gradients of weights go where they fit best (`fill.py`). Every rank holds no more than 2p pairs of stage and microbatch,
-each half as large as the p of 1F1B's first rank.
+under other costs, gradients of weights go where they fit best (`fill_gaps.py`). Every rank holds no more than 2p pairs of stage and
+microbatch, each half as large as the p of 1F1B's first rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshc.passes.schedules.fill import fastest
-from meshc.passes.schedules.kind import ScheduleKind
-from meshc.passes.schedules.steps import Step, keep_microbatches, number_microbatches
+from meshc.passes.schedules.fill_gaps import fastest
+from meshc.passes.schedules.numbered_steps import Step, keep_microbatches, number_microbatches
+from meshc.passes.schedules.schedule_kind import ScheduleKind
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Costs, equal
 

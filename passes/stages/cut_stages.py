@@ -20,19 +20,20 @@ from torch.fx import Node
 from meshc.cost.predict import costs_of
 from meshc.ir.keys import is_a, name_of
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.outset import begin
+from meshc.passes.phases.compilation_phase import begin
+from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.recompute.in_stages import Places
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
+from meshc.passes.stages.cut_places import CutPlaces
+from meshc.passes.stages.cuts_within_budget import StageBytes, cuts_within, waiting_microbatches
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
-from meshc.passes.stages.forwarded import choose_forwarded
+from meshc.passes.stages.forwarded_values import choose_forwarded
 from meshc.passes.stages.gather_once import gather_once, gathers_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, split_convolution_backwards
+from meshc.passes.stages.operator_prices import Prices
 from meshc.passes.stages.owners import Owners
-from meshc.passes.stages.places import CutPlaces
-from meshc.passes.stages.prices import Prices
-from meshc.passes.stages.shape import PipelineShape, PipelineShapes, possible_shapes, refine_cuts
+from meshc.passes.stages.pipeline_shape import PipelineShape, PipelineShapes, possible_shapes, refine_cuts
 from meshc.passes.stages.stage_assignment import (
     BACKWARD,
     FORWARD,
@@ -44,10 +45,9 @@ from meshc.passes.stages.stage_assignment import (
     sequence_numbers,
     sums_read,
 )
-from meshc.passes.stages.tied import MicrobatchResults, microbatch_results
+from meshc.passes.stages.tied_gradients import MicrobatchResults, microbatch_results
 from meshc.passes.stages.updates import cut_updates, place_updates
 from meshc.passes.stages.whole_sums import reads_sums, refuse_sums_of_other_stages
-from meshc.passes.stages.within_budget import StageBytes, cuts_within, waiting_microbatches
 from meshc.pipelining.check import check
 from meshc.pipelining.cut import Pipeline
 from meshc.program.accumulate import whole_of

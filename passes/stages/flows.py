@@ -5,8 +5,8 @@
     stage 1, B:  g = mlp_backward(.., h, y)    flow:g goes to stage 0
 
 A value goes from the stage that computes it straight to every stage that reads it, however far: residuals, encoder outputs, long skips.
-Values of the call's inputs alone are recomputed where they are read, unless a message is cheaper (`forwarded.py`), or the value is worth
-its memory: then a stage that has computed it forward keeps it for backward.
+Values of the call's inputs alone are recomputed where they are read, unless a message is cheaper (`forwarded_values.py`), or the value is
+worth its memory: then a stage that has computed it forward keeps it for backward.
 """
 
 from __future__ import annotations

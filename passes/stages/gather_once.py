@@ -22,7 +22,7 @@ from meshc.ir.keys import key_of
 from meshc.ir.sharding import local_shape
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.stages.stage_assignment import kinds
 from meshc.program.program import Port, Stage
 

@@ -14,8 +14,8 @@ from torch.fx import Node
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, records
 from meshc.ir.keys import is_a, key_of, name_of
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.stages.shape import PipelineShape
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.stages.pipeline_shape import PipelineShape
 from meshc.passes.stages.updates import ALL
 from meshc.pipelining.cut import Move
 from meshc.program.program import Stage

@@ -7,7 +7,7 @@
 An operator of the forward half belongs to the stage between whose cuts its place in the trace falls; one of the backward half to the stage
 of its forward operator (both have one `seq_nr` from AOTAutograd), but never to a later stage than the gradient that it reads: gradients
 flow towards stage 0. Values of parameters alone (layouts, casts, gathers), and integers, have no half: each stage that reads them computes
-them. So do values of inputs alone, unless a message is cheaper (`forwarded.py`).
+them. So do values of inputs alone, unless a message is cheaper (`forwarded_values.py`).
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from meshc.ir.keys import key_of
 from meshc.optimizer.keeping import kept_update
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import MASTER, SUM
-from meshc.passes.depth.slice import slice_layers
-from meshc.passes.depth.standing import whole_names
-from meshc.passes.phases.traced import Joint, TracedModel
+from meshc.passes.depth.multiplicity import whole_names
+from meshc.passes.depth.slice_layers import slice_layers
+from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace.appender import Appender
 from meshc.passes.trace.bias_updates import bias_updates
 from meshc.passes.trace.gradients import Gradients, group_of

@@ -14,7 +14,7 @@ from meshc.frontend.train_step import METRICS
 from meshc.ir import Record
 from meshc.ir.graph import call, give, placeholders
 from meshc.ir.keys import is_a
-from meshc.passes.phases.traced import Joint, TracedModel
+from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace.drop_unread import drop_unread
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from meshc.ir import Record, Source, record, records
 from meshc.ir.functions import Function
 from meshc.ir.graph import call, give
 from meshc.ir.nodes import is_getitem
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.program import Port
 
 aten, meshc = torch.ops.aten, torch.ops.meshc

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshc.passes.phases.traced import TracedModel
-from meshc.passes.trace import parts
+from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.trace import mean_of_parts
 from meshc.passes.trace.close_loss import close_loss
 from meshc.passes.trace.count_experts import count_experts
 from meshc.passes.trace.joint_graph import joint_graph
@@ -22,7 +22,7 @@ def differentiate(traced: TracedModel) -> TracedModel:
         traced = close_loss(traced)
     if traced.parts is not None:
         joint = traced.operators()
-        parts.number_draws(joint.graph, traced.parts)
-        parts.mark_sums(joint, traced.parts.count)
+        mean_of_parts.number_draws(joint.graph, traced.parts)
+        mean_of_parts.mark_sums(joint, traced.parts.count)
     refuse_other_readers(traced.operators())
     return count_experts(traced) if traced.request.train else traced

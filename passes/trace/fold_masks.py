@@ -22,7 +22,7 @@ from meshc import ir
 from meshc.ir.keys import is_a, name_of
 from meshc.ops import implementations as _operators  # noqa: F401 - registers them
 from meshc.ops.attention_hidden import NEVER
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.known_values import KnownValues
 from meshc.passes.trace.seen_ranges import Ranges, SeenRanges
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from meshc import ir
 from meshc.ops import scan_back as _operators  # noqa: F401 - registers them
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.private import OpOverload
 
 aten, meshc = torch.ops.aten, torch.ops.meshc

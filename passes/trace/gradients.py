@@ -27,9 +27,9 @@ from meshc.ir.keys import key_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import SUM
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.appender import Appender
-from meshc.passes.trace.gradient_hooks import apply_hooks
+from meshc.passes.trace.trace_hooks import apply_hooks
 from meshc.program.program import Port
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from torch.fx.node import Argument, map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.sources import source_of
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.checkpoint_regions import carry_region, tag_region
 from meshc.passes.trace.repeat_writes import CheckpointedRegion, repeat_writes, requires_grad
 

@@ -18,13 +18,13 @@ from meshc.frontend.capture import JointGraph, TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.ir import KEY, Record, is_getitem, leaves, record, records, set_record, update
 from meshc.ir.graph import equal_calls, give, output_of, placeholders
-from meshc.passes.phases.traced import Joint
+from meshc.passes.phases.traced_model import Joint
 from meshc.passes.trace.checkpoint_regions import mark_regions
 from meshc.passes.trace.decompositions import decompositions
-from meshc.passes.trace.dense_only import refuse_sparse
 from meshc.passes.trace.module_outputs import mark_module_outputs
-from meshc.passes.trace.one_dtype import refuse_mixed
-from meshc.passes.trace.settle import settle_sizes, shape_of, shapes_of
+from meshc.passes.trace.refuse_mixed_dtypes import refuse_mixed
+from meshc.passes.trace.refuse_sparse import refuse_sparse
+from meshc.passes.trace.settle_sizes import settle_sizes, shape_of, shapes_of
 from meshc.passes.trace.strides import forget_strides
 from meshc.program.program import Port
 

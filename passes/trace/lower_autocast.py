@@ -38,7 +38,7 @@ from meshc.frontend.traced_gradients import GRADIENT
 from meshc.ir import trees
 from meshc.ir.functions import Keywords, Target
 from meshc.ir.graph import placeholders
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.autocast_calls import WHOLE, AtenCallRecorder, AutocastRefused, Casts, tensors, trace
 from meshc.passes.trace.raise_flex import FLEX
 from meshc.private import FakeTensor, FakeTensorMode

@@ -15,7 +15,7 @@ from meshc.errors import CaptureError
 from meshc.frontend.expert_slots import WEIGHTS, is_slots
 from meshc.ir import op_name, records
 from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - registers meshc::copies_of
-from meshc.passes.phases.traced import Joint
+from meshc.passes.phases.traced_model import Joint
 from meshc.passes.trace.count_experts import LAYOUT, PRODUCTS
 
 aten, meshc = torch.ops.aten, torch.ops.meshc

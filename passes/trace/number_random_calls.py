@@ -4,7 +4,7 @@
     u = torch.rand_like(h)                  becomes   u = rand_like(h, seed_step=seed, call=1)
 
 Part of `raise_ops`. How many numbers a call takes, and what replaces it, is in `meshc/ops/random_calls.py`; what is drawn under a number,
-in docs/randomness.md. One device counts with the reference's own counter (`meshc/frontend/reference.py`).
+in docs/randomness.md. One device counts with the reference's own counter (`meshc/frontend/reference_random.py`).
 """
 
 from __future__ import annotations

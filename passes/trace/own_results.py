@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from meshc.frontend.written_behind import is_changed_later
+from meshc.frontend.in_place_changes import is_changed_later
 
 
 def own_result(call: Node) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from meshc.errors import InputError
 from meshc.ir.sizes import PREFIX
 from meshc.passes.phases.request import Request
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.program import instance
 
 

@@ -28,7 +28,7 @@ from meshc.ops.signatures import bound
 from meshc.ops.strided import as_strided, fill_diagonal
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.chains import READ
 from meshc.passes.trace.number_random_calls import number_random_calls
 from meshc.passes.trace.own_results import own_result

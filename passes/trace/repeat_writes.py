@@ -25,9 +25,9 @@ from torch.fx.node import map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
+from meshc.frontend.in_place_changes import changed_operand, is_changed_later
+from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.sources import source_of
-from meshc.frontend.transforms_within import storage_of
-from meshc.frontend.written_behind import changed_operand, is_changed_later
 from meshc.ir.graph import output_of
 from meshc.ops.signatures import filled
 from meshc.passes.trace.checkpoint_regions import POLICY, REGION

@@ -24,9 +24,9 @@ from torch.fx.node import map_arg
 
 from meshc.errors import CompileError
 from meshc.frontend.capture import TorchGraph
-from meshc.frontend.double import double_by_default, wide_dtype
+from meshc.frontend.double_copy import double_by_default, wide_dtype
+from meshc.frontend.inner_transforms import within_transforms
 from meshc.frontend.sources import source_of
-from meshc.frontend.transforms_within import within_transforms
 from meshc.ir import trees
 from meshc.ops.signatures import bound, placed, signatures
 

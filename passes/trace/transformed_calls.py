@@ -4,7 +4,7 @@
     grad(lambda z: scaled_dot_product_attention(z, z, z).sum())(x)          matmul, softmax, matmul
 
 Part of `raise_ops`. torch decides what `randomness` means, and draws random numbers below all levels, in the full batched shape. There
-the draws are replaced as on one device (`meshc/frontend/reference.py`).
+the draws are replaced as on one device (`meshc/frontend/reference_random.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.fx import Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshc.errors import CompileError
-from meshc.frontend.reference import ReferenceRandom, Tile
+from meshc.frontend.inner_transforms import below_wrappers
+from meshc.frontend.reference_random import ReferenceRandom, Tile
 from meshc.frontend.sources import source_of
-from meshc.frontend.transforms_within import below_wrappers
 from meshc.ir.functions import Function, Target
 from meshc.ops import recurrent
 from meshc.private import OpOverload

@@ -4,8 +4,8 @@
 
 Newton-Schulz products (Muon), roots of second moments (Shampoo), bases of them (SOAP) need whole matrices, and every rank computes the
 same (`whole_chains.py`). Equal chains, as equal layers have them, are grouped, as many as there are ranks, and each rank computes one
-(`hand_round.py`): over all axes of the mesh if there are enough chains, over fewer axes if not, or with idle ranks. The added messages
-and copies are weighed, by the device's cost model, against the arithmetic saved; where they take longer, nothing changes.
+(`distribute_chains.py`): over all axes of the mesh if there are enough chains, over fewer axes if not, or with idle ranks. The added
+messages and copies are weighed, by the device's cost model, against the arithmetic saved; where they take longer, nothing changes.
 Whole matrices are distributed like this in github.com/KellerJordan/Muon, tiles exchanged like this in github.com/microsoft/dion.
 """
 
@@ -23,8 +23,8 @@ from meshc.cost.links import collective_seconds, payload
 from meshc.cost.operators import seconds
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh, role
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.updates.hand_round import ChainGroup, DividedChains
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.updates.distribute_chains import ChainGroup, DividedChains
 from meshc.passes.updates.whole_chains import Chain, chains
 
 

@@ -17,9 +17,9 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.interests import Interest, in_region, interests
-from meshc.passes.place.operators import named_operators
+from meshc.passes.place.operator_names import named_operators
 from meshc.passes.written.alike import factor_of_layers, operator_of_layers
 from meshc.passes.written.weighed import Row, weighed
 from meshc.plan.entries import AxisEntry, Term

@@ -21,9 +21,9 @@ from torch.fx import Node
 
 from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.place.operator_pins import directive_of_pin, token_called
-from meshc.passes.place.operators import named_operators
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.operator_names import named_operators
+from meshc.passes.place.resolve_operator_pins import directive_of_pin, token_called
 from meshc.passes.written.alike import factor_of_layers, operator_of_layers
 from meshc.passes.written.undirected import Undirected
 from meshc.plan.entries import OperatorPin, Split

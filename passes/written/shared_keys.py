@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.interests import interests
-from meshc.passes.place.operators import named_operators
+from meshc.passes.place.operator_names import named_operators
 from meshc.passes.written.patterns import patterns
 from meshc.plan.entries import NOTHING
 from meshc.plan.plan import Plan

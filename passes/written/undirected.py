@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.assign import propagator
 from meshc.passes.place.propagate import Decision, Propagator
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.assign import propagator
 from meshc.passes.place.interests import Interest
 from meshc.passes.place.propagate import Decision, Propagator

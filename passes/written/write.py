@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from meshc.errors import PlanError
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.written.entries import entries

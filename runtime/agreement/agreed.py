@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from meshc import environment
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.gradient_hooks import hooks_in
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.functions import Keywords
@@ -170,7 +170,7 @@ def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key
         found |= _step(asked.step, asked.module, optimizer)
     found |= {"grad mode": str(grad), "autocast": stable(autocast)}
     found["the inputs that take gradients"] = ", ".join(str(i) for i, leaf in enumerate(leaves) if leaf[0] == "tensor" and leaf[-1])
-    return {**found, INPUTS: calling.describe_inputs(args, kwargs)}
+    return {**found, INPUTS: call_keys.describe_inputs(args, kwargs)}
 
 
 def before_running(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, object]) -> dict[str, str]:

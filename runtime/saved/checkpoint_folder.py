@@ -6,7 +6,7 @@
 
 No tensor is whole on any rank, neither when it is written nor when it is read, and another mesh or plan may read it: each rank reads the
 ranges of its own tiles, and checks their hashes. Nothing is unpickled (docs/decisions/saved-state.md). All ranks see one file system.
-Another file format would be a module beside this one, chosen by its caller, `launched.py`.
+Another file format would be a module beside this one, chosen by its caller, `run_saved.py`.
 (State dicts of a program in memory, for torch's own checkpoints: `runtime/state/state_dicts.py`.)
 """
 

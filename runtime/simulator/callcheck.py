@@ -23,12 +23,12 @@ from torch.fx.node import map_aggregate
 
 from meshc.errors import VerifyError
 from meshc.frontend.capture import SEED_STEP, TorchGraph
-from meshc.frontend.double import double_by_default
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.double_copy import double_by_default
+from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ir import trees
 from meshc.ir.graph import placeholders
 from meshc.private import FakeTensor
-from meshc.runtime.simulator.verify import FLOOR, error
+from meshc.runtime.simulator.reference_comparison import FLOOR, error
 
 Value = Callable[..., Any]
 SEED: Final = 7

@@ -21,8 +21,8 @@ from meshc.ir.keys import kind_of
 from meshc.program.parts import Parts
 from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.simulator.callcheck import CallCheck
+from meshc.runtime.simulator.reference_comparison import FLOOR, error
 from meshc.runtime.simulator.simulation import first_microbatch, simulate
-from meshc.runtime.simulator.verify import FLOOR, error
 
 TOLERANCE, LOW_TOLERANCE = 1e-4, 3e-2
 """Correct single-precision programs of any depth stay below the first, those in lower precision below the second, since ranks add up

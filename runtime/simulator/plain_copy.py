@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshc.errors import StateError, listed
-from meshc.frontend.double import WIDER
+from meshc.frontend.double_copy import WIDER
 from meshc.frontend.expert_slots import initial_slots, is_slot_table
 from meshc.ir import trees
 

@@ -10,7 +10,7 @@ import torch
 import meshc
 from meshc.errors import PlanError
 from meshc.frontend.capture import torch_graph
-from meshc.passes.trace import capture
+from meshc.passes.trace import capture_model
 from meshc.plan.plan import Plan
 from meshc.report import summary
 from tests.broad import broad
@@ -90,6 +90,6 @@ def test_lines_about_the_axis_are_of_both_parts() -> None:
 
 def test_nothing_is_traced_to_count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
-    monkeypatch.setattr(capture, "torch_graph", lambda *args, **how: traces.append(args) or torch_graph(*args, **how))
+    monkeypatch.setattr(capture_model, "torch_graph", lambda *args, **how: traces.append(args) or torch_graph(*args, **how))
     compiled("cp=4")
     assert len(traces) == 1

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MambaConfig, StaticCache
 
 import meshc
-from meshc.frontend.filled_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes
+from meshc.frontend.padded_calls import ALONE, BOTH, ENCODER, SEEN, CallSizes
 
 IDS = torch.arange(1, 34).reshape(3, 11)
 MESH = meshc.Mesh("dp=2,tp=2")

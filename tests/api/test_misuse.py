@@ -18,11 +18,11 @@ from torch.nn.utils import rnn
 
 import meshc
 from meshc.errors import CompilerFault
-from meshc.frontend import faults, untraceable
+from meshc.frontend import faults, trace_errors
 from meshc.passes.driver import pipeline
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Pass
-from meshc.passes.phases.traced import TracedModel
+from meshc.passes.phases.compiler_pass import Pass
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.traced_model import TracedModel
 from tests.meaning.checks import one_rank
 
 X = torch.arange(32.0).reshape(4, 8) / 16
@@ -397,7 +397,7 @@ def test_many_of_a_kind_are_one_line() -> None:
 def test_a_detection_model_is_told_to_compile_its_backbone() -> None:
     line = 'File "/site/torchvision/models/detection/transform.py", line 177, in torch_choice'
     trace = f"data-dependent expression TruncToInt(zuf0)\nfrom user code:\n  {line}"
-    said = str(untraceable.explain_error(RuntimeError(trace), plain().forward, (X,), {}))
+    said = str(trace_errors.explain_error(RuntimeError(trace), plain().forward, (X,), {}))
     assert "/detection/transform.py:177 in torch_choice" in said and "meshc.compile(model.backbone, mesh, args=(images,))" in said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import meshc
-from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.compilation_phase import CompilationPhase
 from tests.models import mlp
 
 

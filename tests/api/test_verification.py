@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import meshc
 from meshc.frontend import capture
 from meshc.ir import spmd
-from meshc.passes.trace import capture as first_pass
+from meshc.passes.trace import capture_model as first_pass
 from meshc.program.program import PlainProgram as Compiled
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import ModelSnapshot
 from meshc.runtime.simulator.sensitivity import RUNS, RoundingPerturbation
 from meshc.runtime.simulator.simulation import simulate

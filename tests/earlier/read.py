@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshc.passes import rules
-from meshc.runtime.saved.launched import RunRequest, run_saved
+from meshc.runtime.saved.run_saved import RunRequest, run_saved
 from meshc.runtime.saved_state import load_model
 from tests.earlier.write import batches, compiled, decoder
 

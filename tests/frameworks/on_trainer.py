@@ -32,7 +32,7 @@ from transformers.optimization import Adafactor
 from transformers.trainer_pt_utils import LabelSmoother
 
 import meshc
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from tests.frameworks.rows import Rows, refuses, shared_folder
 from tests.frameworks.trainer_heads import every
 from tests.processes.session import run_checks

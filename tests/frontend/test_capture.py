@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshc.errors import CaptureError
-from meshc.frontend.calling import call_module
+from meshc.frontend.call_keys import call_module
 from meshc.frontend.capture import joint_graph, torch_graph
 
 

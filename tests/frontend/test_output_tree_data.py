@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from meshc.frontend import output_tree_data, stock
+from meshc.frontend import output_tree_data, stock_models
 from meshc.frontend.output_tree import OutputTree
 from meshc.ir import trees
 from tests.cache_name import CACHE
@@ -20,7 +20,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 def stock_output() -> CausalLMOutputWithPast:
-    stock.learn_caches()
+    stock_models.learn_caches()
     cache = DynamicCache()
     cache.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), 0)
     return CausalLMOutputWithPast(loss=torch.ones(()), **{CACHE: cache})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshc
 from meshc.errors import StateError
 from meshc.frontend import recorded_values
-from meshc.frontend.own_init import initialise
+from meshc.frontend.model_init import initialise
 from meshc.frontend.recorded_init import Recording
 from meshc.frontend.recorded_values import Geometry, contiguous, ranges_of
 from meshc.ops.random import FIRST_VALUES

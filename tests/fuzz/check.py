@@ -14,8 +14,8 @@ from torch import nn
 
 from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
-from meshc.frontend import calling
-from meshc.frontend.double import double_by_default
+from meshc.frontend import call_keys
+from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
@@ -25,9 +25,9 @@ from meshc.passes import rules
 from meshc.passes.driver import compile
 from meshc.passes.driver.finish import finish
 from meshc.passes.phases.request import Request
-from meshc.passes.place.rings import PASSING
+from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table
 from tests.fuzz.case import PLAIN, Case, How
@@ -71,7 +71,7 @@ class Captured:
         inputs = sketch.inputs()
         grad = any(value.requires_grad for value in (*model.parameters(), *inputs.values()))
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9) if train else None
-        traced = TracedFunction(model, calling.call_module, model.forward)
+        traced = TracedFunction(model, call_keys.call_module, model.forward)
         if self.optimizer is not None:
             traced = traced_step(TrainStep(model, optimizer=self.optimizer))
         self.request = Request(

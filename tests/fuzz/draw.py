@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshc.errors import MeshcError
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from tests.fuzz.sketch import Leaf, Sketch, Step, run_step
 
 LARGEST = 4096

@@ -10,7 +10,7 @@ from math import prod
 from meshc.ir import records
 from meshc.ir.keys import kind_of, name_of
 from meshc.ir.mesh import Mesh
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from tests.fuzz.case import How
 from tests.fuzz.draw import steady
 from tests.fuzz.sketch import Sketch

@@ -6,9 +6,9 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
 
-from meshc.frontend.calling import describe_inputs
+from meshc.frontend.call_keys import describe_inputs
 from meshc.frontend.flex import masks_as_inputs
-from meshc.frontend.stock import learn_caches
+from meshc.frontend.stock_models import learn_caches
 from meshc.ir import trees
 
 

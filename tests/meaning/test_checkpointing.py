@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import meshc
 from meshc.errors import MeshcError
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ir import calls, op_name, records
 from tests.broad import broad
 from tests.meaning.checks import MESHES, calls_alike, module_means_itself, step_means_itself

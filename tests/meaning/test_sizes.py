@@ -15,7 +15,7 @@ from meshc.cost.padding import padding
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.simulation import simulate
 from tests.broad import broad
 from tests.captured import Captured

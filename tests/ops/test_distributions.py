@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.errors import CompileError
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import seed_step

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshc.ops.grouped import NAMED, functional_grouped_mm, grouped_mm, grouped_outer, torch_grouped_mm
 from meshc.ops.routed import routed_mm, routed_outer
-from meshc.runtime.simulator.widened import WidenedOperators
+from meshc.runtime.simulator.float64_comparison import WidenedOperators
 
 GENERATOR = torch.Generator().manual_seed(0)
 ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)

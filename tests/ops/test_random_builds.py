@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshc.errors import MeshcError
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ops import philox, random
 from tests.ops.drawn import FLOATS, ops, seeded
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshc.passes import schedules
-from meshc.runtime.simulator.verify import Report
+from meshc.runtime.simulator.reference_comparison import Report
 from tests.captured import Captured
 from tests.zoo.run import case
 

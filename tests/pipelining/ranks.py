@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshc
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.train_step import traced_step
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from meshc.runtime.simulator.plain_copy import plain_copy, widen, widen_inputs
-from meshc.runtime.simulator.verify import Reference, Report
+from meshc.runtime.simulator.reference_comparison import Reference, Report
 from tests.pipelining.cells import MICROBATCHES, STEPS, adamw
 from tests.processes.session import device_mesh
 from tests.zoo.run import case
@@ -39,7 +39,7 @@ def check(family: str, schedule: str, mesh: Any) -> Report:
     program = meshc.compile(step, mesh, options=meshc.Options(schedule=schedule, seed=0))
     _in_float64_throughout(program)
     traced = traced_step(step)
-    args, kwargs = calling.canonical_call(traced.signature, (), widen_inputs(inputs, True))
+    args, kwargs = call_keys.canonical_call(traced.signature, (), widen_inputs(inputs, True))
     reference = Reference(twin, traced.function, args, kwargs, 0, True)
     optimizer = adamw(twin.parameters())
     report = Report(verification.TOLERANCE[torch.float64])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
 from meshc.passes import schedules
-from meshc.passes.schedules import build, fill, get, names
-from meshc.passes.schedules.steps import keep_microbatches
+from meshc.passes.schedules import build, fill_gaps, get, names
+from meshc.passes.schedules.numbered_steps import keep_microbatches
 from meshc.pipelining import draw
 from meshc.pipelining.activations import peaks
 from meshc.pipelining.check import check
@@ -207,7 +207,7 @@ def drawn_zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
 def test_the_drawing_of_filling() -> None:
     drawn, filled = (simulate(connect(lists, chain(4)), equal(4)) for lists in (drawn_zb_v(2, 2), build("zb_v", 2, 2).actions))
     for timeline in (drawn, filled):
-        assert "".join(f"    {line}\n" for line in draw.text(timeline).splitlines()) in str(fill.__doc__)
+        assert "".join(f"    {line}\n" for line in draw.text(timeline).splitlines()) in str(fill_gaps.__doc__)
     assert (drawn.makespan_s, filled.makespan_s) == (14, 13)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshc.passes import rules
-from meshc.runtime.saved.launched import RunRequest, run_saved
+from meshc.runtime.saved.run_saved import RunRequest, run_saved
 
 CALLS = 2
 """Of a part."""

@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 import meshc
-from meshc.passes.trace import capture
+from meshc.passes.trace import capture_model
 from meshc.runtime.agreement import handed
 from meshc.runtime.failure.watch import SILENT_END_S
 from meshc.runtime.run import backwards, session
@@ -70,7 +70,7 @@ def do(deed: str) -> None:
 
 
 PLACES: Final[dict[str, tuple[Any, str, int]]] = {
-    "compile": (capture, "torch_graph", 1),
+    "compile": (capture_model, "torch_graph", 1),
     "load": (adoption, "compare_ranks", 1),
     "first call": (session.Session, "compare_inputs", 1),
     "step": (session.Session, "work", 3),

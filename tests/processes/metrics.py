@@ -17,8 +17,8 @@ from torch import Tensor
 import meshc
 from meshc import artifact
 from meshc.runtime.failure.failed_rank import world_board
-from meshc.runtime.saved.launched import _OutputWriter
-from meshc.runtime.saved.loaded import LoadedProgram
+from meshc.runtime.saved.loaded_program import LoadedProgram
+from meshc.runtime.saved.run_saved import _OutputWriter
 from tests.models import mlp
 from tests.processes.local_inputs import part
 from tests.processes.session import device_mesh, run_checks

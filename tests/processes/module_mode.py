@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshc
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from tests.cache_name import CACHE
 from tests.models import llama, mlp, nanogpt, vit
 from tests.processes.reference import SEED, close, furthest

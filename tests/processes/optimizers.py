@@ -20,7 +20,7 @@ import meshc
 from meshc import artifact
 from meshc.cost.memory import worst
 from meshc.runtime.failure.failed_rank import world_board
-from meshc.runtime.saved.loaded import LoadedProgram
+from meshc.runtime.saved.loaded_program import LoadedProgram
 from tests.models import mlp
 from tests.optimizer.others import Orthogonal
 from tests.processes.live_bytes import LiveBytes

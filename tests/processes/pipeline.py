@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc import artifact
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from tests.cache_name import CACHE
 from tests.models import Case, NanoGPT, gpt2, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train

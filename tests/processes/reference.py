@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshc.frontend.reference import ReferenceRandom
-from meshc.runtime.simulator.verify import error
+from meshc.frontend.reference_random import ReferenceRandom
+from meshc.runtime.simulator.reference_comparison import error
 
 Build = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SEED = 11

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import meshc
-from meshc.runtime.saved.launched import RunRequest, run_saved
+from meshc.runtime.saved.run_saved import RunRequest, run_saved
 from tests.broad import broad
 from tests.processes.at_work import CALLS
 from tests.runtime.launch import launch

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshc
-from meshc.runtime.simulator import verify
+from meshc.runtime.simulator import reference_comparison
 from meshc.runtime.simulator.simulation import simulate
 from tests.models import mlp
 from tests.processes.reference import SEED, adamw
@@ -68,7 +68,7 @@ def wrong_program(mesh: Any) -> None:
     before = program(**case.kwargs)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(verify, "simulate", twice_the_output)
+            patch.setattr(reference_comparison, "simulate", twice_the_output)
         with pytest.raises(meshc.VerifyError, match="does not mean what the model means") as raised:
             meshc.verify(program)
     assert "output" in same_everywhere(str(raised.value))

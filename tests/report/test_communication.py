@@ -22,7 +22,7 @@ from meshc.ir import local_bytes, record, spmd
 from meshc.optimizer.optimizer import OptimizerSpec, describe
 from meshc.program.program import PlainProgram
 from meshc.report import summary
-from meshc.runtime.simulator import verify as verification
+from meshc.runtime.simulator import reference_comparison as verification
 from tests import models
 from tests.broad import broad
 from tests.captured import Captured

@@ -18,7 +18,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.optimizer.optimizer import FIRST, describe
 from meshc.program.program import Port
-from meshc.runtime.saved.initial import init_weights
+from meshc.runtime.saved.initial_values import init_weights
 from meshc.runtime.state.store import Store
 from tests.runtime.store_model import (
     COPIES,

@@ -16,7 +16,7 @@ import meshc
 from meshc import artifact
 from meshc.__main__ import main
 from meshc.errors import ArtifactError
-from meshc.runtime.saved.launched import RunRequest, run_command, run_saved
+from meshc.runtime.saved.run_saved import RunRequest, run_command, run_saved
 from meshc.text import libraries, show
 from meshc.text.allowed import resolve
 from tests.rules.own import FOLDER, imported

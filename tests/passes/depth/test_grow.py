@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
-from meshc.passes.phases.depth import Stretch
+from meshc.passes.phases.captured_depth import Stretch
 from tests.broad import broad
 from tests.passes.depth.stacks import WIDTH, WORDS, Layer, Stack, compiled
 from tests.passes.depth.texts import text_of

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshc.passes.depth.shown import comparable_value
+from meshc.passes.depth.comparable_values import comparable_value
 from meshc.passes.depth.unequal import Unequal
 from tests.passes.depth.stacks import WIDTH, Layer, Stack, compiled
-from tests.passes.depth.test_prove import stretches
+from tests.passes.depth.test_prove_depth import stretches
 from tests.passes.depth.texts import text_of
 
 COUNTED, ODD = 12, 6

@@ -9,9 +9,9 @@ import torch
 
 import meshc
 from meshc.passes.driver import begun, compile
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from tests.passes.driver.test_would_do import Words, cross_entropy, refusal, step
 
 

@@ -18,9 +18,9 @@ from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver import choose, compile, judge, pipeline
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.run import run
-from meshc.passes.phases.lowered import LoweredProgram
-from meshc.passes.phases.placed import PlacedModel
-from meshc.passes.phases.single import Hook
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.played import played_seconds
 from meshc.passes.planner.search import Found, Search
 from meshc.passes.planner.solve import Allowance

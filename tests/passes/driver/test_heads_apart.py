@@ -11,7 +11,7 @@ from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver.heads_apart import with_heads_apart
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.by_group import parts_between
 from meshc.plan.by_node import with_axes_apart
 from meshc.plan.plan import Plan

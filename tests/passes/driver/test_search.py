@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshc
-from meshc.passes.phases.outset import CompilationPhase
+from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.pipelining.tried import Tried
 from tests.models import nanogpt
 

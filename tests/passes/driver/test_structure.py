@@ -17,7 +17,7 @@ from meshc import ir
 from meshc.errors import CompilerFault
 from meshc.ir import spmd
 from meshc.passes.driver import pipeline, structure
-from meshc.passes.phases.single import Pass
+from meshc.passes.phases.compiler_pass import Pass
 
 X = torch.randn(4, 8)
 

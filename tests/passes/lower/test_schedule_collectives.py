@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import meshc
-from meshc.passes.lower import windows
+from meshc.passes.lower import prefetch_windows
 from meshc.report import summary
 from tests import models
 from tests.broad import broad
@@ -92,8 +92,8 @@ return {
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a third of what a stage gathers, however little that is."""
-    monkeypatch.setattr(windows, "LEAST", 0)
-    monkeypatch.setattr(windows, "WINDOWS", 3)
+    monkeypatch.setattr(prefetch_windows, "LEAST", 0)
+    monkeypatch.setattr(prefetch_windows, "WINDOWS", 3)
 
 
 def untyped(text: str, *words: str) -> str:

@@ -13,7 +13,7 @@ from meshc.ir import record, spmd, trees
 from meshc.passes.driver.compile import specialised
 from meshc.passes.lower.specialise import specialise
 from meshc.program.program import PlainProgram
-from meshc.runtime.simulator import verify
+from meshc.runtime.simulator import reference_comparison
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
 from meshc.text.show import hash_program, print_stage
@@ -78,8 +78,8 @@ def compare(
 ) -> PlainProgram:
     """Gradients for backward from `outputs`, with seeded cotangents: those that torch gives, and no others."""
     made = specialised(program.compiled, program.lowered, outputs)
-    reference = verify.Reference(model, lambda module, **inputs: module(**inputs), (), kwargs)
-    values = verify.input_values(made, reference, 0)
+    reference = reference_comparison.Reference(model, lambda module, **inputs: module(**inputs), (), kwargs)
+    values = reference_comparison.input_values(made, reference, 0)
     generator = torch.Generator().manual_seed(3)
     ports = {name: made.port(f"tangent:{name}") for name in outputs}
     tangents = {name: torch.randn(port.shape, generator=generator, dtype=port.dtype) for name, port in ports.items()}

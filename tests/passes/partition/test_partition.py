@@ -22,8 +22,8 @@ from meshc.ir.sharding import Sharding, tile_sizes
 from meshc.passes.partition import partition
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import Directive
+from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.phases.names import FactorNames
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.propagate import Propagator
 from meshc.plan.plan import Plan

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.train_step import TracedFunction
 from meshc.ir.graph import placeholders
 from meshc.ir.mesh import Mesh
 from meshc.passes.driver import compile
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from tests.broad import broad
 from tests.zoo.experts import FAMILIES
@@ -29,9 +29,9 @@ def block(family: str) -> PlacedModel:
     model = FAMILIES[family].case(family).model.eval()
     path = next(path for path, _ in model.named_modules() if path.endswith(".experts"))
     layer = model.get_submodule(path.rpartition(".")[0])
-    traced = TracedFunction(layer, calling.call_module, layer.forward)
+    traced = TracedFunction(layer, call_keys.call_module, layer.forward)
     x = torch.randn(2, 6, 32, dtype=next(layer.parameters()).dtype)
-    args, kwargs = calling.canonical_call(traced.signature, (x,), {})
+    args, kwargs = call_keys.canonical_call(traced.signature, (x,), {})
     with torch.no_grad():
         return compile.place(
             Request(

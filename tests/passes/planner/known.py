@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from meshc.frontend import calling
+from meshc.frontend import call_keys
 from meshc.frontend.train_step import TrainStep, traced_step
 from meshc.ir import op_name
 from meshc.ir.mesh import Mesh
@@ -16,7 +16,7 @@ from meshc.optimizer.optimizer import describe
 from meshc.passes.driver import compile, pipeline
 from meshc.passes.driver.run import run
 from meshc.passes.phases.choices import AxisChoices
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 
 
@@ -43,7 +43,7 @@ def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss
     """A step of a model with AdamW, all of its layers captured, up to where the planner stands."""
     optimizer = torch.optim.AdamW(model.parameters())
     traced = traced_step(TrainStep(model, optimizer=optimizer, loss=loss))
-    args, kwargs = calling.canonical_call(traced.signature, (), kwargs)
+    args, kwargs = call_keys.canonical_call(traced.signature, (), kwargs)
     request = Request(
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
         grad=True, train=True, optimizer=describe(optimizer), depth="whole",

@@ -14,12 +14,12 @@ from meshc.cost.devices import device
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
-from meshc.passes.depth.standing import whole_names
-from meshc.passes.depth.stands_for import captured_name, captured_patterns
+from meshc.passes.depth.captured_names import captured_name, captured_patterns
+from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.driver import compile as driver
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.run import run
-from meshc.passes.phases.depth import Depth, Stretch
+from meshc.passes.phases.captured_depth import Depth, Stretch
 from meshc.passes.planner.search import Search
 from tests import models
 from tests.broad import broad

@@ -18,7 +18,7 @@ from meshc.errors import CompilerFault
 from meshc.frontend.capture import SEED_STEP, TorchGraph
 from meshc.frontend.grouped_calls import _of_functional, _of_torch
 from meshc.frontend.output_tree import OutputTree
-from meshc.frontend.reference import ReferenceRandom
+from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ops import ctc, drawing
 from meshc.ops.random import seed_step
 from meshc.ops.random_calls import QUIET, RAISED

@@ -19,7 +19,7 @@ from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.finish import finish
 from meshc.passes.driver.run import run, run_all
 from meshc.passes.phases.assignment import Assignment
-from meshc.passes.phases.placed import PlacedModel
+from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.assign import assign
 from meshc.passes.planner.chosen import choices
 from meshc.passes.planner.fold import fold

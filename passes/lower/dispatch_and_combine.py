@@ -1,0 +1,215 @@
+"""Dispatch and combine: tokens travel only to the ranks whose experts they chose, and back.
+
+    x = all_gather(tokens, ["ep"], 0);  rows = to_groups(x, own)
+    y = from_groups(rows, own);         out = reduce_scatter(y, ["ep"], 0, "sum")
+  becomes
+    x = gather_rows(tokens, ["ep"], choice, 2, 0.79);  rows = in_slots(x, own)
+    y = over_slots(rows, own);                         out = scatter_rows(y, ["ep"], choice, 2, 0.79)
+
+A group of experts reads the rows of tokens that chose one of its experts, and returns nothing for others; all ranks know all choices, which
+the experts need in any case. Where most tokens go to a group, or messages are small, all rows are sent instead: an all-gather and a
+reduce-scatter, without sizes that the host must wait for. So it is in a CUDA graph. Where the axes lead between nodes and inside them, rows
+may travel in two hops (`dispatch_hops.py`), as `Options(expert_dispatch=)` or the cost model decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.cost.devices import for_mesh
+from meshc.cost.links import across_and_inside, collective_seconds
+from meshc.errors import PlanError
+from meshc.ir import is_getitem, local_bytes, record, spmd
+from meshc.ir.functions import Function
+from meshc.ir.graph import call
+from meshc.ir.nodes import Record
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.lower.dispatch_hops import Choices, DispatchHops, leading_parts
+from meshc.passes.lower.dispatch_weights import (
+    RoutingWeights,
+    concatenate_weights,
+    split_weights,
+    weights_for_combine,
+    weights_for_dispatch,
+)
+from meshc.passes.phases.lowered_program import LoweredProgram
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+
+HANDED: Final[Mapping[object, Function]] = {
+    meshc.to_groups.default: meshc.in_slots.default,
+    meshc.to_places.default: meshc.in_places.default,
+}
+"""Operators that pass tokens to groups of experts, each with its form for tokens that are already grouped."""
+BROUGHT: Final[Mapping[object, Function]] = {
+    meshc.from_groups.default: meshc.over_slots.default,
+    meshc.from_places.default: meshc.over_places.default,
+}
+"""Operators that add up results over groups of experts, each with its form for one group by itself."""
+CHOICES: Final = (meshc.group_choices.default, meshc.bounded_choices.default)
+
+
+def dispatch_and_combine(lowered: LoweredProgram) -> LoweredProgram:
+    """Replaces all-gathers and reduce-scatters of all tokens by dispatch and combine, where that is predicted to be faster."""
+    for stage in lowered.stages.values():
+        found = [node for node in stage.graph.nodes if node.target in HANDED or node.target in BROUGHT]
+        for node in found:
+            (_rewrite_dispatch if node.target in HANDED else _rewrite_combine)(lowered, stage.graph, node)
+        if found:
+            stage.graph.eliminate_dead_code()
+            _refuse_flat_dispatch(lowered, stage.graph, found[0])
+    return lowered
+
+
+def _refuse_flat_dispatch(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
+    """Raises PlanError if the user asked for hierarchical dispatch and no rows are dispatched."""
+    if lowered.request.expert_dispatch != "hierarchical" or any(one.target in spmd.OF_ROWS for one in graph.nodes):
+        return
+    raise PlanError(
+        f'Options(expert_dispatch="hierarchical"): tokens of {record(node).source.module} do not lie along the axes that split its '
+        "experts, evenly and behind no other, so that all rows travel\n  what to do: leave the option out; or give a batch that these axes "
+        "divide, and a mesh in which they stand behind the others that split it"
+    )
+
+
+def _choices(lowered: LoweredProgram, said: Node) -> Choices | None:
+    """The expert choices behind `said`, the local choices of a rank's one group; None if they are not in this graph."""
+    made, sharding = said.args[0] if is_getitem(said) else None, record(said).sharding
+    if not isinstance(made, Node) or made.target not in CHOICES or sharding is None:
+        return None
+    choice, groups, each = made.args[:3]
+    axes = tuple(axis for part in sharding.dims[0] for axis in part.axes)
+    if groups != 1 or not axes or not isinstance(choice, Node) or not isinstance(each, int):
+        return None
+    return Choices(choice, axes, each, each * prod(lowered.sizes[axis] for axis in axes))
+
+
+def _rewrite_dispatch(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
+    x, said, *rest = node.args
+    assert isinstance(x, Node) and isinstance(said, Node)
+    found, gather = _choices(lowered, said), _before_reshapes(x)
+    if found is None or gather.target is not spmd.all_gather or gather.args[1:] != ([*found.axes], 0):
+        return
+    local, made, lies = gather.args[0], record(node), record(x).sharding
+    assert isinstance(local, Node) and made.sharding is not None and lies is not None
+    *several, width = record(x).shape
+    tokens, of_group = prod(several), made.sharding.dims[0]
+    if tokens != prod(record(found.choice).shape[:-1]):  # weights, of which each choice has one
+        return
+    beside = weights_for_dispatch(said, gather, node)
+    with graph.inserting_before(node):
+        flat_lies = Sharding((leading_parts(lies), lies.dims[-1]))
+        there = [tokens * found.each // found.experts, width]
+        flat = _flat(graph, local, there, replace(record(gather), sharding=_split_rows(flat_lies, found.axes)))
+        like = replace(record(gather), sharding=Sharding((of_group, leading_parts(lies), lies.dims[-1])))
+        sent = _cheapest_exchange(
+            lowered, gather, DispatchHops(graph, lowered.sizes, found), flat, replace(like, shape=(1, tokens, width)), beside
+        )
+        if sent is None:
+            return
+        whole = _flat(graph, sent, [1, *several, width], replace(like, sharding=Sharding((of_group, *lies.dims))))
+        node.replace_all_uses_with(call(graph, made, HANDED[node.target], whole, said, *rest))
+
+
+def _rewrite_combine(lowered: LoweredProgram, graph: Graph, node: Node) -> None:
+    rows, said, *rest = node.args
+    assert isinstance(rows, Node) and isinstance(said, Node)
+    found, scatter = _choices(lowered, said), _only_reader(node)
+    if found is None or scatter.target is not spmd.reduce_scatter or scatter.args[1:] != ([*found.axes], 0, "sum"):
+        return
+    made, of_group = record(node), record(rows).sharding
+    assert of_group is not None and made.sharding is not None
+    *several, width = made.shape
+    tokens, lies = prod(several), made.sharding
+    if tokens != prod(record(found.choice).shape[:-1]):
+        return
+    beside = weights_for_combine(said, scatter)
+    owed = tuple(one for one in lies.partial if one[0] not in found.axes)
+    with graph.inserting_before(scatter):
+        by_group = Sharding((of_group.dims[0], *lies.dims), owed)
+        summed = call(graph, replace(made, shape=(1, *several, width), sharding=by_group), BROUGHT[node.target], rows, said, *rest)
+        by_row = Sharding((of_group.dims[0], leading_parts(lies), lies.dims[-1]), owed)
+        flat = _flat(graph, summed, [1, tokens, width], replace(made, sharding=by_row))
+        split = _split_rows(Sharding((leading_parts(lies), lies.dims[-1]), owed), found.axes)
+        there = replace(record(scatter), shape=(tokens * found.each // found.experts, width), sharding=split)
+        sent = _cheapest_exchange(lowered, scatter, DispatchHops(graph, lowered.sizes, found), flat, there, beside)
+        if sent is not None:
+            scatter.replace_all_uses_with(_flat(graph, sent, record(scatter).shape, record(scatter)))
+
+
+def _cheapest_exchange(
+    lowered: LoweredProgram, whole: Node, hops: DispatchHops, rows: Node, made: Record, beside: RoutingWeights | None
+) -> Node | None:
+    """Emits the fastest exchange of `rows`, with the weights `beside` them, in place of the collective `whole` over all rows; None if
+    `whole` is predicted to be faster."""
+    device, asked = for_mesh(lowered.mesh), lowered.request.expert_dispatch
+    parts = None if asked == "flat" else across_and_inside(lowered.mesh, hops.found.axes, device)
+    gathers = whole.target is spmd.all_gather
+    both, brought = rows, made
+    if beside is not None:
+        both = concatenate_weights(hops.graph, rows, beside)
+        brought = replace(made, shape=(*made.shape[:-1], record(both).shape[-1]), sharding=None)
+    ways: list[Sequence[Node]] = []
+    if parts is not None:
+        ways.append((hops.dispatch_by_node if gathers else hops.combine_by_node)(both, brought, parts))
+    if parts is None or asked != "hierarchical":
+        ways.append((hops.dispatch if gathers else hops.combine)(both, brought))
+    taken = [sum(_seconds(lowered, node) for node in way if node.target in spmd.OF_ROWS) for way in ways]
+    least = min(taken)
+    forced = parts is not None and asked == "hierarchical"
+    if not forced and least >= collective_seconds(whole, lowered.mesh, device):
+        return None
+    sent = ways[taken.index(least)][-1]
+    return sent if beside is None else split_weights(hops.graph, sent, made, beside)
+
+
+def _before_reshapes(x: Node) -> Node:
+    """The value below reshapes that keep its rows."""
+    while x.target is aten.reshape.default and isinstance(x.args[0], Node) and _rows_stay(x.args[0], x):
+        x = x.args[0]
+    return x
+
+
+def _only_reader(x: Node) -> Node:
+    """The only reader of a value, behind reshapes that keep its rows; the first reshape with several readers, if there is one."""
+    while len(x.users) == 1:
+        (reader,) = x.users
+        if reader.target is not aten.reshape.default or not _rows_stay(x, reader):
+            return reader
+        x = reader
+    return x
+
+
+def _rows_stay(one: Node, other: Node) -> bool:
+    """Whether both have the same last dim, so that tiles along dim 0 of one are tiles along dim 0 of the other."""
+    return record(one).shape[-1:] == record(other).shape[-1:]
+
+
+def _split_rows(sharding: Sharding | None, axes: tuple[str, ...]) -> Sharding | None:
+    """The sharding with the outermost factor of dim 0 split by these axes too."""
+    if sharding is None or not sharding.dims[0]:
+        return None
+    part: Part = sharding.dims[0][0]
+    return replace(sharding.with_axes(0, 0, (*part.axes, *axes)), zero=frozenset())
+
+
+def _flat(graph: Graph, x: Node, shape: Sequence[int], like: Record) -> Node:
+    if tuple(record(x).shape) == tuple(shape):
+        return x
+    return call(graph, replace(like, shape=tuple(shape)), aten.reshape.default, x, list(shape))
+
+
+def _seconds(lowered: LoweredProgram, rows: Node) -> float:
+    """Seconds of an exchange of rows: the collective, and the memory traffic of picking rows out and putting them in place."""
+    device = for_mesh(lowered.mesh)
+    share = rows.args[4]
+    assert isinstance(share, float)
+    picked = 4 * share * local_bytes(record(rows if rows.target is spmd.gather_rows else rows.all_input_nodes[0])) / device.bytes_per_s
+    return collective_seconds(rows, lowered.mesh, device) + picked

@@ -1,0 +1,198 @@
+"""Places for early updates: as soon as the gradients are reduced and the old parameters have been read for the last time.
+
+    g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w2, w1, w0], ...)
+  becomes
+    g2 = mm(..)  r2 = all_reduce(g2)  g1 = mm(..)  r1 = all_reduce(g1)  adam_many_([w2], [r2], ...)
+    g0 = mm(..)  r0 = all_reduce(g0)  adam_many_([w1], [r1], ...)  adam_many_([w0], [r0], ...)
+
+So not all gradients are in memory at once, but those of two buckets. A reduction's result is read when the next one along its axes starts:
+by then it has arrived. Where gradients are clipped, updates stand behind the norm, which reads all of them. Nodes that widen, scale or
+slice operands for an update move with it, and so do the squares of its gradient for a norm that is only reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.ir import has_record, is_getitem, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir.graph import made_of, read_by
+from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
+from meshc.ops.optim import MANY, WRITTEN
+from meshc.passes.lower.low_precision_state import WIDENS
+from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
+from meshc.program import flying
+from meshc.program.packing import is_view, may_view
+
+REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
+
+FUSED: Final = frozenset(MANY.values())
+
+NORM: Final = (torch.ops.meshc.square_sum.default,)
+"""Operators that read a gradient for the gradient norm."""
+
+PARTS: Final = 2 * WINDOWS
+"""Groups of updates in a stage, at most about: a bucket may be a little smaller than an eighth of all gradients."""
+
+
+def move_updates_early(graph: Graph) -> None:
+    """Moves each update of a graph, before fusion, to its earliest place. In place."""
+    places = UpdatePlaces(graph)
+    for part in list(places.parts([node for node in places.nodes if node.target in MANY])):
+        places.bring(part)
+
+
+def updates_amid_backward(graph: Graph) -> set[Node]:
+    """Fused updates behind which backward goes on, and the last of the reductions that each reads."""
+    found: set[Node] = set()
+    order, goes_on = {node: index for index, node in enumerate(graph.nodes)}, False
+    for node in reversed(graph.nodes):
+        if node.target in FUSED and goes_on and not runs_on_host(node):
+            gradients = made_of(node.all_input_nodes, through=lambda operand: is_view(operand) or _moves(operand))
+            reductions = [gradient for gradient in gradients if gradient.target in REDUCTIONS]
+            found |= {node, *sorted(reductions, key=order.__getitem__)[-1:]}
+        goes_on |= node.op == "call_function" and not is_view(node) and not spmd.is_collective(node.target) and _of_backward(node)
+    return found
+
+
+def _of_backward(node: Node) -> bool:
+    return bool(records(node)) and records(node)[0].phase == "backward"
+
+
+class UpdatePlaces:
+    """Earliest places of the updates of a stage in which they are not fused yet."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.index = {node: index for index, node in enumerate(self.nodes)}
+        self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
+        self.until = flying.waits(graph.nodes)
+        self.reductions = [node for node in self.nodes if node.target in REDUCTIONS]
+        self.behind = list(self.nodes)
+        """By position of each node, the last node that was moved right behind it, or the node itself."""
+        self._ready: dict[Node, int] = {}
+        self._moving: dict[Node, bool] = {}
+
+    def parts(self, members: Sequence[Node], limit: int | None = None) -> Iterator[list[Node]]:
+        """Groups of members that are updated together, in the graph's order. `limit`: bytes of gradients from which a group is full;
+        members with the same earliest place are in one group."""
+        at = {member: self.position_of(member) for member in members}
+        sizes = {member: local_bytes(record(_gradient(member))) for member in members}
+        enough = min(WINDOW, max(LEAST, sum(sizes.values()) // PARTS)) if limit is None else limit
+        part: list[Node] = []
+        for member in sorted(members, key=at.__getitem__):
+            if part and at[member] > at[part[-1]] and sum(sizes[one] for one in part) >= enough:
+                yield sorted(part, key=self.index.__getitem__)
+                part = []
+            part.append(member)
+        if part:
+            yield sorted(part, key=self.index.__getitem__)
+
+    def position_of(self, member: Node) -> int:
+        """The position behind which a member may be placed."""
+        own = {*self._own(member), *read_by([member])}
+        return max(self._ready_position(member), *(self._last_read_position(root, own) for root in _written_memory(member)))
+
+    def bring(self, members: Sequence[Node]) -> None:
+        """Moves members, with the nodes computed for them, behind the latest of their places."""
+        at = max(map(self.position_of, members))
+        own = {node for member in members for node in self._own(member)}
+        beside = (user for node in own for operand in node.all_input_nodes for user in operand.users if user.target in NORM)
+        norms = {norm for norm in beside if self._ready_position(norm) <= at}
+        moving = sorted(own | norms, key=self.index.__getitem__)
+        for node in moving:
+            if self.index[node] > at:
+                self.behind[at].append(node)
+                self.behind[at] = node
+                self.index[node] = at  # readers of it find it there
+
+    def replace_member(self, member: Node, by: Node) -> None:
+        """Nodes that are moved behind `member` from now on are moved behind `by`, its replacement."""
+        self.behind = [by if node is member else node for node in self.behind]
+        self.index[by] = self.index[member]
+
+    def _own(self, node: Node) -> dict[Node, None]:
+        """A node with the operands that move with it: with clipping all terms of the norm, a chain as long as there are parameters."""
+        found, work = {node: None}, [node]
+        while work:
+            for operand in work.pop().all_input_nodes:
+                if operand not in found and self._moves(operand):
+                    found[operand] = None
+                    work.append(operand)
+        return found
+
+    def _moves(self, node: Node) -> bool:
+        if node not in self._moving:
+            self._moving[node] = _moves(node)
+        return self._moving[node]
+
+    def _ready_position(self, node: Node) -> int:
+        """The position at which a value is ready if all before it run as early as they can."""
+        if node not in self._ready:
+            if node.op == "placeholder":
+                found = self.first
+            elif node.target in REDUCTIONS:
+                found = self._arrival_position(node)
+            elif self._moves(node):
+                found = max(map(self._ready_position, node.all_input_nodes), default=self.first)
+            else:
+                found = max([self.index[node], *(self._ready_position(operand) for operand in node.all_input_nodes if is_view(node))])
+            self._ready[node] = found
+        return self._ready[node]
+
+    def _arrival_position(self, reduction: Node) -> int:
+        later = (self.index[one] for one in self.reductions if self.index[one] > self.index[reduction] and one.args[1] == reduction.args[1])
+        return next(later, len(self.nodes) - 1)
+
+    def _last_read_position(self, root: Node, own: AbstractSet[Node]) -> int:
+        """The position of the last reader of a value's memory, readers in `own` (a member's operands and results) left out."""
+        return max((self._read_position(user) for user in _readers(root) if user not in own), default=self.first)
+
+    def _read_position(self, reader: Node) -> int:
+        """The position at which a reader is done: a collective or a copy, once it has been waited for."""
+        if not (spmd.is_collective(reader.target) or spmd.is_host_copy(reader.target)):
+            return self.index[reader]
+        waits = self.until.get(reader)
+        return self.index.get(waits, len(self.nodes) - 1) if waits is not None else len(self.nodes) - 1
+
+
+def _gradient(member: Node) -> Node:
+    gradient = member.args[1]
+    assert isinstance(gradient, Node)
+    return gradient
+
+
+def _moves(node: Node) -> bool:
+    """Whether a node belongs to the update phase and may move with its reader; also copies of inputs from the host."""
+    if node.op != "call_function" or not has_record(node) or spmd.is_collective(node.target):
+        return False
+    if spmd.is_host_copy(node.target) and not (node.target is spmd.from_host and node.all_input_nodes[0].op == "placeholder"):
+        return False
+    return not runs_on_host(node) and (is_getitem(node) or not records(node) or records(node)[0].phase == "update")
+
+
+def _written_memory(member: Node) -> set[Node]:
+    """The values that own the memory which a member writes, or which stores its results."""
+    operands = [member.args[place] for place in WRITTEN[member.target]]  # type: ignore[index]
+    return {root for operand in operands if isinstance(operand, Node) for root in _roots(operand)}
+
+
+def _roots(node: Node) -> Iterator[Node]:
+    if is_view(node) or node.target in WIDENS or spmd.is_collective(node.target):
+        for operand in node.all_input_nodes:
+            yield from _roots(operand)
+    else:
+        yield node
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Readers of a value's memory, views included; a collective over one rank returns its operand."""
+    for user in node.users:
+        if user.op == "call_function":
+            yield user
+            if may_view(user) or spmd.is_collective(user.target):
+                yield from _readers(user)

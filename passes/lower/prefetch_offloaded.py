@@ -1,0 +1,196 @@
+"""Prefetch of offloaded values: copies from the host start as early as they take, copies to the host as soon as they can.
+
+    a = from_host(p)  g = mm(x, a)  h = f(g)  b = from_host(q)  k = mm(h, b)
+  becomes, where the copy of b takes as long as f
+    a = from_host(p)  g = mm(x, a)  b = from_host(q)  h = f(g)  k = mm(h, b)
+
+Copies in one direction run one after another, so each has to end when the next begins: from the last reader backwards this gives the latest
+start of each. Values that have arrived and are not read yet take memory: a window at most (`prefetch_windows.py`), or the operands of one
+reader. Values that backward reads are not fetched in forward. Updates of offloaded state are one for each window (`fuse_updates.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import host_copy_seconds
+from meshc.cost.operators import seconds
+from meshc.errors import CompileError
+from meshc.ir import PHASES, has_record, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir.regions import writes
+from meshc.ops.optim import MANY
+from meshc.passes.lower.exposed_copies import exposed_copies_note
+from meshc.passes.lower.order_host_updates import order_host_updates, root, writers
+from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.phases.lowered_program import LoweredProgram
+
+
+def prefetch_offloaded(lowered: LoweredProgram) -> LoweredProgram:
+    """Reorders each stage; values do not change. A note reports the copies that computation on the mesh's device does not hide."""
+    device = for_mesh(lowered.mesh)
+    for stage in lowered.stages.values():
+        place_host_copies(stage.graph, device)
+    _refuse_to_send(lowered)
+    said = "" if device.host is None else exposed_copies_note(lowered, device)
+    return lowered.with_notes(said) if said else lowered
+
+
+def _refuse_to_send(lowered: LoweredProgram) -> None:
+    """Raises CompileError if a value on the host is sent to another pipeline stage."""
+    sent = {key for keys in lowered.pipeline.messages.values() for key in keys} if lowered.pipeline is not None else set()
+    for stage in lowered.stages.values():
+        for key, value in stage.results().items() if sent else ():
+            if key in sent and record(value).host:
+                found = record(value)
+                raise CompileError(
+                    f"{value.name} at {found.source} lies on the host by `{found.reason}`, and another pipeline stage reads it\n"
+                    "  what to do: name fewer modules in that line, or let a stage begin at another module (Options(pp_splits=...))"
+                )
+
+
+def place_host_copies(graph: Graph, device: Device, limit: int | None = None) -> None:
+    """Reorders a graph in place. `limit`: bytes of a window; by default an eighth of the bytes fetched in its phase."""
+    _place_copies_out(graph)
+    order_host_updates(graph)
+    fetches = _fetches(graph)
+    if fetches:
+        _place_fetches(graph, fetches, device, limit)
+        graph.lint()
+
+
+def update_windows(graph: Graph) -> dict[Node, int]:
+    """Window number of each update that has host copies."""
+    found: dict[Node, int] = {}
+    updates = [node for node in graph.nodes if node.op == "call_function" and node.target in MANY]
+    for number, members in enumerate(split_into_windows([node for node in updates if _host_bytes(node)], update_window_bytes(graph))):
+        found |= dict.fromkeys(members, number)
+    return found
+
+
+def update_window_bytes(graph: Graph) -> int:
+    """Bytes of host copies in a window of updates."""
+    moved = sum(_host_bytes(node) for node in graph.nodes if node.op == "call_function" and node.target in MANY)
+    return min(WINDOW, max(LEAST, moved // WINDOWS))
+
+
+def split_into_windows(members: Sequence[Node], window: int) -> Iterator[list[Node]]:
+    """Updates in groups whose host copies take no more than `window` bytes, or of one update alone."""
+    part: list[Node] = []
+    filled = 0
+    for member in members:
+        size = _host_bytes(member)
+        if part and filled and size and filled + size > window:
+            yield part
+            part, filled = [], 0
+        part.append(member)
+        filled += size
+    if part:
+        yield part
+
+
+@dataclass(frozen=True)
+class _FetchGroup:
+    """Copies with the same first reader. `reader`: its position; `size`: bytes."""
+
+    nodes: Sequence[Node]
+    reader: int
+    size: int
+    takes_s: float
+
+
+def _fetches(graph: Graph) -> list[Node]:
+    """Copies from the host with readers; not those that write a parameter back to its place between steps."""
+    return [node for node in graph.find_nodes(op="call_function", target=spmd.from_host) if node.users and len(node.args) == 1]
+
+
+def _fetches_among(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.target is spmd.from_host]
+
+
+def _host_bytes(update: Node) -> int:
+    """Bytes copied from the host for an update; for an update on the host, bytes of the gradient copied there."""
+    if not runs_on_host(update):
+        return sum(map(_bytes, _fetches_among(update.all_input_nodes)))
+    gradient = update.args[1]
+    assert isinstance(gradient, Node)
+    return _bytes(gradient)
+
+
+def _bytes(node: Node) -> int:
+    return local_bytes(record(node))
+
+
+def _window_limit(fetches: Iterable[Node], phase: str) -> int:
+    return min(WINDOW, max(LEAST, sum(_bytes(node) for node in fetches if record(node).phase == phase) // WINDOWS))
+
+
+def _place_copies_out(graph: Graph) -> None:
+    """Moves each copy to the host right behind the last node that computes or writes its operand, or reads its destination."""
+    for node in graph.find_nodes(op="call_function", target=spmd.to_host):
+        operand, *place = node.args
+        if not place:
+            continue
+        before = [operand, *(user for user in operand.users if writes(user)), *_fetches_among(place[0].users)]
+        last = max(one for one in before if one.op == "call_function")
+        if last.next is not node:
+            last.append(node)
+
+
+def _place_fetches(graph: Graph, fetches: Sequence[Node], device: Device, said: int | None) -> None:
+    moving = set(fetches)
+    limits = {phase: _window_limit(fetches, phase) if said is None else said for phase in PHASES}
+    nodes = [node for node in graph.nodes if node not in moving]
+    place = {node: index for index, node in enumerate(nodes)}
+    times, now = [], 0.0
+    for node in nodes:
+        times.append(now)
+        now += seconds(node, device) if node.op == "call_function" else 0.0
+    late = (place[node] for node in nodes if node.op == "call_function" and has_record(node) and records(node)[0].phase != "forward")
+    backward, before = next(late, len(nodes)), writers(nodes)
+    groups = _groups(fetches, place, device)
+    starts: list[float] = []
+    due = now
+    for group in reversed(groups):
+        due = min(times[group.reader], due) - group.takes_s
+        starts.insert(0, due)
+    for index, (group, start_s) in enumerate(zip(groups, starts, strict=True)):
+        phase = record(group.nodes[0]).phase
+        first = 0 if phase == "forward" else min(backward, group.reader)
+        made = (place[one] + 1 for node in group.nodes for one in _sources(node, before) if place[one] < group.reader)
+        least = max([first, *made, _reader_before(groups, index, limits[phase])])
+        at = min(group.reader, max(least, bisect_right(times, start_s) - 1))
+        while nodes[at].op == "placeholder":
+            at += 1
+        for node in group.nodes:
+            nodes[at].prepend(node)
+
+
+def _sources(fetch: Node, before: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """The nodes that compute or write the source of a fetch."""
+    (source,) = fetch.all_input_nodes
+    return [source, *before.get(root(source), ())]
+
+
+def _groups(fetches: Sequence[Node], place: dict[Node, int], device: Device) -> list[_FetchGroup]:
+    found: dict[int, list[Node]] = {}
+    for node in fetches:
+        found.setdefault(min(place[user] for user in node.users), []).append(node)
+    return [
+        _FetchGroup(found[reader], reader, sum(map(_bytes, found[reader])), sum(host_copy_seconds(node, device) for node in found[reader]))
+        for reader in sorted(found)
+    ]
+
+
+def _reader_before(groups: Sequence[_FetchGroup], index: int, limit: int) -> int:
+    """Position of the reader that has to run before group `index` starts, so that no more than `limit` bytes wait; 0 if none."""
+    filled = groups[index].size
+    for before in range(index - 1, -1, -1):
+        filled += groups[before].size
+        if filled > limit:
+            return groups[before].reader
+    return 0

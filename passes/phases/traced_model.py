@@ -1,0 +1,69 @@
+"""The traced phase: the model as graphs for one device, without ranks or plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.frontend.capture import TorchGraph
+from meshc.ir.graph import copy_into, placeholders, results_of
+from meshc.ir.sizes import Dynamic
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.request import Request
+from meshc.program.program import Port
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The operator graph over the global view, with its backward and its update, and the port of each placeholder and result.
+
+    inputs, outputs  in the order of placeholders and results
+    updates          nodes that update a parameter -> its name
+    """
+
+    graph: Graph
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    updates: Mapping[Node, str] = field(default_factory=dict)
+
+    def placeholders(self) -> dict[str, Node]:
+        """Placeholder of each input port, by key."""
+        return {port.key: node for port, node in zip(self.inputs, placeholders(self.graph), strict=True)}
+
+    def results(self) -> list[Node]:
+        return list(results_of(self.graph))
+
+    def copy(self) -> Joint:
+        """The same with an independent graph."""
+        graph, made = Graph(), dict[Node, Node]()
+        graph.output(copy_into(graph, self.graph, made))
+        return replace(self, graph=graph, updates={made[node]: name for node, name in self.updates.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel(CompilationPhase):
+    """
+    model        torch's graph of the model: calls as the model wrote them
+    joint        the graph of operators, from `differentiate` on
+    dynamic      symbolic sizes that calls choose
+    constraints  conditions on these sizes, as text
+    """
+
+    model: TorchGraph
+    joint: Joint | None = None
+    dynamic: tuple[Dynamic, ...] = ()
+    constraints: tuple[str, ...] = ()
+
+    def operators(self) -> Joint:
+        """The operator graph, which exists from `differentiate` on."""
+        assert self.joint is not None, "differentiate has not run"
+        return self.joint
+
+    def copy_for_request(self, request: Request) -> Self:
+        """The phase under another request, with an independent operator graph, since passes write into theirs."""
+        return replace(self.with_request(request), joint=self.operators().copy())

@@ -1,0 +1,168 @@
+"""Candidate cuts between the operators of a microbatch: the bytes each cut sends, and the seconds of the stages between cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+from torch.fx import Node
+
+from meshc.cost.links import link_of, send_seconds
+from meshc.ir import is_getitem, local_bytes, records
+from meshc.ir.used_rows import dim_of
+from meshc.passes.stages.balance import Numbers
+from meshc.passes.stages.operator_prices import HALVES, Prices
+from meshc.passes.stages.stage_assignment import Kinds
+from meshc.pipelining.schedule import chain
+from meshc.pipelining.timing import Costs
+
+MOST_PLACES: Final = 400
+"""Candidate places of cuts at most: those where least would be sent."""
+
+WHOLE: Final = "B"
+"""A backward in one piece."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of the stages between any two positions in one half.
+
+    before  seconds of the operators before each position
+    twice   of nodes that each reading stage computes: (first reader, next reader, seconds), which a stage with both saves once
+    """
+
+    before: Numbers
+    twice: tuple[Numbers, Numbers, Numbers]
+
+    def between(self, first: int, last: int) -> float:
+        one, other, seconds = self.twice
+        return float(self.before[last] - self.before[first] - seconds[(one >= first) & (other < last)].sum())
+
+    def table(self, points: Numbers) -> Numbers:
+        """Seconds of the stage between any two of `points`, which ascend, as a table."""
+        one, other, seconds = self.twice
+        inside = np.zeros((len(points) + 1, len(points) + 1))
+        # a stage from point i to point j has both readers if i is no later than the first and j is behind the second
+        np.add.at(inside, (np.searchsorted(points, one, "right") - 1, np.searchsorted(points, other, "right")), seconds)
+        paid = inside[::-1].cumsum(0)[::-1].cumsum(1)[:-1, :-1]
+        at = self.before[points.astype(int)]
+        return at[None, :] - at[:, None] - paid
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Seconds of stages and messages, for one number of microbatches.
+
+    points  positions: the beginning, those of candidate cuts, the end
+    halves  seconds of F, I and W; of B, a backward in one piece
+    send_s  seconds of the messages of a cut before each position, one way
+    """
+
+    points: tuple[int, ...]
+    halves: Mapping[str, StageSeconds]
+    send_s: Sequence[float]
+
+    def costs(self, cuts: Sequence[int]) -> Costs:
+        """Seconds of each stage's halves, and of the messages between stages, as if stages were a chain."""
+        ends = [0, *cuts, self.points[-1]]
+        stages = list(zip(ends, ends[1:], strict=False))
+        table = {(op, stage): half.between(*stages[stage]) for op, half in self.halves.items() for stage in range(len(stages))}
+        return Costs(table, {link: self.send_s[cuts[min(link.source, link.target)]] for link in chain(len(stages))})
+
+    @cached_property
+    def sends(self) -> Numbers:
+        """`send_s` at each point; 0 at both ends."""
+        return np.array([0.0, *(self.send_s[point] for point in self.points[1:-1]), 0.0])
+
+    def messages_s(self, cuts: Sequence[int]) -> float:
+        """Seconds of the messages of a microbatch, one way."""
+        return sum(self.send_s[cut] for cut in cuts)
+
+    def seconds(self, halved: bool) -> Numbers:
+        """Seconds of the stage between any two points, as a table. `halved`: with backward in two halves."""
+        if halved not in self._tables:
+            ops = HALVES if halved else ("F", WHOLE)
+            points = np.array(self.points)
+            tables = (self.halves[op].table(points) for op in ops if op in self.halves)
+            self._tables[halved] = sum(tables, np.zeros((len(points), len(points))))
+        return self._tables[halved]
+
+    @cached_property
+    def _tables(self) -> dict[bool, Numbers]:
+        return {}
+
+
+class CutPlaces:
+    """Candidate cuts of a microbatch, and the seconds of stages for any number of microbatches."""
+
+    def __init__(self, prices: Prices, found: Kinds) -> None:
+        self.prices, self.order = prices, found.forward
+        self.trains = bool(found.backward)
+        self._crossing = _crossing(self.order)
+        inside = _inside_experts(self.order)
+        places = [i for i in range(1, len(self.order)) if not is_getitem(self.order[i]) and not inside[i]]
+        if len(places) > MOST_PLACES:
+            places = sorted(sorted(places, key=lambda i: (*self._crossing[i], i))[:MOST_PLACES])
+        self.points = (0, *places, len(self.order))
+
+    def work(self, microbatches: int, times: float = 1.0) -> StageWork:
+        """The seconds of stages. `times`: rows of a microbatch, relative to the microbatch of this graph."""
+        plain, halved = self.prices.played_seconds(times, False), self.prices.played_seconds(times, True)
+        into = self.prices.accumulation_seconds(microbatches, times)
+        halves = {op: self._stage_seconds((op,), halved, into) for op in HALVES} if self.trains else {}
+        halves["F"] = self._stage_seconds(("F",), plain, into)
+        if self.trains:
+            halves[WHOLE] = self._stage_seconds(HALVES[1:], plain, into)
+        prices = self.prices
+        wire = link_of(prices.mesh, [prices.axis], prices.device)
+        send_s = [
+            max(0, count - 1) * wire.latency_s + send_seconds(times * size, wire) if count else 0.0 for size, count in self._crossing
+        ]
+        return StageWork(self.points, halves, send_s)
+
+    def _stage_seconds(self, ops: Sequence[str], takes: Mapping[Node, float], into: Sequence[tuple[Node, float]]) -> StageSeconds:
+        prices = self.prices
+        own = np.zeros(len(self.order))
+        pairs: list[tuple[int, int, float]] = []
+        for node, op in prices.half.items():
+            if op in ops:
+                own[prices.at[node]] += takes.get(node, 0.0)
+        for node, seconds in into:
+            if prices.half[node] in ops:
+                own[prices.at[node]] += seconds
+        for shared in prices.shared:
+            readers = sorted({place for op in ops for place in shared.readers.get(op, ())})
+            for place in readers:
+                own[place] += takes[shared.node]
+            pairs += [(a, b, takes[shared.node]) for a, b in zip(readers, readers[1:], strict=False)]
+        columns = np.array(pairs, dtype=float).reshape(-1, 3)
+        return StageSeconds(np.array([0.0, *np.cumsum(own)]), (columns[:, 0], columns[:, 1], columns[:, 2]))
+
+
+def _inside_experts(order: Sequence[Node]) -> list[int]:
+    """How many values with used rows each place would cut: these are not sent to another rank."""
+    position = {node: i for i, node in enumerate(order)}
+    change = [0] * (len(order) + 1)
+    for i, node in enumerate(order):
+        if dim_of(node) is not None:
+            change[i + 1] += 1
+            change[max((position[user] for user in node.users if user in position), default=i) + 1] -= 1
+    return list(accumulate(change))
+
+
+def _crossing(order: Sequence[Node]) -> list[tuple[int, int]]:
+    """(bytes, number) of the values that a cut before each position sends forward: computed before the cut and read behind it."""
+    position = {node: i for i, node in enumerate(order)}
+    size, count = [0] * (len(order) + 2), [0] * (len(order) + 2)
+    for i, node in enumerate(order):
+        held = sum(map(local_bytes, records(node)))
+        last = max((position[user] for user in node.users if user in position), default=i)
+        if held and last > i and not isinstance(node.meta["meshc"], tuple):
+            for change, amount in ((size, held), (count, 1)):
+                change[i + 1] += amount
+                change[last + 1] -= amount
+    return list(zip(accumulate(size), accumulate(count), strict=True))

@@ -1,0 +1,103 @@
+"""Cuts within a memory budget: stages that hold fewer bytes, where stages of equal time hold more than a rank may.
+
+    seconds  2 2 2 2    bytes  6 6 1 1    2 stages, at most 8 bytes:  2 | 2 2 2   rather than   2 2 | 2 2
+
+A stage's bytes are estimated: parameters with gradients and state, and saved values of a microbatch, times the microbatches that wait for
+backward in its schedule. The estimate is scaled by the exact memory walk of the cuts of equal time, and the new cuts are walked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+from torch.fx import Node
+
+from meshc.cost import memory
+from meshc.ir import is_tensor, local_bytes, record, records
+from meshc.ir.keys import is_a
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.stages.balance import Numbers, best_cuts, least_cuts
+from meshc.passes.stages.cut_places import StageWork
+from meshc.passes.stages.pipeline_shape import PipelineShape
+from meshc.passes.stages.stage_assignment import Kinds
+from meshc.pipelining.activations import held
+from meshc.program.packing import is_view
+
+MARGIN: Final = 0.98
+"""Share of a rank's budget that the estimate may take."""
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Estimated bytes of stages, cumulative over the forward operators.
+
+    kept   bytes of parameters, their gradients and state, by first reader, before each position
+    saved  bytes of results before each position that backward reads, for one microbatch
+    """
+
+    kept: tuple[float, ...]
+    saved: tuple[float, ...]
+
+    @classmethod
+    def of(cls, lowered: LoweredProgram, found: Kinds, keys: Mapping[Node, str]) -> StageBytes:
+        position = {node: i for i, node in enumerate(found.forward)}
+        kept, saved = [0.0] * len(position), [0.0] * len(position)
+        inputs = lowered.inputs
+        whole = {kind: sum(memory.port_bytes(p, lowered.sizes) for p in inputs if p.kind == kind) for kind in ("parameter", "state")}
+        times = 2 + whole["state"] / max(whole["parameter"], 1)
+        seen: set[Node] = set()
+        for node in found.forward:
+            work = [operand for operand in node.all_input_nodes if operand in found.learned]
+            while work:
+                operand = work.pop()
+                if operand not in seen:
+                    seen.add(operand)
+                    work += operand.all_input_nodes
+                    if is_a(keys.get(operand, ""), "parameter", "gathered"):
+                        kept[position[node]] += times * local_bytes(record(operand))
+        late = set(found.backward)
+        for node in found.forward:
+            if is_tensor(node) and not late.isdisjoint(node.users):
+                base = node
+                while is_view(base) and base.all_input_nodes[0] in position:
+                    base = base.all_input_nodes[0]
+                if base not in seen:
+                    seen.add(base)
+                    saved[position[base]] += sum(map(local_bytes, records(base)))
+        return cls((0.0, *accumulate(kept)), (0.0, *accumulate(saved)))
+
+    def bytes(self, first: int, last: int, waiting: float) -> float:
+        """Bytes of the stage between two positions, with `waiting` microbatches between forward and backward."""
+        return self.kept[last] - self.kept[first] + waiting * (self.saved[last] - self.saved[first])
+
+    def table(self, points: Sequence[int], waiting: float) -> Numbers:
+        """Bytes of the stage between any two of `points`, as a table."""
+        before = np.array([self.kept[point] + waiting * self.saved[point] for point in points])
+        return before[None, :] - before[:, None]
+
+
+def cuts_within(shape: PipelineShape, work: StageWork, has: StageBytes, needed: int, budget: int) -> list[tuple[int, ...]]:
+    """Cuts that may need no more than `budget` bytes, the faster first. `needed`: bytes of a rank under the shape's own cuts."""
+    stages = range(len(shape.ranks))
+    waiting = waiting_microbatches(shape)
+    share = [shape.ranks.count(rank) for rank in shape.ranks]
+    ends = [0, *shape.cuts, work.points[-1]]
+    own = [has.bytes(ends[k], ends[k + 1], waiting[k]) for k in stages]
+    estimate = max(sum(own[k] for k in stages if shape.ranks[k] == rank) for rank in shape.ranks)
+    limit = MARGIN * budget * estimate / max(needed, 1)
+    sizes = [share[k] * has.table(work.points, waiting[k]) for k in stages]
+    fast = best_cuts(work.seconds(bool(shape.halved_stages)), work.sends, len(stages), [size <= limit for size in sizes])
+    small = least_cuts(len(stages), sizes)
+    found = [tuple(work.points[point] for point in points) for points, _ in filter(None, (fast, small))]
+    return [cuts for cuts in dict.fromkeys(found) if cuts != shape.cuts]
+
+
+def waiting_microbatches(shape: PipelineShape) -> list[float]:
+    """For each stage, the most microbatches between its forward and its backward."""
+    stages = range(len(shape.ranks))
+    lists = shape.actions
+    return [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]

@@ -1,0 +1,94 @@
+"""Memory need of a pipeline against the budget of its ranks, and the error if no candidate fits.
+
+    budget 8 MB:  zb_v 1.2 ms, 9.1 MB    zb_h1 1.3 ms, 7.9 MB    1f1b 1.5 ms, 5.2 MB       zb_h1 is taken: the fastest of those that fit
+    budget 5 MB:                                                                           refused: 1f1b needs least
+
+A rank's bytes are those that `meshc/cost/memory.py` predicts: values kept for the whole call, and the peak of values computed in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from meshc.cost import memory
+from meshc.cost.devices import for_mesh
+from meshc.errors import PlanError
+from meshc.passes.lower.share_memory import possible_sharing
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.request import Request
+from meshc.passes.recompute import within
+from meshc.program.steps import items_of
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Memory of the rank of a pipeline that needs most, and where its peak is: `F0.3, relu at model.py:12`.
+
+    ranks  bytes of each rank;  cut  the cut program, kept only for the candidate that needs least so far
+    """
+
+    schedule: str
+    microbatches: int
+    most: memory.RankBytes
+    at: str
+    ranks: tuple[int, ...] = ()
+    cut: LoweredProgram | None = field(default=None, compare=False)
+
+
+class DoesNotFit(PlanError):
+    """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/refuse.py`)."""
+
+    def __init__(self, need: MemoryNeed, request: Request) -> None:
+        most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
+        source = "the device's memory" if said is None else f"Options(memory_budget={said})"
+        super().__init__(
+            f"a rank of the pipeline may hold {may_hold(request):,} bytes ({source}), but {need.schedule} with microbatches="
+            f"{need.microbatches} holds {most.total:,} on rank {most.rank}, and nothing else that was tried holds less:\n"
+            f"  {kept:,} are there for the whole call, {most.peak.total:,} are made in it and there at once in {need.at}"
+        )
+        self.need = need
+
+
+def budget_of(request: Request) -> int | None:
+    """Bytes against which candidates are checked; None: no limit. If the user gives both schedule and number of microbatches, only the
+    user's own budget counts."""
+    said = within.may_hold(request)
+    if said is not None:
+        return said - request.spare
+    return None if request.microbatches is not None and request.schedule is not None else may_hold(request)
+
+
+def may_hold(request: Request) -> int | None:
+    """Bytes that a rank may hold: the user's budget, or the memory of a GPU; None: no limit.
+
+    There is no limit in float64 either: that program is only compared with the model.
+    """
+    if request.double:
+        return None
+    if request.memory_budget is not None:
+        return request.memory_budget
+    return int(for_mesh(request.mesh).memory_bytes) if request.mesh.device_type == "cuda" else None
+
+
+def memory_need(lowered: LoweredProgram) -> MemoryNeed:
+    """The memory need of a program that is cut into stages."""
+    program, pipeline = lowered.as_program(), lowered.pipeline
+    assert pipeline is not None
+    ranks = memory.by_rank(program, possible_sharing)  # the marks that the stages will have
+    most = max(ranks, key=lambda one: one.total)
+    items = items_of(program, {pipeline.axis: most.rank})
+    item = next((item for item in items[most.peak.step :: -1] if item is not None), None)
+    at, totals = f"{item}, {most.peak.at}", tuple(one.total for one in ranks)
+    return MemoryNeed(pipeline.schedule.name or "the schedule", lowered.request.count, most, at, totals, lowered)
+
+
+def append_need(found: list[MemoryNeed], need: MemoryNeed) -> list[MemoryNeed]:
+    """`found` with one more need; `cut` is kept only in the one that needs least."""
+    if found and least_need(found).most.total <= need.most.total:
+        return [*found, replace(need, cut=None)]
+    return [*(replace(one, cut=None) for one in found), need]
+
+
+def least_need(found: list[MemoryNeed]) -> MemoryNeed:
+    """The candidate that needs least."""
+    return min(found, key=lambda need: need.most.total)

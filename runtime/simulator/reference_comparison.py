@@ -1,0 +1,499 @@
+"""Verification of a program on simulated ranks against the model itself on one device.
+
+Error of a tensor: max|a - b| / max(max|b|, 1e-3 of the largest |entry| among tensors of its kind). The floor matters: some gradients are
+zero in exact arithmetic, and two correct orders of summation differ there by percents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.fx import Graph, Node
+from torch.fx.node import Argument
+
+from meshc.errors import VerifyError
+from meshc.frontend.batch_norms import synced_norms
+from meshc.frontend.clipping import Clip, clip_
+from meshc.frontend.double_copy import double_by_default
+from meshc.frontend.faults import on_one_device
+from meshc.frontend.flex import written_out_flex
+from meshc.frontend.gradient_hooks import Hooks
+from meshc.frontend.gradient_hooks import apply_hooks as run_hooks
+from meshc.frontend.reference_random import Microbatch, ReferenceRandom
+from meshc.frontend.traced_gradients import RetainedGraphs
+from meshc.frontend.train_step import split_result
+from meshc.ir import Record, record, trees
+from meshc.ir.functions import Function
+from meshc.ir.keys import key_of, kind_of, name_of
+from meshc.ops.random import seed_step
+from meshc.optimizer.optimizer import AnyOptimizer, members_of
+from meshc.program.parts import Parts
+from meshc.program.program import PlainProgram, Port
+from meshc.runtime.simulator import update_comparison
+from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
+from meshc.runtime.simulator.plain_copy import ModelSnapshot
+from meshc.runtime.simulator.sensitivity import MOST, RUNS, TIMES, RoundingPerturbation
+from meshc.runtime.simulator.simulation import first_microbatch, simulate, whole
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+FLOOR = 1e-3
+NORM = key_of("metric", "grad_norm")
+AMPLIFIED = 100
+"""Factor on the bound for parameters not updated by SGD: Adam divides a gradient by its own size plus eps, so the rounding of a gradient
+that is zero in exact arithmetic (a key's bias) is multiplied by lr / eps."""
+
+SQUARED = 10
+"""Factor on the bound for optimizer state: a second moment is a gradient's square."""
+
+
+@dataclass
+class Report:
+    """Largest error per tensor, in the order compared. Bounds are `tolerance`, for updated parameters `amplified` times that.
+
+    moved   by kind and name, movement of the model's own result on one device under roundings; measured if a usual bound was exceeded
+    single  why float32 was used for a comparison requested in float64
+    """
+
+    tolerance: float
+    amplified: float = AMPLIFIED
+    rows: list[tuple[str, str, float]] = field(default_factory=list)
+    moved: dict[tuple[str, str], float] = field(default_factory=dict)
+    single: str = ""
+    wanted: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    played: list[dict[str, torch.Tensor]] = field(default_factory=list, repr=False, compare=False)
+
+    def simulate_program(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The program's results for these values; kept while a comparison runs."""
+        self.played.append(simulate(program, values))
+        return self.played[-1]
+
+    @property
+    def worst(self) -> float:
+        return max((error if error == error else float("inf") for _, _, error in self.rows), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        return all(error <= self.error_bound(kind, name) for kind, name, error in self.rows)
+
+    def error_bound(self, kind: str, name: str = "") -> float:
+        """The bound for a tensor: the usual one of its kind, or TIMES the movement of the model's own result, limited by MOST."""
+        usual = self.tolerance * (self.amplified if kind.startswith("parameter") else SQUARED if kind.startswith("state") else 1)
+        explained = TIMES * self.moved.get((kind, name), 0.0)
+        return max(usual, explained if _follows(kind) else min(explained, MOST * self.tolerance))
+
+    def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        """Compares tensors of one kind, under one floor. Raises VerifyError if their names differ."""
+        if set(found) != set(wanted):
+            extra, missing = sorted(set(found) - set(wanted)), sorted(set(wanted) - set(found))
+            raise VerifyError(f"{kind}: the program gives {extra} beyond the model, and lacks {missing}")
+        largest = max((_peak(value) for value in wanted.values()), default=0.0)
+        for name, value in wanted.items():
+            self.rows.append((kind, name, error(found[name], value, FLOOR * largest)))
+            self.wanted[kind, name] = value.detach().clone()
+
+    def __str__(self) -> str:
+        shown = sorted(self.rows, key=lambda row: -row[2])[:12]
+        heads = ("kind", "tensor", "error", "one device moves", "allowed")[: 5 if self.moved else 3]
+        cells = [
+            (kind, name, f"{value:.2e}", f"{self.moved.get((kind, name), 0.0):.1e}", f"{self.error_bound(kind, name):.1e}")[: len(heads)]
+            for kind, name, value in shown
+        ]
+        first = f"{len(self.rows)} tensors compared, largest error {self.worst:.2e} (allowed {self.tolerance:.0e})\n"
+        first += f"compared in float32 and not in float64: {self.single}\n" if self.single else ""
+        return first + self._first_error_text() + self._sensitivity_text() + tabulate(cells, headers=heads)
+
+    def _first_error_text(self) -> str:
+        """Text of the first error over its bound: later ones may follow from it, and be larger."""
+        wrong = [(kind, name, value) for kind, name, value in self.rows if not value <= self.error_bound(kind, name)]
+        return f"the first that is too far off, by {wrong[0][2]:.2e}: {wrong[0][0]}, {wrong[0][1]}\n" if wrong else ""
+
+    def _sensitivity_text(self) -> str:
+        """Text on errors over the usual bound that the model's sensitivity explains."""
+        over = [
+            (kind, name) for kind, name, value in self.rows if value > self.error_bound(kind) and not value > self.error_bound(kind, name)
+        ]
+        lost = [key for key, moved in self.moved.items() if TIMES * moved > MOST * self.tolerance]
+        text = ""
+        if over:
+            text += (
+                f"{len(over)} are over the usual bound and within {TIMES} times what roundings alone move the model's own results on one "
+                "device: the model is sensitive there, the program is not at fault\n"
+            )
+        if lost:
+            wider = "" if self.tolerance <= TOLERANCE[torch.float64] else "verify(dtype=torch.float64), or "
+            text += f"{len(lost)} move so far on one device that a fault could hide there; what to do: {wider}larger batches\n"
+        return text
+
+
+def _follows(kind: str) -> bool:
+    """Whether tensors of a kind depend on an update: updated parameters, losses, all of a step behind the first."""
+    step = re.search(r"step (\d+)$", kind)
+    return kind.startswith(("loss of step", "parameter after step")) or step is not None and int(step[1]) > 0
+
+
+class SensitivityReport(Report):
+    """A comparison of a perturbed run of the model with its first run; records the movement in the first report."""
+
+    def __init__(self, first: Report) -> None:
+        super().__init__(first.tolerance, first.amplified)
+        self.first = first
+        self._again = iter(first.played)
+
+    def simulate_program(self, program: PlainProgram, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The program's results of the first run, which are not compared again."""
+        return next(self._again)
+
+    def add(self, kind: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+        first = {name: self.first.wanted[kind, name] for name in wanted}
+        largest = max((_peak(value) for value in first.values()), default=0.0)
+        for name, value in wanted.items():
+            moved = error(value, first[name], FLOOR * largest)
+            self.first.moved[kind, name] = max(moved, self.first.moved.get((kind, name), 0.0))
+
+
+def run_comparison(report: Report, reference: Reference, run: Callable[[Reference, Report], None]) -> None:
+    """Runs a comparison; if it exceeds the usual bounds, also measures the movement of the model's own results under roundings, in as many
+    runs as explain the errors, at most RUNS."""
+    start = ModelSnapshot(reference.module)
+    with double_by_default(reference.double):
+        run(reference, report)
+        if not report.ok and report.tolerance <= TOLERANCE[torch.float32]:
+            after = ModelSnapshot(reference.module)
+            _measure_sensitivity(start, reference, report, run)
+            _restore(reference, after)
+    report.played.clear()
+
+
+def _measure_sensitivity(start: ModelSnapshot, reference: Reference, report: Report, run: Callable[[Reference, Report], None]) -> None:
+    for seed in range(RUNS):
+        _restore(reference, start)
+        run(replace(reference, perturbed=seed), SensitivityReport(report))
+        if report.ok:
+            return
+
+
+def _restore(reference: Reference, held: ModelSnapshot) -> None:
+    for leaf in trees.leaves((reference.args, reference.kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+            leaf.grad = None
+    held.put_back()
+
+
+def _peak(value: torch.Tensor) -> float:
+    if not value.numel():
+        return 0.0
+    low, high = torch.aminmax(_double(value))
+    return max(-float(low), float(high))
+
+
+def _double(value: torch.Tensor) -> torch.Tensor:
+    """In double precision; of complex numbers both parts count."""
+    value = value.detach()
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
+    """max|found - wanted| over max(max|wanted|, floor); infinite where shapes or NaNs differ."""
+    if tuple(found.shape) != tuple(wanted.shape) or found.is_complex() != wanted.is_complex():
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    a, b = _double(found), _double(wanted)
+    highest, peak = float((a - b).abs_().max()), _peak(b)
+    if highest < float("inf") and peak < float("inf"):
+        return highest / max(peak, floor, 1e-300)
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, (a - b).abs())
+    if difference.isnan().any():
+        return float("inf")
+    return float(difference.max()) / max(_peak(torch.nan_to_num(b, posinf=0.0, neginf=0.0)), floor, 1e-300)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model on one device, as a plain copy, and how to call it.
+
+    parts      cut of the inputs into microbatches, for a step that is their mean
+    perturbed  seed of random roundings (`sensitivity.py`), if any
+    hooks      hooks on gradients between backward and the optimizer, by parameter
+    numbers    Python numbers that are inputs of the program, by name
+    """
+
+    module: nn.Module
+    function: Function
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    seed: int = 0
+    double: bool = False
+    parts: Parts | None = None
+    perturbed: int | None = None
+    hooks: Mapping[str, Hooks] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """Context of the model and its backward, with the random draws of a step."""
+        with self._under(ReferenceRandom(self.seed, step)):
+            yield
+
+    def run(self) -> object:
+        """The model's output for the whole batch; call it, and backward, inside `at`."""
+        return self.function(self.module, *self.args, **self.kwargs)
+
+    def inputs(self, program: PlainProgram) -> dict[str, torch.Tensor]:
+        """The tensors among the inputs, by the program's names for them."""
+        leaves = [leaf for leaf in trees.leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        return dict(zip([port.name for port in program.inputs if port.kind == "input"], leaves, strict=True))
+
+    def train(self, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a step, and its metrics; gradients are added to those of the module.
+
+        If the step is a mean of microbatches, plain accumulation of loss / M.
+        """
+        if self.parts is None:
+            with self.at(step):
+                loss, metrics = split_result(self.run())
+                loss.backward()
+            self.dense_gradients()
+            return loss.detach(), metrics
+        drawn = self._draws_of_the_whole(step)
+        total = torch.zeros(())
+        sums: dict[str, torch.Tensor] = {}
+        for index in range(self.parts.count):
+            random = ReferenceRandom(self.seed, step, Microbatch(drawn, self.parts.count, index))
+            args, kwargs = self.parts.cut((self.args, self.kwargs), index)
+            with self._under(random):
+                loss, metrics = split_result(self.function(self.module, *args, **kwargs))
+                (loss / self.parts.count).backward()
+            total = total + loss.detach() / self.parts.count
+            sums = {name: sums.get(name, 0) + value / self.parts.count for name, value in metrics.items()}
+        self.dense_gradients()
+        return total, sums
+
+    def dense_gradients(self) -> None:
+        """Makes gradients dense, as a program's are, also for `nn.Embedding(sparse=True)`."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+
+    def _draws_of_the_whole(self, step: int) -> list[tuple[str, tuple[int, ...]]]:
+        """The random draws of the whole batch. Restores the buffers."""
+        before, random = ModelSnapshot(self.module), ReferenceRandom(self.seed, step)
+        with torch.no_grad(), self._under(random):
+            self.run()
+        before.put_back()
+        return random.drawn
+
+    @contextmanager
+    def _under(self, random: ReferenceRandom) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(on_one_device())
+            if self.perturbed is not None:
+                stack.enter_context(RoundingPerturbation(self.perturbed))
+            stack.enter_context(double_by_default(self.double))
+            if self.double:
+                stack.enter_context(WidenedConstants())
+                stack.enter_context(WidenedOperators())
+            stack.enter_context(random)
+            stack.enter_context(written_out_flex())
+            stack.enter_context(synced_norms())
+            stack.enter_context(RetainedGraphs())
+            yield
+
+
+def input_values(program: PlainProgram, reference: Reference, step: int) -> dict[str, torch.Tensor]:
+    """Global values of parameters, buffers, inputs and the random seed, by key."""
+    parameters = dict(reference.module.named_parameters())
+    buffers = dict(reference.module.named_buffers())
+    inputs = reference.inputs(program)
+    values: dict[str, torch.Tensor] = {}
+    for port in program.inputs:
+        if port.kind == "parameter":
+            values[port.key] = parameters[port.name].detach()
+        elif port.kind == "buffer":
+            values[port.key] = buffers[port.name].detach().clone()
+        elif port.kind == "input":
+            values[port.key] = inputs[port.name].detach()
+        elif port.kind == "random":
+            values[port.key] = seed_step(reference.seed, step)
+        elif port.kind == "number" and port.name in reference.numbers:
+            values[port.key] = torch.tensor(reference.numbers[port.name], dtype=torch.float64)
+    return values
+
+
+def compare_gradients(program: PlainProgram, reference: Reference, report: Report) -> None:
+    """Compares the loss and gradients of a step program without an optimizer with the model's."""
+    found = report.simulate_program(program, input_values(program, reference, 0))
+    before = ModelSnapshot(reference.module)
+    reference.module.zero_grad(set_to_none=True)
+    loss, metrics = reference.train(0)
+    report.add("output", _kind(found, "output"), {program_output(program): loss})
+    _compare_metrics(found, metrics, report)
+    gradients = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+    given = _kind(found, "gradient")
+    given = {name: value for name, value in given.items() if name in gradients or bool(value.any())}
+    report.add("gradient", given, {name: value for name, value in gradients.items() if name in given or bool(value.any())})
+    _compare_buffers(found, reference, report)
+    reference.module.zero_grad(set_to_none=True)
+    before.put_back()
+
+
+def _compare_buffers(found: Mapping[str, torch.Tensor], reference: Reference, report: Report, kind: str = "buffer") -> None:
+    given = _kind(found, "buffer")
+    mine = dict(reference.module.named_buffers())
+    report.add(kind, given, {name: mine[name] for name in given})
+
+
+def _compare_metrics(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], report: Report, when: str = "") -> None:
+    """Compares metrics of the user's loss function, each under its own floor: they have no common size."""
+    for name, value in wanted.items():
+        report.add(f"metric{when}", {name: found[key_of("metric", name)]}, {name: value})
+
+
+def program_output(program: PlainProgram) -> str:
+    return next(port.name for port in program.outputs if port.kind == "output")
+
+
+def _kind(values: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {name_of(key): value for key, value in values.items() if kind_of(key) == kind}
+
+
+def compare_steps(
+    program: PlainProgram,
+    reference: Reference,
+    optimizer: AnyOptimizer,
+    state: Callable[[Port], torch.Tensor],
+    numbers: Callable[[], list[dict[str, float]]],
+    clip: Clip,
+    report: Report,
+    *,
+    keep: Callable[[int], None] = lambda step: None,
+    widened: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = lambda found: {},
+    steps: int = 3,
+    parameters: bool = False,
+) -> None:
+    """Compares some steps: losses; after the first step also buffers, optimizer state, the gradient norm, and for SGD the updates of
+    parameters, which mean little for other optimizers in single precision. With `parameters` (float64) all of these after each step.
+    `keep(step)` does to the optimizers' state what the program does to its own after a step. `widened`: state that the program stores in 8
+    bits, as optimizers have it, by key."""
+    members = members_of(optimizer)
+    plain = all(isinstance(member, torch.optim.SGD) for member in members)
+    if plain:
+        report.amplified = 1
+    values = {**input_values(program, reference, 0), **{p.key: state(p) for p in program.inputs if p.kind == "state"}}
+    for step in range(steps):
+        values.update({p.key: seed_step(reference.seed, step) for p in program.inputs if p.kind == "random"})
+        row = {key_of("number", f"{i}.{name}"): value for i, group in enumerate(numbers()) for name, value in group.items()}
+        values.update({p.key: torch.tensor(row[p.key], dtype=torch.float64) for p in program.inputs if p.key in row})
+        found = report.simulate_program(program, values)
+        reference.module.zero_grad(set_to_none=True)
+        before = {name: value.clone() for name, value in _parameters(reference).items()} if plain else {}
+        loss, metrics = reference.train(step)
+        run_hooks(reference.module, reference.hooks, reference.seed, step)
+        norm = clip_(reference.module, clip)
+        for member in members:
+            member.step()
+        keep(step)
+        report.add(f"loss of step {step}", _kind(found, "output"), {program_output(program): loss})
+        _compare_metrics(found, metrics, report, f" of step {step}")
+        values.update({key: value for key, value in found.items() if kind_of(key) in ("parameter", "state", "buffer")})
+        if step and not parameters:
+            continue
+        for slot, (given, wanted) in update_comparison.state_pairs(found | dict(widened(found)), reference.module, members):
+            report.add(f"state {slot} after step {step}", given, wanted)
+        given, mine = _kind(found, "parameter"), _parameters(reference)
+        if plain:
+            report.add(f"update of step {step}", *update_comparison.update_pairs(before, given, mine))
+        if norm is not None and NORM in found:
+            report.add(f"gradient norm of step {step}", {"grad_norm": found[NORM]}, {"grad_norm": norm.detach()})
+        if parameters:
+            report.add(f"parameter after step {step}", given, {name: mine[name] for name in given})
+        _compare_buffers(found, reference, report, f"buffer after step {step}")
+
+
+def _parameters(reference: Reference) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in reference.module.named_parameters(remove_duplicate=False)}
+
+
+def compare_module(program: PlainProgram, reference: Reference, report: Report, seed: int = 0) -> None:
+    """Compares a program in module mode: outputs, and gradients for seeded random cotangents of each differentiable output."""
+    generator = torch.Generator().manual_seed(seed)
+    values = input_values(program, reference, 0)
+    for port in program.inputs:
+        if port.kind == "tangent":
+            values[port.key] = torch.randn(port.shape, generator=generator, dtype=torch.float64).to(port.dtype)
+    found = report.simulate_program(program, values)
+    reference.module.zero_grad(set_to_none=True)
+    tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
+    names = [port.name for port in program.outputs if port.kind == "output"]
+    with reference.at(0):
+        leaves = [leaf for leaf in trees.leaves(reference.run()) if isinstance(leaf, torch.Tensor)]
+        outputs = dict(zip(names, leaves, strict=True))
+        wanted = {name: leaf.detach().clone() for name, leaf in outputs.items()}
+        if tangents:
+            torch.autograd.backward([outputs[name] for name in tangents], list(tangents.values()))
+            reference.dense_gradients()
+    report.add("output", _kind(found, "output"), wanted)
+    if tangents:
+        given = _kind(found, "gradient")
+        mine = {name: p.grad for name, p in reference.module.named_parameters() if p.grad is not None}
+        lacking = {name: value for name, value in mine.items() if name not in given and bool(value.any())}
+        mine |= {key_of("input", name): leaf.grad for name, leaf in reference.inputs(program).items() if leaf.grad is not None}
+        report.add("gradient", given, lacking | {name: mine.get(name, torch.zeros_like(value)) for name, value in given.items()})
+    _compare_buffers(found, reference, report)
+
+
+def first_wrong(
+    program: PlainProgram, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None
+) -> str:
+    """Text of the first per-rank value, in program order, that differs from the global-view graph's value on one device; empty if none.
+
+    With `parts` the graph is one microbatch's, and the first microbatch is compared.
+    """
+    truth: dict[str, torch.Tensor] = {}
+    mine = values
+    if parts is not None:
+        program = first_microbatch(program)
+        inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
+        mine = {**values, **parts.cut(inputs, 0)}
+    env: dict[Node, Argument] = {}
+    placeholders = iter(program.inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            port = next(placeholders)
+            env[node] = program.constants[port.name] if port.kind == "constant" else mine[port.key]
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            made = node.target(*args, **kwargs)
+            env[node] = made
+            truth.update({f"{node.name}.{index}": value for index, value in enumerate(made if isinstance(made, list | tuple) else [made])})
+    wrong: list[str] = []
+
+    def observe(node: Node, ranks: list[object]) -> None:
+        found = node.meta.get("meshc")
+        if wrong or not isinstance(found, Record) or found.sharding is None or found.sharding.partial or not found.of:
+            return
+        if found.used is not None:  # used rows are compared once they are back in their places
+            return
+        if "mb" in found.sharding.split_axes() or found.of not in truth:
+            return
+        wanted = truth[found.of]
+        value = whole([tile for tile in ranks if isinstance(tile, torch.Tensor)], found.sharding, program)
+        if not torch.is_floating_point(wanted):
+            bad = not torch.equal(value, wanted)
+        else:
+            bad = error(value, wanted, FLOOR * _peak(wanted)) > tolerance
+        if bad:
+            wrong.append(f"{node.name} = {getattr(node.target, '__name__', node.target)} at {record(node).source} ({found.sharding})")
+
+    try:
+        simulate(program, values, observe=observe)
+    except VerifyError:
+        pass
+    return wrong[0] if wrong else ""
