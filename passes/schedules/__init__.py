@@ -46,7 +46,7 @@ def build(
     """A schedule with its messages, not checked yet (`check`). Raises ScheduleError if there is no such schedule, or it does not suit the
     numbers.
 
-    wanted  a name, a text (with a colon), a `Kind`, a function like those of kinds, or a schedule
+    wanted  a name, a text (with a colon), a `ScheduleKind`, a function like those of kinds, or a schedule
     stages  of the model; by default the kind's number, or one a rank for a function
     links   messages between stages; by default a plain chain
     """
@@ -90,7 +90,7 @@ def of_function(function: Lists, *, stages_per_rank: int | None, trains: bool = 
             if not isinstance(item, Action):
                 raise ScheduleError(
                     f"{asked}: rank {rank}, position {position} is {item!r}, no Action; messages are put in afterwards\n"
-                    "  what to do: return Action(op, stage, microbatch) (meshc.pipelining.schedule), or what `numbered` makes"
+                    "  what to do: return Action(op, stage, microbatch) (meshc.pipelining.schedule), or what `number_microbatches` makes"
                 )
         missing = sorted(set(range(stages)) - {item.stage for actions in made for item in actions})
         if missing:
