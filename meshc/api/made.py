@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from meshc.passes.depth import multiplicity
     from meshc.passes.driver import compile as driver
 else:
-    driver, standing = Later("meshc.passes.driver.compile"), Later("meshc.passes.depth.multiplicity")
+    driver, multiplicity = Later("meshc.passes.driver.compile"), Later("meshc.passes.depth.multiplicity")
 
 _LENGTH_BYTES: Final = 8
 

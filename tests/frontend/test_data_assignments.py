@@ -68,4 +68,4 @@ def test_data_is_set_as_on_one_device(kind: type[nn.Module]) -> None:
 def test_what_a_copy_would_not_mean_is_refused_with_its_line(how: str, said: str) -> None:
     with pytest.raises(meshc.CaptureError, match=said) as caught:
         meshc.compile(Centered(how), meshc.Mesh("dp=2"), args=(torch.randn(6, 4),))
-    assert "test_set_data.py:" in str(caught.value) and "what to do:" in str(caught.value)
+    assert "test_data_assignments.py:" in str(caught.value) and "what to do:" in str(caught.value)

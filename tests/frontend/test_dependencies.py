@@ -91,7 +91,7 @@ def here(made: Any, model: nn.Module | None = None) -> ProcessValues:
 def of_one() -> tuple[Any, Dependencies]:
     """Of a model that nobody changes, as another process reads it."""
     found = compiled(Model())
-    read = Dependencies.from_json(found.dependencies().described())
+    read = Dependencies.from_json(found.dependencies().to_json())
     assert read.why == "" and [*read.differences(here(found))] == []
     return found, read
 

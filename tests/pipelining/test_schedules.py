@@ -60,7 +60,7 @@ def test_the_drawing_in_a_docstring_is_what_the_schedule_does() -> None:
         "dualpipe_v": run("dualpipe_v", 3, 6),
         "inference": run("inference", 4, 4, stages=4),
     }
-    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")} - {"__init__", "fill", "kind", "steps"}
+    files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")} - {"__init__", "fill_gaps", "schedule_kind", "numbered_steps"}
     assert files == set(drawn)
     for file, timeline in drawn.items():
         module = importlib.import_module(f"meshc.passes.schedules.{file}")
@@ -287,7 +287,7 @@ def test_a_function_a_text_and_a_schedule_are_taken_alike() -> None:
         (
             lambda ranks, stages, microbatches, costs: [[Action("F", 0, 0)], ["F1.0"]],
             "<lambda>(ranks=2, stages=2, microbatches=1, costs): rank 1, position 0 is 'F1.0', no Action; messages are put in afterwards\n"
-            "  what to do: return Action(op, stage, microbatch) (meshc.pipelining.schedule), or what `numbered` makes",
+            "  what to do: return Action(op, stage, microbatch) (meshc.pipelining.schedule), or what `number_microbatches` makes",
         ),
     ],
 )

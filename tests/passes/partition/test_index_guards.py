@@ -46,7 +46,7 @@ def batch(ids: int = 3, labels: int = 5, place: tuple[int, int] = (2, 3)) -> dic
 @pytest.mark.parametrize("mesh, microbatches", [("dp=1", 1), ("dp=2,tp=2", 1), ("tp=3", 1), ("dp=2", 2), ("pp=2", 2)])
 def test_ids_and_labels_of_a_step(mesh: str, microbatches: int) -> None:
     program = step(mesh, microbatches)
-    message = r"ids holds 40, where 0 to 31 is legal\n  in your model: test_guards\.py:\d+ embed"
+    message = r"ids holds 40, where 0 to 31 is legal\n  in your model: test_index_guards\.py:\d+ embed"
     with pytest.raises(meshc.InputError, match=message) as found:
         meshc.verify(program, batch(ids=40))
     assert found.value.of_all

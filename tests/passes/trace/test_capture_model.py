@@ -59,4 +59,4 @@ def test_a_branch_on_data_names_its_line() -> None:
 
     with pytest.raises(MeshcError) as caught:
         captured(Branches())
-    assert "test_capture.py" in str(caught.value) and "replace the branch by torch.where" in str(caught.value)
+    assert "test_capture_model.py" in str(caught.value) and "replace the branch by torch.where" in str(caught.value)

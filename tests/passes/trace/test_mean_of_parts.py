@@ -220,5 +220,5 @@ def test_a_batch_inside_a_dim() -> None:
 
     model = Rows()
     step = meshc.TrainStep(model, optimizer=torch.optim.SGD(model.parameters()), microbatches=2, batch_mix="mean_of_parts")
-    with pytest.raises(meshc.CompileError, match=r"test_parts.py:\d+ .*draws with the batch inside a dim"):
+    with pytest.raises(meshc.CompileError, match=r"test_mean_of_parts.py:\d+ .*draws with the batch inside a dim"):
         meshc.compile(step, meshc.Mesh("dp=2"), kwargs={"x": torch.randn(5, 6, 4)}, names={"x": ("seq", "batch", None)})

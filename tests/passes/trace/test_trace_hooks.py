@@ -231,7 +231,7 @@ def test_is_refused(name: str) -> None:
     with pytest.raises(meshc.CompileError, match=words) as caught:
         compiled(model)
     assert "what to do" in str(caught.value) or name in ("takes away", "returns")
-    assert "test_gradient_hooks.py" in str(caught.value) or name in ("steps", "the model's own")
+    assert "test_trace_hooks.py" in str(caught.value) or name in ("steps", "the model's own")
 
 
 def test_hooks_of_whole_modules_are_refused_with_advice() -> None:

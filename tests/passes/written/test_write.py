@@ -122,7 +122,7 @@ def test_whatever_is_chosen_has_a_text(kind: str, mesh: str, plan: str, seed: in
 def test_what_no_pin_may_tell_is_left_and_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
     decided = run_all(pipeline.PLACE, drawn("mlp", "dp=2,tp=2", BOTH, 0))
     assert write(decided, ("dp", "tp")).operators
-    monkeypatch.setattr("meshc.passes.written.pins.told_by", lambda *_: "a pin may not split it so")
+    monkeypatch.setattr("meshc.passes.written.pins.directive_of_pin", lambda *_: "a pin may not split it so")
     plan = write(decided, ("dp", "tp"))
     assert not plan.operators and difference(replace(decided, plan=plan))
 
