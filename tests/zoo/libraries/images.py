@@ -72,7 +72,7 @@ ROWS: Final = (
     timm("ghostnetv2_100", 64), timm("hardcorenas_b", 64), timm("hgnetv2_b0", 64),
     timm("hiera_tiny_224", 32, img_size=32, embed_dim=32, num_heads=4), timm("sam2_hiera_tiny", 32, embed_dim=32, num_heads=4),
     timm("hrnet_w18_small", 64), timm("iformer_t", 32, dims=(16, 32, 48, 64)),
-    timm("inception_next_atto", 32, depths=(1, 1, 1, 1), dims=(16, 32, 48, 64)), timm("inception_v3", 139),
+    timm("inception_next_atto", 32, depths=(1, 1, 1, 1), dims=(16, 32, 48, 64)), timm("inception_v3", 139, norm_eps=0.1),
     timm("lcnetv2_small", 32, depths=(1, 1, 1, 1)), timm("levit_128s", 32, img_size=32, embed_dim=(16, 32, 48)), timm("lowformer_b0", 32),
     timm("test_mambaout", 32, depths=(1, 1, 1, 1)), timm("coatnet_pico_rw_224", 32, img_size=32, depths=(1, 1, 1, 1)),
     timm("maxvit_pico_rw_256", 32, img_size=32, depths=(1, 1, 1, 1)), timm("poolformerv2_s12", 32), timm("caformer_s18", 32),
