@@ -1,4 +1,4 @@
-"""A saved program: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
+"""Saved programs: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
 
     manifest.json            format and version, mesh, torch version; size and SHA-256 of each text, size and header's SHA-256 of each file
                              of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this

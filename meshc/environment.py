@@ -1,4 +1,4 @@
-"""Environment variables, read here and nowhere else.
+"""Settings from environment variables, read here and nowhere else.
 
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.driver.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it

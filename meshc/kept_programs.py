@@ -1,4 +1,4 @@
-"""Programs that were compiled before, in a folder on disk: a second start of a job takes its own from there.
+"""On-disk cache of compiled programs: a restarted job loads its program from a folder.
 
     FOLDER/3f9c...e1/            its first half: what is known before a compilation (meshc.api.job_key); its second: what the trace has read
         program/                 the saved program (meshc.artifact), with its hashes

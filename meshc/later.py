@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first used: importing meshc should take little longer than importing torch.
+"""Lazily imported modules, so that importing meshc takes little longer than importing torch.
 
     if TYPE_CHECKING:
         import sympy

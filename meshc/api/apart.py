@@ -1,4 +1,4 @@
-"""Axes that are taken apart before anything is compiled: where experts lie on several nodes, the mesh gets two axes for one.
+"""Expert axes split in two before compilation, one across nodes and one inside a node, when experts are on several nodes.
 
     Mesh("ep=16"), "ep: experts > batch"       on nodes of 8 ranks       Mesh("ep_across=2,ep_inside=8"), and an entry for each
 

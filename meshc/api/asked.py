@@ -1,4 +1,4 @@
-"""What a user asked for: a model, step or function, a mesh, a plan. It does not change; a compilation's key and request follow from it."""
+"""Checked arguments of `meshc.compile`, immutable: the keys and requests of compilations are derived from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of a compiled model that somebody calls by themselves, outside of its forward: each runs a program of its own.
+"""Programs for submodules that are called directly, outside of the compiled model's forward.
 
     hidden = model.model(input_ids).last_hidden_state       a program of the decoder, over the model's parameters
     rewards = model.score(hidden)                           one of the head; gradients go through both

@@ -1,4 +1,4 @@
-"""The compilations of one program: one for each kind of call, kept under its key; compiled once, loaded, found again."""
+"""Compilations of one program by key, one for each kind of call: compiled or loaded once, then reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`program.explain`: how a parameter is stored and used, or what an operator splits; at which price, and what else it could have been.
+"""`program.explain` of a parameter or operator: its storage or sharding, the price, and the alternatives.
 
 Seconds and bytes are those of the planner's model (docs/planner.md), for one of the layers that decide alike; what others cost is the
 difference of a whole call, with everything beside them as would then be best.

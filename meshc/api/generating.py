@@ -1,4 +1,4 @@
-"""`generate` of a model to which each rank passes rows of its own: prompts are brought together, and each rank keeps what is of its rows.
+"""`generate` with separate rows on each rank: prompts are gathered, and each rank gets back the tokens of its own rows.
 
     rank 0: model.generate(input_ids [2, 7], attention_mask)      both ranks: the model's own generate of [5, 9], the program's
     rank 1: model.generate(input_ids [3, 9], attention_mask)      calls of which split rows over the data axes; 2 rows, and 3, come back

@@ -1,4 +1,4 @@
-"""What `meshc.compile` returns: it is called like the model, looked at, saved, and has the state."""
+"""`Program`, the result of `meshc.compile`: called like the model, inspected, saved, and holder of the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that users pass: which are taken, what they hold as buffers, and the buffers of a call put into them."""
+"""Key-value caches of users: checks, conversion to buffers of a call, and write-back of the buffers after a call."""
 
 from __future__ import annotations
 

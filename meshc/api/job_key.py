@@ -1,5 +1,4 @@
-"""The key of a compilation: all that its program depends on but what its trace reads of Python, as one hash, under which another start of
-the same job finds it on disk.
+"""Key of a compilation in the on-disk cache: one hash of all that its program depends on, except what its trace reads of Python.
 
     what ranks agree on     versions, torch's settings, mesh, plan, options, inputs, the model's state, the optimizer (runtime.agreement)
     what the passes get     every field of the request: which function is traced, where the model's state lies already

@@ -1,4 +1,4 @@
-"""A compilation that an earlier start of the same job has made, and one that is kept for the next.
+"""Entry of one compilation in the on-disk cache: loaded from an earlier start of the job, or written for the next.
 
     Options(cache=...) ──> folder        key ──> the programs that were made under it        each has with it what its trace has read:
                                                                                              found here too, it is taken; else compiled

@@ -1,4 +1,4 @@
-"""What one compilation has left on this rank: by its own passes, or as data from rank 0."""
+"""Result of one compilation on this rank, from its own passes or as data from rank 0."""
 
 from __future__ import annotations
 

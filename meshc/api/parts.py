@@ -1,4 +1,4 @@
-"""Parts of a batch: what each rank passes of one call with inputs="local", told to the others before anything of it runs.
+"""Row counts of the batch parts that ranks pass with inputs="local", exchanged before anything of the call runs.
 
     rank 0  x [3, 8]     rank 1  x [2, 8]      both learn: 3 and 2 rows, all else the same
 

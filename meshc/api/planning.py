@@ -1,4 +1,4 @@
-"""Planning: the same model searched on several meshes, of devices that are not there. It is traced once, and its factors are found once."""
+"""Plan search for one model over several meshes of absent devices: traced once, factors computed once."""
 
 from __future__ import annotations
 

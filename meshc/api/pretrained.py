@@ -1,4 +1,4 @@
-"""Weights as others keep them, into a compiled model and out of it.
+"""Pretrained weights of other libraries, loaded into a compiled model and saved from it.
 
     dir/model-00001-of-00002.safetensors ── what this rank's tiles cover ──> buffers of the program
     buffers ── whole tensors, one at a time, on rank 0 ──> model.save_pretrained(dir) ──> what plain transformers loads

@@ -1,4 +1,4 @@
-"""What a long compilation is at, on a terminal: one line that goes when it is over.
+"""Progress line of a long compilation on a terminal, erased when the compilation is over.
 
     |  meshc compiles TrainStep(GPT): differentiate  12 s        (capture 4.1 s)
     |  meshc compiles TrainStep(GPT): a plan within 200 kB, linear program 3  31 s        (factorize 0.2 s)

@@ -1,4 +1,4 @@
-"""`program.rebalance`: experts that have much to do and lie on one rank are spread, between two calls, by measured load."""
+"""`program.rebalance`: experts with high measured load are moved between ranks, between two calls."""
 
 from __future__ import annotations
 

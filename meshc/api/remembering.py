@@ -1,5 +1,4 @@
-"""`program.explain` of a value of forward: whether backward finds it kept, recomputes it, or has it fetched from the host; who said so,
-what that takes, and which line of a plan would change it.
+"""`program.explain` of a forward value: kept, recomputed or offloaded for backward, by whose choice, its cost, and plan lines to change it.
 
 Prices are of the graph of all layers before anything is recomputed: operators and collectives one by one, as `passes/recompute/within.py`
 has them. A line is named where the minimum cut under it decides otherwise for this value.

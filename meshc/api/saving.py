@@ -1,4 +1,4 @@
-"""`program.save`: the artifact of a compiled program, with its weights and what it needs to begin without the model."""
+"""`program.save`: the artifact of a compiled program, with weights and initial state, so that it starts without the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One compilation for all ranks: rank 0 compiles, and the others take its program as data, if they would have compiled the same.
+"""One compilation for all ranks: rank 0 compiles, and the others load its program if they would have compiled the same.
 
     rank 0   compiles ....... the program, and what its trace has read of Python ──> all                      hash
     rank 1   waits ........................... finds the same in the same places, and reads the program       hash

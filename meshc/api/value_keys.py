@@ -1,4 +1,4 @@
-"""Keys of calls, with what Python holds now of all that the programs of a model were made of (`meshc.frontend.read_values`).
+"""Keys of calls with the current Python values that the traces of a model have read (`meshc.frontend.read_values`).
 
     first call      nothing is known yet         compiled: what its trace has read is known from here on, and is part of its key
     like it         all as it was                the same key

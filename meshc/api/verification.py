@@ -1,4 +1,4 @@
-"""`meshc.verify`: a program against the model itself, in one process."""
+"""`meshc.verify`: a program compared with its model, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process group that a program lives under: its groups, what ranks say to each other beside the program, one thread at a time."""
+"""Process group of a program: its groups, the agreement of ranks, and errors that reach all ranks; one thread at a time."""
 
 from __future__ import annotations
 

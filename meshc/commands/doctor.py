@@ -1,4 +1,4 @@
-"""`meshc doctor`: what of this machine and this environment works, what is missing, and what to do about it.
+"""`meshc doctor`: checks of this machine and environment, with what to do about each fault.
 
     works  torch            2.11.0+cpu
     note   random numbers   no C++ compiler: they are drawn in plain torch

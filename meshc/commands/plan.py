@@ -1,4 +1,4 @@
-"""`meshc plan`: how a model is best run on so many devices, found without them: which mesh, which plan, what it takes."""
+"""`meshc plan`: the fastest meshes and plans of a model for a number of devices, found without the devices."""
 
 from __future__ import annotations
 

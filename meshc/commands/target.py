@@ -1,4 +1,4 @@
-"""What commands are given, and what they print: a model in a file of the user's, a plan, text for a terminal."""
+"""Targets, plans and options of commands, and text that is safe for a terminal."""
 
 from __future__ import annotations
 
