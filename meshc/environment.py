@@ -37,7 +37,7 @@ _traced: Final[Counter[Path]] = Counter()
 
 
 def said() -> dict[str, str]:
-    """All that is set here whose name begins like these."""
+    """Environment variables whose names begin with MESHC_, sorted."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MESHC_")}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Later:
-    """Stands for a module, whose names it looks up as they are asked for."""
+    """Proxy of a module, imported when an attribute is first read; attributes are memoised."""
 
     def __init__(self, name: str) -> None:
         self._name = name

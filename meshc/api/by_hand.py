@@ -43,7 +43,7 @@ def _held(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 
 def _above(path: str) -> Iterator[str]:
-    """A path with those of all modules that it is in, but the model's own."""
+    """A path and the paths of its enclosing modules, except the model's own."""
     while path:
         yield path
         path = path.rpartition(".")[0]

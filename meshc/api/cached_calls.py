@@ -90,7 +90,7 @@ class FilledCall:
     first: int = 0
 
     def noted(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """What ranks compare of it, by name."""
+        """Names and values that ranks compare before the call: a digest of the tensors, and the number of past tokens."""
         plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH, BEGIN)]
         return ("a digest of what is passed", "the number of tokens before it"), (digest_of(plain), self.past)
 

@@ -63,7 +63,7 @@ WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effe
 
 @dataclass(frozen=True)
 class Compilation:
-    """One of them.
+    """A compiled program at the sizes of its calls.
 
     program  at the sizes of its calls
     made     what was compiled: what serves all sizes, and under which request
@@ -79,7 +79,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a call passes.
+    """A checked call, with its key.
 
     args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
     base          the key of its compilation, but for the Python values that its program reads
@@ -143,14 +143,14 @@ class Compilations:
 
     @property
     def last(self) -> Compilation:
-        """The one that was called last."""
+        """The compilation that was called last."""
         if self._last is None:
             raise StateError("nothing is compiled yet: call the program, or give example inputs to meshc.compile")
         return self._last
 
     @property
     def compiled(self) -> bool:
-        """Whether there is one."""
+        """Whether any compilation exists."""
         return self._last is not None
 
     @property

@@ -45,7 +45,7 @@ class Planned:
 
 
 class Planner:
-    """A model. `grad`: a module's backward too."""
+    """Plan search for one model. `grad`: with a module's backward."""
 
     def __init__(self, what: Any, args: Sequence[object], kwargs: Mapping[str, object], grad: bool = False) -> None:
         self.what, self.args, self.kwargs = what, tuple(args), dict(kwargs)

@@ -35,7 +35,7 @@ FIRST: Final = "capture"
 
 @contextlib.contextmanager
 def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | None]:
-    """A context for a compilation of `what`, and the hook to give it: `hook`, behind which the line says what comes next."""
+    """A context that shows progress of the compilation of `what`. Yields the hook to pass to it: `hook`, then an update of the line."""
     if not wanted or sys.stderr is None or not sys.stderr.isatty() or environment.log_level():
         yield hook
         return

@@ -89,7 +89,7 @@ def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Ma
 
 
 def _watching() -> Hook | None:
-    """What is done after each pass, if the environment asks for anything."""
+    """The hook after each pass that the environment requests; None without."""
     return hooks.hook(passcheck.PassCheck()) if environment.watching() else None
 
 
@@ -106,7 +106,7 @@ def _new(
 
 
 def _given(board: FailureBoard, request: Request, new: Callable[[], tuple[Made, Dependencies]]) -> Made:
-    """Rank 0 compiles, and gives what it has."""
+    """Compiles on rank 0, and sends the result to all ranks."""
     turn = handed.next_turn()
     handed.delete_sent(board)
     try:
