@@ -229,7 +229,7 @@ class Program:
 
     @property
     def _batch_parts(self) -> int:
-        """How many parts a batch has, of which each rank passes one."""
+        """Number of parts of a batch, of which each rank passes one."""
         return self.asked.data_ranks if self.asked.inputs == "local" else 1
 
     def _look_at_schedules(self, store: Store) -> None:

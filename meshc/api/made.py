@@ -40,7 +40,7 @@ _LENGTH_BYTES: Final = 8
 class Made:
     """
     program  the program; with dynamic sizes what serves them all
-    request  what the passes were asked for
+    request  the request of the passes
     tree     the structure of the outputs
     tried    what was searched for a pipeline
     weighed  plans that were compared for axes that were left open
@@ -48,7 +48,7 @@ class Made:
     reads    what of Python the program was made of, beside inputs and the model's tensors
     numbers  what of Python are inputs of it;  kept_fixed  why those that were to be are none
     compared  where ranks have looked whether they would have made the same
-    lowered  what the passes have left; None if they have not run here
+    lowered  result of the passes; None if they have not run here
     given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
     """
 

@@ -76,7 +76,7 @@ def _compiled(
 
 
 def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Made:
-    """By this rank's passes. Where a number of Python cannot be an input of a program, those are none that came last, down to it."""
+    """Result of own passes. Where a number of Python cannot be an input of a program, those are none that came last, down to it."""
     why = ""
     for count in range(len(request.numbers), -1, -1):
         try:
@@ -96,7 +96,7 @@ def _watching() -> Hook | None:
 def _new(
     sizes: Callable[[], Sizes], request: Request, hook: Hook | None, entry: kept.Entry | None
 ) -> tuple[Made, Dependencies]:
-    """What an earlier start has kept, or what the passes make, kept for a next one; and what of Python it depends on."""
+    """The result from the on-disk cache, or of the passes, then written to the cache; and its dependencies on Python."""
     taken = None if entry is None else entry.taken()
     if taken is not None:
         return taken

@@ -121,5 +121,5 @@ def kept_fixed(wanted: Sequence[ReadPlace], made: Made) -> str:
 
 
 def shown(lines: Sequence[str], most: int = 5) -> str:
-    """For people."""
+    """The first `most` lines joined, with the number of the others."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
