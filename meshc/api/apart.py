@@ -68,7 +68,7 @@ def _refuse(mesh: Mesh, entry: AxisEntry, term: Term) -> None:
 
 
 def finer(mesh: Mesh, axes: Sequence[Axis]) -> Mesh | DeviceMesh:
-    """The same ranks in the same order, along more axes."""
+    """The mesh with `axes`: the same ranks in the same order."""
     if mesh.device_mesh is None:
         return Mesh.from_axes(axes, mesh.device_type, mesh.ranks)
     table = mesh.device_mesh.mesh.reshape([axis.size for axis in axes])

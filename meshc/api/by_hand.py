@@ -19,7 +19,7 @@ from meshc.frontend.frames import warn_at_users_line
 from meshc.ir.mesh import Mesh
 
 MANY: Final = 8
-"""So many modules of a model have their programs without a word."""
+"""Number of modules that may have programs without a warning."""
 
 
 def callable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -50,7 +50,7 @@ def _above(path: str) -> Iterator[str]:
 
 
 def refuse_stages(path: str, model: nn.Module, mesh: Mesh) -> None:
-    """Raises StateError where one module is not all of the ranks' work: its parameters lie on its stage alone."""
+    """Raises StateError on a mesh with pipeline stages, where a module's parameters are stored on its stage only."""
     if (axis := mesh.pipeline_axis) is not None:
         raise StateError(
             f"{path} of this {type(model).__qualname__} is called by itself, and axis {axis.name} has the model in pipeline stages, of "
@@ -61,7 +61,7 @@ def refuse_stages(path: str, model: nn.Module, mesh: Mesh) -> None:
 
 
 def warn_of_many(model: nn.Module, paths: Collection[str]) -> None:
-    """Where a loop over a model's modules makes a program of each: a warning at the user's line, when there have come to be many."""
+    """Warns, at the user's line, of many programs, as from a loop over a model's modules."""
     if len(paths) != MANY + 1:
         return
     warn_at_users_line(

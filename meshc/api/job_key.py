@@ -39,7 +39,7 @@ TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan"
 
 
 def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:
-    """The key, as hexadecimal digits; "" if there is none."""
+    """Key in hexadecimal digits; "" if there is none."""
     if why_none(options):
         return ""
     state = hashlib.blake2b(digest_size=16)
@@ -59,7 +59,7 @@ def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:
 
 
 def why_none(options: Options) -> str:
-    """Why there is no key; "" if there is one."""
+    """Reason why there is no key; "" if there is one."""
     if options.schedule is not None and not isinstance(options.schedule, str):
         return "Options(schedule=) is a function, and what it reads is not known"
     ours = [str(op) for op, given in RULES.items() if any(map(callable, (given.rule, *given.fields.values())))]
