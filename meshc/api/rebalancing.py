@@ -53,7 +53,7 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
 
 
 def _spare(program: Program, copies: int | None) -> int:
-    """Number of expert slots of a rank that may be used. Raises InputError."""
+    """Number of slots for copies of experts that a rank may use. Raises InputError."""
     there = program.options.expert_copies
     if copies is None or 0 <= copies <= there:
         return there if copies is None else copies
