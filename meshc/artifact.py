@@ -1,4 +1,4 @@
-"""A saved program: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
+"""Saved programs: a folder of texts, JSON and safetensors. Reading one executes nothing and unpickles nothing.
 
     manifest.json            format and version, mesh, torch version; size and SHA-256 of each text, size and header's SHA-256 of each file
                              of tensors, which carries its tensors' hashes (`meshc.files.tensor_file`); and a hash of all this
@@ -52,7 +52,7 @@ AGAIN: Final = "save or copy the program again"
 
 
 class Entry(TypedDict, total=False):
-    """What the manifest says of a file: of a text its hash, of tensors their header's."""
+    """Manifest entry of a file: size, and the hash of a text or of a tensor file's header."""
 
     bytes: int
     sha256: str
@@ -192,12 +192,12 @@ def _has_orders(program: PlainProgram) -> bool:
 
 
 def is_saved(path: str | os.PathLike[str]) -> bool:
-    """Whether a saved program lies in the folder `path`, intact or not."""
+    """Whether the folder `path` has a saved program, intact or not."""
     return (Path(path) / MANIFEST).is_file()
 
 
 def _several(folder: Path) -> str:
-    """What to name instead of a folder that holds a program for each of several backends."""
+    """Advice for a folder with a program for each of several backends."""
     inside = [str(folder / name) for name in BACKENDS if is_saved(folder / name)]
     return f"; it holds programs, name one of them: {' or '.join(inside)}" if inside else ""
 

@@ -1,4 +1,4 @@
-"""Environment variables, read here and nowhere else.
+"""Settings from environment variables, read here and nowhere else.
 
     MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.driver.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
@@ -37,7 +37,7 @@ _traced: Final[Counter[Path]] = Counter()
 
 
 def said() -> dict[str, str]:
-    """All that is set here whose name begins like these."""
+    """Environment variables whose names begin with MESHC_, sorted."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MESHC_")}
 
 

@@ -1,4 +1,4 @@
-"""Programs that were compiled before, in a folder on disk: a second start of a job takes its own from there.
+"""On-disk cache of compiled programs: a restarted job loads its program from a folder.
 
     FOLDER/3f9c...e1/            its first half: what is known before a compilation (meshc.api.job_key); its second: what the trace has read
         program/                 the saved program (meshc.artifact), with its hashes
@@ -45,7 +45,7 @@ _HALF: Final = 16
 
 @dataclass(frozen=True)
 class Kept:
-    """What an entry holds: a program, and what else was told of it."""
+    """A cached program, and the JSON data that was stored with it."""
 
     program: PlainProgram
     told: Mapping[str, Any]
@@ -58,23 +58,23 @@ class Amount:
 
 
 def default_folder() -> Path:
-    """Where programs are kept if nobody says where."""
+    """The default folder of cached programs."""
     return owned.cache_folder() / "programs"
 
 
 def name_of(key: str, depends: str) -> str:
-    """That of an entry: its key, and what else its program depends on."""
+    """Name of an entry: digits of its key, and a hash of key and `depends`."""
     return f"{key[:_HALF]}{hashlib.blake2b((key + depends).encode(), digest_size=_HALF // 2).hexdigest()}"
 
 
 def under(folder: Path, key: str) -> list[str]:
-    """The entries under a key, those used last first; none without a key."""
+    """Names of the entries under a key, most recently used first; none for an empty key."""
     found = [path for path in _entries(folder) if key and path.name.startswith(key[:_HALF])]
     return [path.name for path in sorted(found, key=_used, reverse=True)] if found and not _not_used(folder) else []
 
 
 def read(folder: Path, name: str, wanted: Callable[[Mapping[str, Any]], bool]) -> Kept | None:
-    """The entry of this name, if it is wanted by what was told of it; None if there is none, or none that may be trusted."""
+    """The entry `name`, if `wanted(told)` holds for its stored data; None otherwise, or if the entry is damaged."""
     place = folder / name
     try:
         told = _told(place, name)
@@ -108,7 +108,7 @@ def _told(place: Path, name: str) -> Mapping[str, Any]:
 
 
 def write(folder: Path, name: str, program: PlainProgram, told: Mapping[str, object]) -> str:
-    """Keeps a program, unless one is there. Returns why it cannot be kept; "" if it is."""
+    """Writes a program, unless the entry exists. Returns the reason if it cannot be written, else ""."""
     place = folder / name
     why = owned.refusal(folder)
     if why is not None or place.is_dir():
@@ -127,12 +127,12 @@ def write(folder: Path, name: str, program: PlainProgram, told: Mapping[str, obj
 
 
 def drop(folder: Path, name: str) -> None:
-    """An entry that is none any more."""
+    """Deletes an entry."""
     shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def size(folder: Path) -> Amount:
-    """How many programs are kept there, and their bytes."""
+    """Number of programs in the folder, and their bytes."""
     entries = _entries(folder)
     return Amount(len(entries), sum(map(_bytes, entries)))
 
@@ -168,7 +168,7 @@ def _bytes(entry: Path) -> int:
 
 
 def _drop_old(folder: Path, most: int = MOST) -> None:
-    """Those used last stay. Whoever reads one that goes finds a file missing, and compiles."""
+    """Deletes the least recently used entries beyond `most` bytes. A process that reads one meanwhile misses a file, and compiles."""
     with contextlib.suppress(OSError):
         total = 0
         for entry in sorted(_entries(folder), key=_used, reverse=True):

@@ -1,4 +1,4 @@
-"""Modules that are imported when something of them is first used: importing meshc should take little longer than importing torch.
+"""Lazily imported modules, so that importing meshc takes little longer than importing torch.
 
     if TYPE_CHECKING:
         import sympy
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Later:
-    """Stands for a module, whose names it looks up as they are asked for."""
+    """Proxy of a module, imported when an attribute is first read; attributes are memoised."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""What meshc is: its version, which `pyproject.toml` has too, and the folder of its files."""
+"""Version of meshc, the same as in `pyproject.toml`, and the folder of its files."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""What meshc uses of torch and transformers that these do not promise to keep, in one table.
+"""Table of the private names of torch and transformers that meshc uses.
 
     from meshc.private import FakeTensorMode        torch._subclasses.fake_tensor.FakeTensorMode, loaded when it is asked for
 

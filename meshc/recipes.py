@@ -1,4 +1,4 @@
-"""What a plan's name stands for, and what a plan does: `meshc.plan.recipes`, under the name that users import."""
+"""Recipes, the plans with names: `meshc.plan.recipes`, under the name that users import."""
 
 from meshc.plan.recipes import RECIPES, explain, resolve
 

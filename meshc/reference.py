@@ -1,4 +1,4 @@
-"""One device that draws as meshc's ranks do: `meshc.frontend.reference_random`, under the name that users import."""
+"""Reference random numbers on one device, as ranks draw them: `meshc.frontend.reference_random`, under the name that users import."""
 
 from meshc.frontend.reference_random import Microbatch, ReferenceRandom
 

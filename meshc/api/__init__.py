@@ -1,1 +1,1 @@
-"""The public face: compile, save, verify, options."""
+"""Public API: compile, save, verify, options."""

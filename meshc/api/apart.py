@@ -1,4 +1,4 @@
-"""Axes that are taken apart before anything is compiled: where experts lie on several nodes, the mesh gets two axes for one.
+"""Expert axes split in two before compilation, one across nodes and one inside a node, when experts are on several nodes.
 
     Mesh("ep=16"), "ep: experts > batch"       on nodes of 8 ranks       Mesh("ep_across=2,ep_inside=8"), and an entry for each
 
@@ -68,7 +68,7 @@ def _refuse(mesh: Mesh, entry: AxisEntry, term: Term) -> None:
 
 
 def finer(mesh: Mesh, axes: Sequence[Axis]) -> Mesh | DeviceMesh:
-    """The same ranks in the same order, along more axes."""
+    """The mesh with `axes`: the same ranks in the same order."""
     if mesh.device_mesh is None:
         return Mesh.from_axes(axes, mesh.device_type, mesh.ranks)
     table = mesh.device_mesh.mesh.reshape([axis.size for axis in axes])

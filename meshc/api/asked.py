@@ -1,4 +1,4 @@
-"""What a user asked for: a model, step or function, a mesh, a plan. It does not change; a compilation's key and request follow from it."""
+"""Checked arguments of `meshc.compile`, immutable: the keys and requests of compilations are derived from them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Asked:
             )
 
     def advice_on_attribute(self, name: str) -> str:
-        """What is said to who looks on the program for what its model has."""
+        """Text for an AttributeError on the program when its model has attribute `name`; "" otherwise."""
         if name.startswith("_") or not (self.step is not None or isinstance(self.what, nn.Module)) or not hasattr(self.module, name):
             return ""
         return (
@@ -167,7 +167,7 @@ class Asked:
         return TracedFunction(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
 
     def _refuse_bias(self) -> None:
-        """An update of routers' biases that nothing makes, or that finds none. Raises PlanError."""
+        """Raises PlanError for `expert_bias_update` without a training step, or without routers' biases."""
         if self.step is None:
             raise PlanError(
                 "Options(expert_bias_update=): routers' biases change after a step, and what is compiled is none\n"
@@ -191,13 +191,13 @@ class Asked:
             )
 
     def adding(self) -> Asked:
-        """The same for calls that add gradients up and update nothing."""
+        """A copy for calls that accumulate gradients and update nothing."""
         found = copy.copy(self)
         found.adds = True
         return found
 
     def on(self, mesh: Mesh, plan: Plan) -> Asked:
-        """The same on the axes that stand for those of its mesh."""
+        """A copy with another mesh and plan."""
         found = copy.copy(self)
         found.mesh, found.plan = mesh, plan
         return found
@@ -212,15 +212,14 @@ class Asked:
         return found._of_others() if by_hand else found
 
     def everywhere(self) -> Asked:
-        """The same for calls that pass the whole batch on every rank, as the model's own generate does of prompts that are brought
-        together."""
+        """A copy for calls that pass the whole batch on every rank, as the model's own generate does with gathered prompts."""
         found = self.of_model() if self.step is not None else copy.copy(self)
         found.inputs, found._forms = "global", Forms()
         found.options = replace(found.options, uneven_rows=False)
         return found
 
     def _of_others(self) -> Asked:
-        """Changes it to calls with inputs of their own: what is said of dims and sizes of others, by name, is left out."""
+        """Drops the dynamic dims, and `names` of inputs that the function to trace does not take; in place. Returns self."""
         takes = self.traced.parameters
         self.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
         self.options, self.dynamic = replace(self.options, dynamic=None), dynamic_dims.parse_dynamic(None)
@@ -250,23 +249,23 @@ class Asked:
         return f"{self.path} of {whole}" if self.path else whole
 
     def _data_axes(self) -> list[int]:
-        """Sizes of the axes that split the batch."""
+        """Sizes of the data axes."""
         return [axis.size for axis in self.mesh.axes if role(axis.name) in DATA_ROLES]
 
     @property
     def data_ranks(self) -> int:
-        """Among how many ranks a batch is split that each has a part of."""
+        """Number of ranks with different parts of a batch."""
         return prod(self._data_axes())
 
     # ------------------------------------------------------------------------------------------------------------------- a call
 
     def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-        """A call's arguments as the signature has them. Raises InputError."""
+        """A call's arguments bound to the signature. Raises InputError."""
         passed = self.passed(args, kwargs)
         return passed.args, passed.kwargs
 
     def passed(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Passed:
-        """A call's arguments as the signature has them, with what is known of calls that look like it. Raises InputError."""
+        """A call's arguments bound to the signature, with the `form` of equal-looking calls. Raises InputError."""
         signature = self.traced.signature
         leaves, form = self._forms.of((args, kwargs))
         if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
@@ -304,7 +303,7 @@ class Asked:
         return found
 
     def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: Key) -> Key:
-        """The key of what serves all sizes: dynamic dims go by name."""
+        """Key of the compilation for all sizes: dynamic dims are replaced by their names."""
         if not self.dynamic:
             return key
         names = input_names(self.traced.signature, args, kwargs)
@@ -322,7 +321,7 @@ class Asked:
         return inputs if self.inputs == "global" else self.with_rows(inputs, lambda rows: rows * self.data_ranks)
 
     def with_rows(self, inputs: Arguments, count: Callable[[int], int]) -> Arguments:
-        """Shapes of inputs that carry the batch, of which one that has some rows gets as many as `count` says."""
+        """The inputs with `count(rows)` rows in place of `rows`, as shapes, where they have a batch dim."""
         leaves, spec = trees.flatten(inputs)
         found = []
         for leaf, dim in zip(leaves, self.batch_dims(inputs), strict=True):
@@ -349,7 +348,7 @@ class Asked:
         return found if found is None or found < leaf.dim() else 0
 
     def joined(self, inputs: Arguments) -> JoinedInputs | None:
-        """How the whole batch was put together, for who traces it."""
+        """How the whole batch is concatenated from the ranks' parts, for tracing; None if ranks have no parts."""
         if self.inputs == "global" or self.data_ranks == 1:
             return None
         names = input_names(self.traced.signature, *inputs)
@@ -358,7 +357,7 @@ class Asked:
         return JoinedInputs({name: dim for name, dim, there in rows if there}, 0 if self.options.uneven_rows else self.data_ranks)
 
     def note_batch(self, program: PlainProgram) -> None:
-        """Where a program takes the batch, for calls to come."""
+        """Records the batch dims of a program's inputs, for later calls."""
         if self.inputs == "local":
             axes = {axis.name for axis in self.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
             for port in program.inputs if axes else ():
@@ -407,7 +406,7 @@ class Asked:
         return partial(padded_caches.call_inside, self.path) if self.path else padded_caches.call
 
     def _microbatches(self, grad: bool) -> int | None:
-        """None: as many as are predicted to be fastest, which a pipeline alone can tell."""
+        """Number of microbatches; None: the number predicted to be fastest, chosen for the pipeline."""
         step = self.step
         asked = step.microbatches if step is not None else None if grad else self.options.microbatches
         if asked is not None:

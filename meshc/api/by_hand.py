@@ -1,4 +1,4 @@
-"""Modules of a compiled model that somebody calls by themselves, outside of its forward: each runs a program of its own.
+"""Programs for submodules that are called directly, outside of the compiled model's forward.
 
     hidden = model.model(input_ids).last_hidden_state       a program of the decoder, over the model's parameters
     rewards = model.score(hidden)                           one of the head; gradients go through both
@@ -19,7 +19,7 @@ from meshc.frontend.frames import warn_at_users_line
 from meshc.ir.mesh import Mesh
 
 MANY: Final = 8
-"""So many modules of a model have their programs without a word."""
+"""Number of modules that may have programs without a warning."""
 
 
 def callable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -43,14 +43,14 @@ def _held(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 
 def _above(path: str) -> Iterator[str]:
-    """A path with those of all modules that it is in, but the model's own."""
+    """A path and the paths of its enclosing modules, except the model's own."""
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
 def refuse_stages(path: str, model: nn.Module, mesh: Mesh) -> None:
-    """Raises StateError where one module is not all of the ranks' work: its parameters lie on its stage alone."""
+    """Raises StateError on a mesh with pipeline stages, where a module's parameters are stored on its stage only."""
     if (axis := mesh.pipeline_axis) is not None:
         raise StateError(
             f"{path} of this {type(model).__qualname__} is called by itself, and axis {axis.name} has the model in pipeline stages, of "
@@ -61,7 +61,7 @@ def refuse_stages(path: str, model: nn.Module, mesh: Mesh) -> None:
 
 
 def warn_of_many(model: nn.Module, paths: Collection[str]) -> None:
-    """Where a loop over a model's modules makes a program of each: a warning at the user's line, when there have come to be many."""
+    """Warns, at the user's line, of many programs, as from a loop over a model's modules."""
     if len(paths) != MANY + 1:
         return
     warn_at_users_line(

@@ -1,4 +1,4 @@
-"""A call that hands a model its cache of keys and values: what the program gets for it, and how its output comes back.
+"""Calls with a key-value cache: padded inputs for the program, and its output cut back to the call's rows and tokens.
 
     program(input_ids=[3, 40], cache=DynamicCache())      [4, 64], cache=[], cache_length=None; the cache has buffers of 64, 40 in use
     program(input_ids=[3, 1], cache=cache)                [4, 1], cache=[[k, v], ...], cache_length=40
@@ -90,7 +90,7 @@ class FilledCall:
     first: int = 0
 
     def noted(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """What ranks compare of it, by name."""
+        """Names and values that ranks compare before the call: a digest of the tensors, and the number of past tokens."""
         plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH, BEGIN)]
         return ("a digest of what is passed", "the number of tokens before it"), (digest_of(plain), self.past)
 

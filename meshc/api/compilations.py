@@ -1,4 +1,4 @@
-"""The compilations of one program: one for each kind of call, kept under its key; compiled once, loaded, found again."""
+"""Compilations of one program by key, one for each kind of call: compiled or loaded once, then reused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ WARNED = ("has no rule", "nothing but padding", "does the whole work", side_effe
 
 @dataclass(frozen=True)
 class Compilation:
-    """One of them.
+    """A compiled program at the sizes of its calls.
 
     program  at the sizes of its calls
     made     what was compiled: what serves all sizes, and under which request
@@ -79,7 +79,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a call passes.
+    """A checked call, with its key.
 
     args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
     base          the key of its compilation, but for the Python values that its program reads
@@ -105,28 +105,28 @@ class Compilations:
     values that the program was made of."""
 
     def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
-        """adopted: what is done when the model's parameters have become this rank's parts."""
+        """adopted: called after the model's parameters have been replaced by this rank's tiles."""
         self.asked, self.world, self._adopted = asked, world, adopted
         self._described_over: Store | None = None
-        """Whose parameters the optimizers had when they were described."""
+        """The store whose parameters the optimizers had when `spec` was built."""
         self.spec = self._describe()
         self.kept: dict[Key, Compilation] = {}
         self.general: dict[Key, Made] = {}
         self.seconds: dict[str, float] = {}
-        """By pass, of the last that was compiled; rank 0's, if its program was taken."""
+        """Seconds by pass of the last compilation; rank 0's, if its program was loaded."""
         self.store: Store | None = None
         self.value_keys = ValueKeys(asked.module)
         self._known: dict[Key, dict[str, str]] = {}
-        """What ranks have agreed on before each."""
+        """Fields that ranks agreed on before each compilation."""
         self._several = False
-        """Whether those kept are for inputs of several forms."""
+        """Whether the kept compilations are for inputs of several forms."""
         self._called: Stream | None = None
         """Which sizes calls have, once there are several, for the comparison with the other ranks."""
         self._last: Compilation | None = None
 
     @cached_property
     def _sizes(self) -> sizes.Sizes:
-        """What those share that read the same, where passes run here."""
+        """State shared by compilations with equal Python values, where passes run on this rank."""
         return sizes.Sizes()
 
     def _describe(self) -> OptimizerSpec | None:
@@ -143,23 +143,23 @@ class Compilations:
 
     @property
     def last(self) -> Compilation:
-        """The one that was called last."""
+        """The compilation that was called last."""
         if self._last is None:
             raise StateError("nothing is compiled yet: call the program, or give example inputs to meshc.compile")
         return self._last
 
     @property
     def compiled(self) -> bool:
-        """Whether there is one."""
+        """Whether any compilation exists."""
         return self._last is not None
 
     @property
     def plan(self) -> Plan:
-        """That of the last one; before there is any, what was asked for."""
+        """The plan of the last compilation; before any, the requested plan."""
         return self.asked.plan if self._last is None else self._last.program.plan
 
     def guarded(self, what: str) -> Context:
-        """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
+        """A context for one thread, in which a failure on any rank is raised on all."""
         return self.world.guarded(what, self.store.step if self.store else 0)
 
     def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Admitted:
@@ -182,7 +182,7 @@ class Compilations:
             return Admitted(*whole, base, key, tensors, form, state, None if counts is None else self._dealt(counts))
 
     def _counts(self, passed: Arguments) -> list[int] | None:
-        """Rows of each data rank's part, where they may differ. Where they may not, and this rank has several sizes, they are compared."""
+        """Rows of each data rank's part, if they may differ, else None. Raises InputError if they must not differ but do."""
         asked, uneven = self.asked, self.asked.options.uneven_rows
         if asked.inputs == "global" or not self.world.has_ranks or not (uneven or self._several):
             return None
@@ -199,7 +199,7 @@ class Compilations:
         return Dealt(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.guarded, "move rows"))
 
     def _examples(self, inputs: Arguments) -> Arguments:
-        """Of the whole batch, as it is traced."""
+        """The inputs of the whole batch, for tracing."""
         uneven = self.asked.options.uneven_rows and self.world.has_ranks
         return inputs if uneven else self.asked.whole(inputs)
 

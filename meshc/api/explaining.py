@@ -1,4 +1,4 @@
-"""`program.explain`: how a parameter is stored and used, or what an operator splits; at which price, and what else it could have been.
+"""`program.explain` of a parameter or operator: its storage or sharding, the price, and the alternatives.
 
 Seconds and bytes are those of the planner's model (docs/planner.md), for one of the layers that decide alike; what others cost is the
 difference of a whole call, with everything beside them as would then be best.
@@ -119,7 +119,7 @@ class _Explaining:
     # ----------------------------------------------------------------------------------------------------------------------- operators
 
     def _operators(self, module: str) -> list[Node]:
-        """Those of a module that take longest, or, if it has none of its own, of the modules in it."""
+        """A module's operators, slowest first; if it has none of its own, those of its submodules."""
         keys = [key for key in self.search.space.decisions if isinstance(key, Node) and key.op == "call_function"]
         where = {key: records(key)[0].source.module for key in keys}
         found = [key for key in keys if where[key] == module] or [key for key in keys if where[key].startswith(f"{module}.")]
@@ -141,7 +141,7 @@ class _Explaining:
         )
 
     def _changes(self, node: Node) -> Iterator[Change]:
-        """Changes of sharding of what an operator makes, each with those who want it so."""
+        """Reshards of an operator's results, each with the readers that need it."""
         for value in (made for made in self.search.space.made if made.decision is node):
             lies = given(value, self.alternatives.taken(node), self.search.space.axes)
             readers: dict[Form, dict[str, None]] = {}
@@ -210,7 +210,7 @@ class _Explaining:
         return lies
 
     def _alike(self, key: Key) -> int:
-        """How many others decide as this one does."""
+        """Number of other decisions that are folded with this one."""
         return int(self.model.count(self.model.folded.of[key])) - 1
 
 

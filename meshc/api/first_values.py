@@ -1,4 +1,4 @@
-"""First values of a model on one device: those that `Program.init_weights` gives on every mesh."""
+"""Initial values of a model on one device, the same that `Program.init_weights` gives on every mesh."""
 
 from __future__ import annotations
 

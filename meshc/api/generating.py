@@ -1,4 +1,4 @@
-"""`generate` of a model to which each rank passes rows of its own: prompts are brought together, and each rank keeps what is of its rows.
+"""`generate` with separate rows on each rank: prompts are gathered, and each rank gets back the tokens of its own rows.
 
     rank 0: model.generate(input_ids [2, 7], attention_mask)      both ranks: the model's own generate of [5, 9], the program's
     rank 1: model.generate(input_ids [3, 9], attention_mask)      calls of which split rows over the data axes; 2 rows, and 3, come back
@@ -104,7 +104,7 @@ def of_parts(asked: Asked, world: World, model: Any, args: Sequence[Any], kwargs
 
 
 def _states(device: torch.device) -> Any:
-    """What has the state of a device's generator."""
+    """Module with get_rng_state and set_rng_state for a device."""
     return torch if device.type == "cpu" else torch.get_device_module(device)
 
 
@@ -136,7 +136,7 @@ def _drawn_by_parts(states: Sequence[Tensor], counts: Sequence[int], place: int,
 
 
 def _draws(tokens: Tensor, draws: int, ends: Sequence[int]) -> int:
-    """How many draws these rows needed, of those that were made for all ranks': `generate` stops where each has come to an end."""
+    """Number of draws that these rows needed, of all ranks' draws: `generate` stops when every row has ended."""
     ended = torch.isin(tokens[:, -draws:], torch.tensor(ends, device=tokens.device, dtype=tokens.dtype))
     needed = torch.where(ended.any(1), ended.int().argmax(1) + 1, draws)
     return min(int(needed.max()), draws)
@@ -167,7 +167,7 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompts:
 
 
 def _from_all(world: World, mine: Prompts) -> list[Prompts]:
-    """What each rank has, in their order: bytes, whose numbers are told first."""
+    """Prompts of all ranks, in rank order, as bytes; their lengths are exchanged first."""
     written = io.BytesIO()
     torch.save(mine, written)
     data = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8).to(world.device)

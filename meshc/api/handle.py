@@ -1,4 +1,4 @@
-"""What `meshc.compile` returns: it is called like the model, looked at, saved, and has the state."""
+"""`Program`, the result of `meshc.compile`: called like the model, inspected, saved, and holder of the state."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Program:
 
     @property
     def _batch_parts(self) -> int:
-        """How many parts a batch has, of which each rank passes one."""
+        """Number of parts of a batch, of which each rank passes one."""
         return self.asked.data_ranks if self.asked.inputs == "local" else 1
 
     def _look_at_schedules(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Caches that users pass: which are taken, what they hold as buffers, and the buffers of a call put into them."""
+"""Key-value caches of users: checks, conversion to buffers of a call, and write-back of the buffers after a call."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ RECURRENT: Final = "LinearAttention"
 
 
 def is_cache(value: object) -> bool:
-    """Whether it is a cache of transformers; nothing is imported to look."""
+    """Whether `value` is a cache of transformers, which is not imported for the check."""
     kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     return kind is not None and isinstance(value, kind)
 
 
 def parts_of(cache: Any) -> list[Any]:
-    """A cache of a decoder; with an encoder also that of its attention to it."""
+    """The decoder's own cache and, with an encoder, its cross-attention cache."""
     return [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "cross_attention_cache") else [cache]
 
 
 def refuse_others(cache: Any) -> None:
-    """Caches that no program takes. Raises InputError."""
+    """Raises InputError for a cache that no program takes."""
     parts = parts_of(cache)
     kinds = {type(layer).__name__ for part in parts for layer in part.layers if not _is_ours(layer)}
     others = sorted(kind for kind in kinds if kind not in TAKEN and not kind.startswith(RECURRENT))
@@ -57,7 +57,7 @@ def refuse_others(cache: Any) -> None:
 
 
 def keeps_states(layer: object) -> bool:
-    """Whether it is of a recurrent layer, whose states every token changes."""
+    """Whether `layer` caches the states of a recurrent layer, which every token changes."""
     return all(hasattr(layer, name) for name in STATES)
 
 
@@ -81,7 +81,7 @@ def length_of(cache: Any) -> int:
 
 
 def rows_in(cache: Any) -> int:
-    """How many rows it holds; it holds something."""
+    """Number of rows of a cache that is not empty."""
     layer = next(layer for layer in parts_of(cache)[0].layers if _attends(layer) or keeps_states(layer))
     if _is_ours(layer):
         return int(layer.rows)
@@ -146,7 +146,7 @@ def has_windows(cache: Any) -> bool:
 
 
 def seen(cache: Any) -> int:
-    """How many tokens before it a token sees in every layer of the cache."""
+    """Number of earlier tokens that a token attends to in every layer: the smallest window less one."""
     windows = [window for layer in parts_of(cache)[0].layers if (window := _window_of(layer)) is not None]
     return min(windows) - 1 if windows else 1 << 62
 
@@ -169,7 +169,7 @@ def _attends(layer: object) -> bool:
 
 
 def _adopted(layer: Any, mesh: DeviceMesh, most: int) -> Any:
-    """What a layer of transformers holds, whole on every rank, as one on the mesh."""
+    """A layer of a transformers cache, whole on every rank, as a layer of replicated DTensors."""
     from meshc.runtime.run.cache_layers import CacheLayer
     from meshc.runtime.run.state_layers import MixedLayer, StateLayer
     from meshc.runtime.run.window_layers import WindowLayer
@@ -199,7 +199,7 @@ def rows_of_states(tables: Mapping[str, Mapping[int, Tensor]]) -> int:
 
 
 def _placed(tensor: Tensor, length: int) -> Tensor:
-    """Keys or values with the first token of all at the first place."""
+    """Keys or values of exactly `length` tokens: cropped, or padded in front."""
     kept = tensor[:, :, :length] if tensor.shape[2] >= length else tensor
     return F.pad(kept, (0, 0, length - kept.shape[2], 0)) if kept.shape[2] < length else kept
 
@@ -209,7 +209,7 @@ def _everywhere(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _since(layer: Any, length: int) -> int | None:
-    """Of a window's: how many tokens there were when some were taken back last; None where none will be."""
+    """Of a window's layer: the number of tokens at the last rollback; None if rollback is not enabled."""
     return getattr(layer, "since", length if getattr(layer, "record_past", False) else None)
 
 
@@ -244,8 +244,8 @@ def _put(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) ->
 
 @cache
 def _left() -> Callable[[Any, Any, int, int, int, int], Any]:
-    """What makes of what a call has left of a layer, of the one that was there, rows, length, first token and largest length what is there
-    behind the call; one that holds nothing is as it was."""
+    """A function that builds a cache layer of a call's output buffers, the old layer, rows, length, first token and largest length; without
+    buffers it returns the old layer."""
     from meshc.runtime.run.cache_layers import CacheLayer
     from meshc.runtime.run.state_layers import MixedLayer, StateLayer
     from meshc.runtime.run.window_layers import WindowLayer

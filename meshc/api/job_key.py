@@ -1,5 +1,4 @@
-"""The key of a compilation: all that its program depends on but what its trace reads of Python, as one hash, under which another start of
-the same job finds it on disk.
+"""Key of a compilation in the on-disk cache: one hash of all that its program depends on, except what its trace reads of Python.
 
     what ranks agree on     versions, torch's settings, mesh, plan, options, inputs, the model's state, the optimizer (runtime.agreement)
     what the passes get     every field of the request: which function is traced, where the model's state lies already
@@ -40,7 +39,7 @@ TOLD_OTHERWISE: Final = ("module", "args", "kwargs", "optimizer", "mesh", "plan"
 
 
 def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:
-    """The key, as hexadecimal digits; "" if there is none."""
+    """Key in hexadecimal digits; "" if there is none."""
     if why_none(options):
         return ""
     state = hashlib.blake2b(digest_size=16)
@@ -60,7 +59,7 @@ def key(options: Options, agreed: Mapping[str, str], request: Request) -> str:
 
 
 def why_none(options: Options) -> str:
-    """Why there is no key; "" if there is one."""
+    """Reason why there is no key; "" if there is one."""
     if options.schedule is not None and not isinstance(options.schedule, str):
         return "Options(schedule=) is a function, and what it reads is not known"
     ours = [str(op) for op, given in RULES.items() if any(map(callable, (given.rule, *given.fields.values())))]

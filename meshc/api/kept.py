@@ -1,4 +1,4 @@
-"""A compilation that an earlier start of the same job has made, and one that is kept for the next.
+"""Entry of one compilation in the on-disk cache: loaded from an earlier start of the job, or written for the next.
 
     Options(cache=...) ──> folder        key ──> the programs that were made under it        each has with it what its trace has read:
                                                                                              found here too, it is taken; else compiled
@@ -28,7 +28,7 @@ from meshc.passes.phases.request import Request
 
 
 def folder(options: Options) -> Path | None:
-    """Where programs are kept; None: nowhere, or the passes are to be seen at work."""
+    """Folder of cached programs; None if caching is off, or passes are dumped or verified."""
     if environment.dump_folder() is not None or environment.verifying():
         return None
     if options.cache is None:
@@ -39,14 +39,14 @@ def folder(options: Options) -> Path | None:
 
 
 class Entry:
-    """One compilation's place in the folder."""
+    """Cache entry of one compilation."""
 
     def __init__(self, where: Path, options: Options, agreed: Mapping[str, str], request: Request) -> None:
         self._folder, self._request = where, request
         self._key, self._why = job_key.key(options, agreed, request), job_key.why_none(options)
 
     def taken(self) -> tuple[Made, Dependencies] | None:
-        """What lies there that would be compiled now."""
+        """The cached program and its dependencies, if these are unchanged; None otherwise."""
         began, request, here = time.process_time(), self._request, made.here(self._request)
 
         def is_mine(told: Mapping[str, Any]) -> bool:
@@ -69,7 +69,7 @@ class Entry:
         return None
 
     def keep(self, found: Made, read: Dependencies) -> Made:
-        """Put there for a next start; what cannot be has a note that says why."""
+        """Writes the program to the folder. Returns `found`, with a note of the reason if it cannot be written."""
         assert found.lowered is not None
         why = self._why or read.why
         if not why and found.lowered.backward is not None:

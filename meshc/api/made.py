@@ -1,4 +1,4 @@
-"""What one compilation has left on this rank: by its own passes, or as data from rank 0."""
+"""Result of one compilation on this rank, from its own passes or as data from rank 0."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LENGTH_BYTES: Final = 8
 class Made:
     """
     program  the program; with dynamic sizes what serves them all
-    request  what the passes were asked for
+    request  the request of the passes
     tree     the structure of the outputs
     tried    what was searched for a pipeline
     weighed  plans that were compared for axes that were left open
@@ -48,7 +48,7 @@ class Made:
     reads    what of Python the program was made of, beside inputs and the model's tensors
     numbers  what of Python are inputs of it;  kept_fixed  why those that were to be are none
     compared  where ranks have looked whether they would have made the same
-    lowered  what the passes have left; None if they have not run here
+    lowered  result of the passes; None if they have not run here
     given    whether rank 0's program, whoever has it, is what all ranks run (`meshc.api.shared`)
     """
 
@@ -67,7 +67,7 @@ class Made:
 
     @staticmethod
     def of(program: PlainProgram, lowered: LoweredProgram) -> Made:
-        """By this rank's passes."""
+        """The result of this rank's own passes."""
         reads = multiplicity.whole_places(lowered.depth, lowered.request.module, lowered.model.reads)
         tree, seconds = lowered.model.output_tree, dict(lowered.seconds)
         numbers = tuple(lowered.model.numbers.values())
@@ -75,14 +75,14 @@ class Made:
 
     @staticmethod
     def of_told(program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]) -> Made:
-        """By another's passes: `told` has what its `told` says, as JSON."""
+        """The result of another process's passes; `told`: the JSON data that its `told()` returned."""
         tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
         weighed = tuple(Weighed(**row) for row in told["weighed"])
         reads, numbers = read_places.places_from_json(told["reads"]), read_values.numbers_from_json(told["numbers"])
         return Made(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])
 
     def told(self) -> dict[str, object]:
-        """What else a compilation leaves, as JSON holds it."""
+        """All of the result but program and request, as data for JSON."""
         return {
             "tree": output_tree_data.tree_to_json(self.tree), "tried": [asdict(each) for each in self.tried],
             "weighed": [asdict(each) for each in self.weighed], "reads": read_places.places_to_json(self.reads),
@@ -90,14 +90,14 @@ class Made:
         }  # fmt: skip
 
     def dependencies(self) -> Dependencies:
-        """What of Python it depends on, where the passes have run here."""
+        """Python values and code that the program depends on. The passes must have run on this rank."""
         assert self.lowered is not None
         seen, inputs = self.lowered.model.seen, {one.place for one in self.numbers}
         read = multiplicity.whole_places(self.lowered.depth, self.request.module, seen.places)
         return dependencies.trace_dependencies(read, inputs, seen.code, seen.without_place, here(self.request))
 
     def read(self) -> dict[str, str]:
-        """What of Python ranks have compared, as it is on this one, for people."""
+        """Values of this rank's Python that ranks have compared, as readable text."""
         return here(self.request).texts(self.compared)
 
     def updating(self, optimizer: OptimizerSpec | None) -> Made:
@@ -122,12 +122,12 @@ class Made:
 
 
 def here(request: Request) -> ProcessValues:
-    """Places of Python as this process has them, for a request."""
+    """This process's values at the Python places of a request."""
     return ProcessValues(request.module, request.function, request.args, request.kwargs)
 
 
 def packed(program: PlainProgram, **more: object) -> bytes:
-    """A program, and what else JSON can hold, as bytes. Raises ArtifactError for a program that has no text."""
+    """A program, and the JSON values `more`, as bytes. Raises ArtifactError for a program that has no text."""
     head = {"program": described.described(program), "texts": described.texts(program, comments=False), **more}
     text = json.dumps(head).encode()
     constants = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in program.constants.items()}
@@ -154,5 +154,5 @@ def taken(data: bytes, request: Request) -> Made:
 
 
 def given(made: Made) -> bytes:
-    """What `taken` takes. Raises ArtifactError, or NoData, for what is no data."""
+    """Bytes for `taken`. Raises ArtifactError or NoData for values that cannot be serialised."""
     return packed(made.program, **made.told(), seconds=dict(made.seconds or {}))

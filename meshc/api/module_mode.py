@@ -1,4 +1,4 @@
-"""A module that takes part in autograd: called by itself, its backward when torch asks, its optimizer torch's own. What it cannot have."""
+"""Compiled modules under autograd: called alone, backward by torch, and torch's own optimizer. Limits of this mode."""
 
 from __future__ import annotations
 

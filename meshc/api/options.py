@@ -1,4 +1,4 @@
-"""Options of `meshc.compile`: what a careful engineer rarely changes. Later features add fields here, never parameters."""
+"""Options of `meshc.compile`, rarely changed. Later features add fields here, never parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a batch: what each rank passes of one call with inputs="local", told to the others before anything of it runs.
+"""Row counts of the batch parts that ranks pass with inputs="local", exchanged before anything of the call runs.
 
     rank 0  x [3, 8]     rank 1  x [2, 8]      both learn: 3 and 2 rows, all else the same
 
@@ -25,7 +25,7 @@ from meshc.ir.mesh import DATA_ROLES, role
 from meshc.runtime.comm import collectives
 
 LONG: Final = 2048
-"""Bytes of what is said of a rank's inputs."""
+"""Most bytes of the text that describes a rank's inputs."""
 
 
 def counted(asked: Asked, world: World, inputs: Arguments) -> list[int]:
@@ -64,7 +64,7 @@ def whole(asked: Asked, inputs: Arguments, counts: Sequence[int]) -> Arguments:
 
 
 def data_axes(asked: Asked) -> tuple[str, ...]:
-    """Along which ranks have parts of their own, major to minor."""
+    """Axes along which ranks have different parts, major to minor."""
     return tuple(axis.name for axis in asked.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1)
 
 
@@ -78,7 +78,7 @@ def shared(asked: Asked) -> RankParts:
 
 
 def _place(asked: Asked, rank: int) -> tuple[int, ...]:
-    """Along the data axes."""
+    """Coordinates of a rank along the data axes."""
     here: Mapping[str, int] = asked.mesh.coordinates(rank)
     return tuple(here[axis] for axis in data_axes(asked))
 
@@ -95,14 +95,14 @@ def _rows(asked: Asked, inputs: Arguments) -> int:
 
 
 def _without_rows(asked: Asked, inputs: Arguments) -> str:
-    """What must be alike on all ranks."""
+    """Text of the inputs without their rows, which must be equal on all ranks."""
     emptied = asked.with_rows(inputs, lambda own: 0)
     gradients = [str(leaf.requires_grad) for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)]
     return f"{call_keys.describe_inputs(*emptied)}, without its rows; takes gradients: {', '.join(gradients) or 'nothing'}"
 
 
 def _by_place(asked: Asked, rows: Sequence[int]) -> list[int]:
-    """Of each place along the data axes the rows of the ranks that have it."""
+    """Rows of each place along the data axes. Raises InputError if ranks of one place differ."""
     axes = data_axes(asked)
     found: dict[tuple[int, ...], int] = {}
     first: dict[tuple[int, ...], int] = {}
@@ -120,7 +120,7 @@ def _by_place(asked: Asked, rows: Sequence[int]) -> list[int]:
 
 
 def _texts(world: World, mine: str) -> list[str]:
-    """What each rank has to say, as far as it is not too long."""
+    """Text of each rank, cut to `LONG` bytes."""
     told = torch.zeros(1, LONG, dtype=torch.uint8)
     words = mine.encode()[:LONG]
     told[0, : len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Planning: the same model searched on several meshes, of devices that are not there. It is traced once, and its factors are found once."""
+"""Plan search for one model over several meshes of absent devices: traced once, factors computed once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Planned:
 
 
 class Planner:
-    """A model. `grad`: a module's backward too."""
+    """Plan search for one model. `grad`: with a module's backward."""
 
     def __init__(self, what: Any, args: Sequence[object], kwargs: Mapping[str, object], grad: bool = False) -> None:
         self.what, self.args, self.kwargs = what, tuple(args), dict(kwargs)

@@ -1,4 +1,4 @@
-"""Weights as others keep them, into a compiled model and out of it.
+"""Pretrained weights of other libraries, loaded into a compiled model and saved from it.
 
     dir/model-00001-of-00002.safetensors ── what this rank's tiles cover ──> buffers of the program
     buffers ── whole tensors, one at a time, on rank 0 ──> model.save_pretrained(dir) ──> what plain transformers loads
@@ -63,7 +63,7 @@ def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: 
 
 
 def _on_disk(program: Program, path: str | os.PathLike[str]) -> Path:
-    """A path that is there; else what is downloaded from the hub under that name, where it looks like one."""
+    """The path if it exists; else the folder downloaded from the hub, if it looks like a name on the hub."""
     name = os.fspath(path)
     if os.path.exists(name) or name.count("/") > 1 or name.startswith((".", "~")) or os.path.isabs(name):
         return Path(name)
@@ -87,7 +87,7 @@ def _on_disk(program: Program, path: str | os.PathLike[str]) -> Path:
 
 
 def save_pretrained(program: Program, path: str | os.PathLike[str], **kwargs: Any) -> None:
-    """What `Program.save_pretrained` does."""
+    """`Program.save_pretrained`."""
     program.world.refuse_call()
     model = program.store.model
     save = getattr(model, "save_pretrained", None)

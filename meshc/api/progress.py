@@ -1,4 +1,4 @@
-"""What a long compilation is at, on a terminal: one line that goes when it is over.
+"""Progress line of a long compilation on a terminal, erased when the compilation is over.
 
     |  meshc compiles TrainStep(GPT): differentiate  12 s        (capture 4.1 s)
     |  meshc compiles TrainStep(GPT): a plan within 200 kB, linear program 3  31 s        (factorize 0.2 s)
@@ -35,7 +35,7 @@ FIRST: Final = "capture"
 
 @contextlib.contextmanager
 def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | None]:
-    """A context for a compilation of `what`, and the hook to give it: `hook`, behind which the line says what comes next."""
+    """A context that shows progress of the compilation of `what`. Yields the hook to pass to it: `hook`, then an update of the line."""
     if not wanted or sys.stderr is None or not sys.stderr.isatty() or environment.log_level():
         yield hook
         return

@@ -1,4 +1,4 @@
-"""`program.rebalance`: experts that have much to do and lie on one rank are spread, between two calls, by measured load."""
+"""`program.rebalance`: experts with high measured load are moved between ranks, between two calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loads = Mapping[str, "torch.Tensor | Sequence[float] | ExpertLoad"]
 
 
 def rebalance(program: Program, loads: Loads | None, least: float, copies: int | None) -> Report:
-    """What `Program.rebalance` does, on every rank."""
+    """`Program.rebalance`, on every rank."""
     if not 0 <= least < 1:
         raise InputError(f"rebalance(least={least!r}): a share from 0 to 1, such as 0.05")
     spare = _spare(program, copies)
@@ -53,7 +53,7 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
 
 
 def _spare(program: Program, copies: int | None) -> int:
-    """How many places of a rank may be used. Raises InputError."""
+    """Number of slots for copies of experts that a rank may use. Raises InputError."""
     there = program.options.expert_copies
     if copies is None or 0 <= copies <= there:
         return there if copies is None else copies
@@ -75,7 +75,7 @@ def _measured(program: Program) -> Mapping[str, ExpertLoad]:
 
 
 def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> dict[str, list[float]]:
-    """By layer, in the model's order. Raises InputError for what does not fit the model."""
+    """Loads by layer, in the model's order. Raises InputError if they do not fit the model."""
     strange = [path for path in loads if path not in movable] if given else []
     if strange:
         raise InputError(f"rebalance: {listed(strange, 3)} are no experts that can be moved; those are {listed(list(movable), 4)}")
@@ -98,7 +98,7 @@ def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least
 
 
 def _refuse_differing(store: Store, said: str) -> None:
-    """Raises InputError, on all ranks, where they say different things."""
+    """Raises InputError on all ranks if ranks passed different arguments."""
     other = moved_experts.first_that_differs(store, said)
     if other is not None:
         error = InputError(

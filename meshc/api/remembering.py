@@ -1,5 +1,4 @@
-"""`program.explain` of a value of forward: whether backward finds it kept, recomputes it, or has it fetched from the host; who said so,
-what that takes, and which line of a plan would change it.
+"""`program.explain` of a forward value: kept, recomputed or offloaded for backward, by whose choice, its cost, and plan lines to change it.
 
 Prices are of the graph of all layers before anything is recomputed: operators and collectives one by one, as `passes/recompute/within.py`
 has them. A line is named where the minimum cut under it decides otherwise for this value.
@@ -49,7 +48,7 @@ def remembered(lowered: LoweredProgram, name: str) -> list[Remembered]:
 
 
 def names_values(name: str) -> bool:
-    """Whether a name can mean nothing else."""
+    """Whether a name can only mean values."""
     return name.startswith("value:") or re.fullmatch(LINE, name.strip()) is not None
 
 
@@ -141,7 +140,7 @@ class _Remembering:
         )  # fmt: skip
 
     def _fate(self, node: Node, inside: Collection[Node]) -> tuple[str, str]:
-        """What became of it in the program, and who said so."""
+        """Fate of a value in the program (kept, recomputed, offloaded, ...), and the reason."""
         forms = [one for one in _all(self.lowered) if _first(one).of == record(node).of]
         offloaded = next((one for one in forms if one.target is spmd.to_host), None)
         if offloaded is not None:
@@ -178,7 +177,7 @@ class _Remembering:
         return found
 
     def _again(self, node: Node) -> list[Node]:
-        """What making it takes of what the program keeps for backward: what runs anything."""
+        """Nodes to recompute a value from the kept values; those that take no time are left out."""
         can = self.widest
         through = {one for one in can.forward if record_of(one) not in self.kept and one not in can.learned} | {node}
         chain = made_of([node], through=through.__contains__)
@@ -189,7 +188,7 @@ class _Remembering:
         return collective_seconds(node, self.lowered.mesh, self.device) if alone else operators.seconds(node, self.device)
 
     def _waits(self, node: Node, inside: Collection[Node]) -> float:
-        """What is computed between its last reader in forward and its first in backward."""
+        """Seconds of compute between a value's last reader in forward and its first in backward."""
         order = {one: at for at, one in enumerate(node.graph.nodes)}
         users = [user for one in inside for user in one.users if user.op == "call_function"]
         late = [order[user] for user in users if _first(user).phase == "backward"]
@@ -199,7 +198,7 @@ class _Remembering:
         return sum(operators.seconds(one, self.device) for one, at in order.items() if start < at < min(late) and one.op == "call_function")
 
     def _instead(self, node: Node, fate: str) -> Iterator[Instead]:
-        """Lines under which it would be otherwise."""
+        """Plan lines under which the value would have another fate."""
         size, module, paths = local_bytes(record(node)), record(node).source.module, self._paths(node)
         copies = 2 * copy_seconds(size, self.device)
         if fate == AGAIN:

@@ -1,4 +1,4 @@
-"""`meshc.register_rule`: how an operator that meshc does not know may be split."""
+"""`meshc.register_rule`: sharding rules for operators that meshc does not know."""
 
 from __future__ import annotations
 

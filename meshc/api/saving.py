@@ -1,4 +1,4 @@
-"""`program.save`: the artifact of a compiled program, with its weights and what it needs to begin without the model."""
+"""`program.save`: the artifact of a compiled program, with weights and initial state, so that it starts without the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save(program: Program, path: str | os.PathLike[str], weights: bool) -> None:
 
 
 def _local_tensors(program: Program) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model that lies in this process, as far as they have values."""
+    """Parameters and buffers of a model that is whole in this process, if they have values."""
     found = {name: value for name, value in program.asked.module.state_dict().items() if isinstance(value, torch.Tensor)}
     return {name: value.detach() for name, value in {**_buffers(program), **found}.items() if not value.is_meta}
 

@@ -1,4 +1,4 @@
-"""One compilation for all ranks: rank 0 compiles, and the others take its program as data, if they would have compiled the same.
+"""One compilation for all ranks: rank 0 compiles, and the others load its program if they would have compiled the same.
 
     rank 0   compiles ....... the program, and what its trace has read of Python ──> all                      hash
     rank 1   waits ........................... finds the same in the same places, and reads the program       hash
@@ -76,7 +76,7 @@ def _compiled(
 
 
 def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Made:
-    """By this rank's passes. Where a number of Python cannot be an input of a program, those are none that came last, down to it."""
+    """Result of own passes. Where a number of Python cannot be an input of a program, those are none that came last, down to it."""
     why = ""
     for count in range(len(request.numbers), -1, -1):
         try:
@@ -89,14 +89,14 @@ def _made(sizes: Callable[[], Sizes], request: Request, hook: Hook | None) -> Ma
 
 
 def _watching() -> Hook | None:
-    """What is done after each pass, if the environment asks for anything."""
+    """The hook after each pass that the environment requests; None without."""
     return hooks.hook(passcheck.PassCheck()) if environment.watching() else None
 
 
 def _new(
     sizes: Callable[[], Sizes], request: Request, hook: Hook | None, entry: kept.Entry | None
 ) -> tuple[Made, Dependencies]:
-    """What an earlier start has kept, or what the passes make, kept for a next one; and what of Python it depends on."""
+    """The result from the on-disk cache, or of the passes, then written to the cache; and its dependencies on Python."""
     taken = None if entry is None else entry.taken()
     if taken is not None:
         return taken
@@ -106,7 +106,7 @@ def _new(
 
 
 def _given(board: FailureBoard, request: Request, new: Callable[[], tuple[Made, Dependencies]]) -> Made:
-    """Rank 0 compiles, and gives what it has."""
+    """Compiles on rank 0, and sends the result to all ranks."""
     turn = handed.next_turn()
     handed.delete_sent(board)
     try:

@@ -1,4 +1,4 @@
-"""`meshc.trainer_checkpoints`, and what a Trainer's own checkpoints are written by."""
+"""`meshc.trainer_checkpoints`, a callback by which checkpoints of transformers' Trainer hold the sharded optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of calls, with what Python holds now of all that the programs of a model were made of (`meshc.frontend.read_values`).
+"""Keys of calls with the current Python values that the traces of a model have read (`meshc.frontend.read_values`).
 
     first call      nothing is known yet         compiled: what its trace has read is known from here on, and is part of its key
     like it         all as it was                the same key
@@ -20,7 +20,7 @@ from meshc.frontend.read_values import Number, Reads, Values
 
 
 class ValueKeys:
-    """Those of one program's calls. `base` is a key without values."""
+    """Keys of one program's calls. `base` is a key without Python values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -31,7 +31,7 @@ class ValueKeys:
         self._ran: dict[Reads, Values] = {}
         """At the last call."""
         self._changed: set[ReadPlace] = set()
-        """Numbers that a compilation was made for because they had changed."""
+        """Numbers whose change has caused a compilation."""
         self.inputs: tuple[ReadPlace, ...] = ()
         """Where numbers stand that have changed again, and are inputs of what is compiled from then on."""
         self._fixed: set[ReadPlace] = set()
@@ -39,11 +39,11 @@ class ValueKeys:
 
     @property
     def count(self) -> int:
-        """How many values a call like the last one looks at."""
+        """Number of values that a call like the last one reads."""
         return 0 if self._last is None else len(self._last)
 
     def key(self, base: Key, kept: Container[Key]) -> Key:
-        """That of a call now: of a compilation that is kept, if what that has read is as it was."""
+        """Key of a call: that of a kept compilation, if the values it has read are unchanged."""
         known = self._of.get(base)
         if known is None:
             known = [] if self._last is None else [self._last]
@@ -59,7 +59,7 @@ class ValueKeys:
         return found
 
     def learn(self, base: Key, made: Made) -> tuple[Key, Reads]:
-        """The key of what was compiled for a call, and what it has read."""
+        """The key of a new compilation, and the values that it has read."""
         read = made.reads, made.numbers
         reads = self._all.get(read)
         if reads is None:
@@ -75,13 +75,13 @@ class ValueKeys:
         return replace(base, values=reads.values()), reads
 
     def note(self, key: Key) -> None:
-        """A call with this key runs."""
+        """Records that a call with this key runs."""
         for reads in self._all.values():
             if key.values is not None and reads.places is key.values.places:
                 self._last, self._ran[reads] = reads, key.values
 
     def changes(self, key: Key) -> list[str]:
-        """What has changed since the last call whose program has read the same, one line each."""
+        """Values changed since the last call whose program reads the same places, one line each."""
         for reads, then in self._ran.items():
             if key.values is not None and key.values is not then and reads.places is key.values.places:
                 return key.values.changes(then)
@@ -97,7 +97,7 @@ class ValueKeys:
                     self._changed.add(place)
 
     def stale(self) -> list[str]:
-        """What has changed since the last call, of all that any program has read."""
+        """Values changed since the last call, of all that any program has read."""
         return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
 
 
@@ -110,7 +110,7 @@ def changes_from(kept: Iterable[Key], key: Key) -> list[str]:
 
 
 def kept_fixed(wanted: Sequence[ReadPlace], made: Made) -> str:
-    """What to say of numbers that keep changing and are no inputs."""
+    """Text of a warning about numbers that keep changing and cannot be inputs."""
     taken = {one.place for one in made.numbers}
     names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted if place not in taken]
     return (
@@ -121,5 +121,5 @@ def kept_fixed(wanted: Sequence[ReadPlace], made: Made) -> str:
 
 
 def shown(lines: Sequence[str], most: int = 5) -> str:
-    """For people."""
+    """The first `most` lines joined, with the number of the others."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")

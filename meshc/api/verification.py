@@ -1,4 +1,4 @@
-"""`meshc.verify`: a program against the model itself, in one process."""
+"""`meshc.verify`: a program compared with its model, in one process."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _described(inputs: Inputs) -> str:
 
 
 def _plain(inputs: Arguments) -> Arguments:
-    """DTensors whole, and everything on the host; all ranks call it."""
+    """The inputs with DTensors gathered and all tensors on the host. All ranks call it."""
 
     def plain(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or leaf.is_meta:
@@ -239,14 +239,14 @@ def _chosen(program: Program) -> dict[str, object]:
 
 
 def _chunks(lowered: LoweredProgram) -> dict[str, object]:
-    """In how many chunks the head runs, where that was chosen for a budget."""
+    """Option `chunks` with the number of chunks of the head, if chosen for a memory budget."""
     if lowered.request.memory_budget is None or lowered.plan.chunks:
         return {}
     return {"chunks": 1 if lowered.placed.chunked is None else lowered.placed.chunked.count}
 
 
 def _computed(factors: Factors) -> set[torch.dtype]:
-    """The dtypes that arithmetic is done in; what is only cast or laid out in another does not count."""
+    """The dtypes of arithmetic operators; casts and changes of layout do not count."""
     instances = factors.instances.values()
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
 
@@ -308,7 +308,7 @@ def verify_update(
                 value.copy_(round_state(value.to(torch.float32), draw, name))
 
     def widened(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """State in 8 bits as the optimizer has it."""
+        """Decoded state of the slots that are stored as 8-bit codes, by name."""
         values: dict[str, torch.Tensor] = {}
         for name, slot in slots.items():
             codes, plain = key_of("state", name), key_of("state", name.removesuffix(CODES))

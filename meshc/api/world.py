@@ -1,4 +1,4 @@
-"""The process group that a program lives under: its groups, what ranks say to each other beside the program, one thread at a time."""
+"""Process group of a program: its groups, the agreement of ranks, and errors that reach all ranks; one thread at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Context = contextlib.AbstractContextManager[Any]
 
 
 class World:
-    """Of one program; without a process group every one of its contexts is one thread's turn, or nothing.
+    """Process group of one program; without one, its contexts admit one thread at a time, or do nothing.
 
-    board   where ranks say that they have failed; None without a process group
+    board   where ranks report failures; None without a process group
     warned  what users have been warned of, at whatever size: Python's own registry forgets it where tracing enters other filters
     """
 
@@ -52,7 +52,7 @@ class World:
 
     @property
     def groups(self) -> Groups:
-        """Made when they are first asked for, which all ranks do at once: making groups waits for them, and nothing wakes who waits."""
+        """Groups, created at first use, which all ranks reach together: creation waits for all, and no failure interrupts it."""
         if self._groups is None:
             assert self.mesh.device_mesh is not None
             sizes = {axis.name: axis.size for axis in self.mesh.axes}
@@ -60,42 +60,42 @@ class World:
         return self._groups
 
     def move(self, mesh: Mesh) -> None:
-        """The same ranks, along other axes."""
+        """Replaces the mesh by one with other axes over the same ranks."""
         self.mesh, self._groups = mesh, None
 
     def guarded(self, what: str, step: int = 0) -> Context:
-        """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
+        """A context for one thread, in which a failure on any rank is raised on all."""
         return self._turn.taken(what) if self.board is None else self.board.guard(step, what)
 
     def refusable(self) -> Context:
-        """What is raised in it, before anything is sent, is told to the others, who are not waiting yet."""
+        """A context before any communication: an error raised in it is reported to the other ranks, which are not waiting yet."""
         return refusable(self.board)
 
     def together(self, what: str) -> Context:
-        """A context that all ranks enter: what one refuses, all raise."""
+        """A context that all ranks enter: an error of one rank is raised on all."""
         return together(self.board, what)
 
     def from_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What rank 0 makes of it, on every rank; what it raises, all raise."""
+        """The result of `work` on rank 0, on every rank; an error of rank 0 is raised on all."""
         return from_rank_0(self.board, work)
 
     def begin(self, what: str) -> None:
-        """From here on this rank sends: one that refuses this call sees that it is alone."""
+        """Marks that this rank starts to communicate: a rank that refuses the call then sees that only it did."""
         if self.board is not None:
             self.board.begin(what, f"{what} (meshc.compile {self._number})")
 
     def agree(self, what: str, mine: dict[str, str], **how: Any) -> None:
-        """That all ranks say the same. Raises what `error` in `how` makes of a difference; without ranks there is none."""
+        """Checks that `mine` is equal on all ranks. Raises the error that `error` in `how` builds of a difference."""
         if self.board is not None:
             agree(self.board, what, mine, **how)
 
     def agree_on_request(self, mine: dict[str, str], refusal: Callable[[Disagreement], MeshcError], because: str) -> None:
-        """Before a compilation: that every rank is about to make it, for the same inputs and the same model. because: the field by which
-        it is another than those that there are."""
+        """Checks before a compilation that all ranks start it, for the same inputs and model. because: the field that differs from the
+        existing compilations."""
         self.agree("compile", mine, advice=agreed.advice, ahead=because, error=refusal)
 
     def agree_on_program(self, compiled: PlainProgram, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> None:
-        """After it: that every rank has compiled the same. read: what of Python it was made of."""
+        """Checks after a compilation that all ranks have the same program. read: the Python values that it depends on."""
         if self.board is not None:
             same = {agreed.COMPILED: show.hash_program(compiled)}
             self.agree("compile", same, advice=agreed.advice, behind=partial(agreed.behind, compiled, module, read))
@@ -115,7 +115,7 @@ class World:
 
 
 def _refuse_other_world(mesh: Mesh, world: int) -> None:
-    """The mesh is the world: every rank that was started takes part."""
+    """Raises StateError unless the mesh has as many ranks as were started."""
     if mesh.world_size != world:
         raise StateError(
             f"the mesh {mesh} has {mesh.world_size} ranks, but {world} were started\n"

@@ -1,1 +1,1 @@
-"""The commands of the command line, a file each: what one takes, and what it does."""
+"""Commands of the command line, one file each: arguments and action."""

@@ -1,4 +1,4 @@
-"""`meshc calibrate`: this machine measured, for predicted times; under torchrun its links too."""
+"""`meshc calibrate`: measured figures of this machine for predicted times; under torchrun of its links too."""
 
 from __future__ import annotations
 

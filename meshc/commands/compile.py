@@ -1,4 +1,4 @@
-"""`meshc compile`: a model compiled for a mesh, and the program saved."""
+"""`meshc compile`: a saved program of a model for a mesh."""
 
 from __future__ import annotations
 

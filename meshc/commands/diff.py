@@ -1,4 +1,4 @@
-"""`meshc diff`: what two plans for a model, or two saved programs, differ in."""
+"""`meshc diff`: differences between two plans for a model, or two saved programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshc doctor`: what of this machine and this environment works, what is missing, and what to do about it.
+"""`meshc doctor`: checks of this machine and environment, with what to do about each fault.
 
     works  torch            2.11.0+cpu
     note   random numbers   no C++ compiler: they are drawn in plain torch
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def findings(timeout_s: float) -> Iterator[Finding]:
-    """All of them, as they are found."""
+    """All findings, as each check ends."""
     for check in (_python, _torch, _meshc, _transformers, _processors, _random_numbers, _environment):
         yield check()
     yield from _gpus()
@@ -177,7 +177,7 @@ def _environment() -> Finding:
 
 
 def _gpus() -> Iterator[Finding]:
-    """Of each what it is; between them what links them."""
+    """Findings for each GPU, and for the links between GPUs."""
     if not torch.cuda.is_available():
         there = shutil.which("nvidia-smi") is not None and bool(_asked("nvidia-smi", "-L"))
         if there:
@@ -209,7 +209,7 @@ def links(table: str) -> str:
 
 
 def _asked(*words: str) -> str:
-    """What a command prints; nothing if it fails, or takes long."""
+    """Output of a command; "" if it fails or times out."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -246,7 +246,7 @@ def _kept() -> Finding:
 
 
 def _reached(backend: str, ranks: int, there: bool, timeout_s: float, trial: Callable[..., first_sum.Trial] = first_sum.trial) -> Finding:
-    """A real all-reduce between processes that are started for it."""
+    """Result of a real all-reduce between newly started processes."""
     if not there:
         return Finding(backend, FAILS, "this torch is built without it", "install a torch with torch.distributed and " + backend)
     found = trial(backend, ranks, timeout_s)

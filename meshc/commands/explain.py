@@ -1,4 +1,4 @@
-"""`meshc explain`: why a parameter lies, or an operator is split, as it is under a plan; what else it could be, and at which price."""
+"""`meshc explain`: sharding of a parameter or operator under a plan, with the reasons, alternatives and their prices."""
 
 from __future__ import annotations
 

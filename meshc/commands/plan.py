@@ -1,4 +1,4 @@
-"""`meshc plan`: how a model is best run on so many devices, found without them: which mesh, which plan, what it takes."""
+"""`meshc plan`: the fastest meshes and plans of a model for a number of devices, found without the devices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Looked:
 
     @property
     def why(self) -> str:
-        """Why it has no plan."""
+        """The reason why the mesh has no plan."""
         least = _least(self.found)
         if least < inf:
             return f"nothing fits; the least that a plan was found to hold is {rounded(least)}"
@@ -154,7 +154,7 @@ def _told(best: Looked, listed: list[Ranked], others: list[Expected], looked: li
 
 
 def _order(row: Ranked) -> tuple[float, int]:
-    """Of plans that take the same, those of fewer axes first."""
+    """Sort key of plans: time, then number of axes."""
     return round(row["step_s"], 7), row["mesh"].count(",")
 
 

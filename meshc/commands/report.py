@@ -1,4 +1,4 @@
-"""`meshc report`: a saved program as one page of HTML, which says what was decided and why."""
+"""`meshc report`: one HTML page about a saved program, with its decisions and their reasons."""
 
 from __future__ import annotations
 

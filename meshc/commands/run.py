@@ -1,4 +1,4 @@
-"""`meshc run`: a saved program at work, without its model; under torchrun one process a rank."""
+"""`meshc run`: execution of a saved program without its model; under torchrun one process a rank."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _show_trace(options: argparse.Namespace) -> None:
-    """A trace that a run has written, as a picture."""
+    """Draws the trace of a run."""
     line = trace.read(bounds.read_text(options.path), options.path)
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")

@@ -1,4 +1,4 @@
-"""What commands are given, and what they print: a model in a file of the user's, a plan, text for a terminal."""
+"""Targets, plans and options of commands, and text that is safe for a terminal."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def load_target(target: str) -> Target:
 
 
 def add_keeping(command: argparse.ArgumentParser) -> None:
-    """How the optimizer's state is kept, as commands are told."""
+    """Adds the arguments for storage of the optimizer's state."""
     told = f"in what a training step keeps its optimizer's state: {' or '.join(KEPT)}; default: as the optimizer has it"
     command.add_argument("--optimizer-state", choices=KEPT, help=told)
     command.add_argument("--master-weights", action="store_true", help="beside parameters in 16 bits their float32 masters are kept")
 
 
 def keeping(options: argparse.Namespace) -> dict[str, Any]:
-    """The same as fields of `meshc.Options`."""
+    """The arguments of `add_keeping` as fields of `meshc.Options`."""
     return {"optimizer_state": options.optimizer_state, "master_weights": options.master_weights}
 
 
 def keeping_words(options: argparse.Namespace) -> list[str]:
-    """The same as it was written."""
+    """The arguments of `add_keeping` as command-line words."""
     said = ["--optimizer-state", options.optimizer_state] if options.optimizer_state else []
     return [*said, *(["--master-weights"] if options.master_weights else [])]
 

@@ -108,7 +108,7 @@ def verify_as_it_stands(
 
 
 def _edited(saved: PlainProgram, compiled: PlainProgram) -> str:
-    """Where a saved program is not what its model compiles to now: the first such line, by its number, and how many there are."""
+    """Text of the first line in which a saved program differs from what its model compiles to now, and the number of such lines."""
     found = []
     for name, stage in saved.stages.items():
         other = compiled.stages.get(name)
