@@ -1,4 +1,4 @@
-"""Write: the head and loss of the per-rank graph chunk by chunk, so that what one chunk makes is gone before the next one begins.
+"""Head and loss of the per-rank graph, chunk by chunk, so that the values of a chunk are freed before the next one begins.
 
     c = coordinate("in chunks")                                  x_0 = slice(x, 0, 0, 4)
     x_c = shard(x, 0, 2, c)                                      y_0 = mm(x_0, w)

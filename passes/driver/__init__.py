@@ -1,1 +1,1 @@
-"""The list of passes, what runs them, and what is done after each."""
+"""Pass pipeline, its runner, the searches over its choices, and the hooks after each pass."""

@@ -1,4 +1,4 @@
-"""Beaten: on this mesh no plan can be faster than one that is known, so that its programs are not made.
+"""Pruning error: on this mesh no plan can be faster than a known one, so no program is compiled for it.
 
     dp=64,tp=8     140.2 ms by the clock
     dp=512         at best 152.0 ms by the model, if all is hidden behind computing that can be: not looked into

@@ -1,4 +1,4 @@
-"""Begun: what the passes before `recompute` have left, for programs that differ in nothing but what backward recomputes.
+"""Memoised results of the passes before `recompute`, for programs that differ only in what backward recomputes.
 
     spare 0            annotate .. offload_state   recompute   offload .. memory
     spare 1.2 GB              as before         recompute   offload .. memory

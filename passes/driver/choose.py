@@ -1,4 +1,4 @@
-"""Choose: what the axes do that a plan leaves open (`tp: auto`), found by the planner and judged by what judges every program (`judge.py`).
+"""Plan for the axes that are left open (`tp: auto`): choices of the planner and recipes, judged by their programs (`judge.py`).
 
     found, hiding more   158.4 ms by the clock    39.2 GB    taken
     found                158.9 ms                 39.7 GB    slower than what is taken

@@ -1,4 +1,4 @@
-"""A request becomes a program: the passes are run, timed and shown to whoever listens; where there is a choice, it is made here."""
+"""Compilation of a request into a program: the passes are run in order, and the searches where there is a choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At depth: a compilation of the layers that stand for all, where that is proved and comes to an end; else of all of them.
+"""Compilation of a few captured layers that stand for all, where that is proved and succeeds; else of the whole model.
 
 Where layers of several kinds take turns, one at each end is tried first, and then one of each kind.
 

@@ -1,4 +1,4 @@
-"""What the last pass has left, as a program."""
+"""Final program of a compilation, with its notes and metadata."""
 
 from __future__ import annotations
 

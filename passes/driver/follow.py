@@ -1,4 +1,4 @@
-"""Follow: what passes behind `partition` have done at one size of a program, done at another size without running them.
+"""Passes after `partition` at another input size, replayed from a run on numbers that record their expressions.
 
     seq 768    annotate .. partition, then   grow recompute .. memory   on numbers that remember how they were made
     seq 896    annotate .. partition, then   as at 768, with 896's numbers in: 6144 is 7168 now, 25600 is 29696, ...

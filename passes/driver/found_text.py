@@ -1,4 +1,4 @@
-"""Choices that a search has found, beside the plan that says them: a program of both is the plan's own."""
+"""Choices of a search beside the plan text that says them: compiled from both, a program is the plan's own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Axes that are taken apart by how many heads a model has: from here on two axes stand for each (`meshc/plan/products.py`, `by_group.py`,
-`by_name.py`).
+"""Mesh axes taken apart into two by a model's number of heads (`meshc/plan/products.py`, `by_group.py`, `by_name.py`).
 
     cp=8, "cp: heads*seq@attention > seq"       of a model with 4 heads                          cp_seq=2,cp_heads=4, and an entry for each
     tp=4, "tp: heads, ffn"                      of one with 2 key-value heads for 8 of queries   tp_kv_heads=2,tp_group=2, likewise

@@ -1,4 +1,4 @@
-"""Heard: what a hook is told of the passes of the candidate that is taken, and of no other."""
+"""Record of the passes of a candidate, replayed to the hook only for the candidate that is taken."""
 
 from __future__ import annotations
 

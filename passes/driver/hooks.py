@@ -1,4 +1,4 @@
-"""What is done after each pass of a compilation, as the environment asks: a log, a dump, a check."""
+"""Hooks after each pass of a compilation, as the environment requests: a log, a dump, a verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In chunks: in how many chunks of their tokens a step's head and loss are worth trying, where a budget says how much a rank may hold.
+"""Number of token chunks to try for a step's head and loss, where a rank has a memory budget.
 
     whole         backward recomputes what takes 7 % of a call; logits of 4.2 GB, of 24    try 8
     in 8 chunks   it takes 4 %; logits of 0.5 GB; chunks take 0.3 %                         that is all

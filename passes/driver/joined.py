@@ -1,4 +1,4 @@
-"""Parts of a batch, joined along the model's batch: along the first dim of each input, and anew where that turns out to be another one.
+"""Global batch from the parts of ranks: joined along dim 0 of each input, and again along the model's batch dim where that differs.
 
     each rank   src i64[6, 2]                      whole   src i64[12, 2]: steps go along dim 0      then   src i64[6, 4]
     each rank   src i64[6, 2], h f32[1, 2, 16]     whole   h f32[2, 2, 16]: the model refuses it

@@ -1,5 +1,4 @@
-"""Judge: candidates for the axes that a plan leaves open, each through all passes; of those whose program keeps the budget by its own walk
-the one that the clock likes best.
+"""Candidates for the open axes, each through all passes: the fastest by the clock whose program keeps the memory budget.
 
     candidate            by the model   by the clock   a rank holds
     found, hiding more   173.2 ms       158.4 ms       39.2 GB         taken

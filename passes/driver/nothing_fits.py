@@ -1,5 +1,4 @@
-"""Nothing fits: what to say where no candidate keeps a rank within its budget: what holds it, the least that would do, and the changes that
-would, the cheapest first.
+"""Error where no candidate keeps the memory budget: what holds the bytes, the fewest needed, and changes that fit.
 
     a rank may hold 8,000,000,000 bytes (Options(memory_budget=8000000000)), but by this plan it holds 16,843,210,112:
       753,000,000 for the whole call, 66,600 of gradients, 16,090,143,512 that a call makes and reads again

@@ -1,4 +1,4 @@
-"""On the host: what is tried there to keep a budget, where it says how much of its host a rank may use.
+"""Offload plans to try for a memory budget, where a rank may use memory of its host.
 
     nothing                  905 ms by the clock, of which recomputing takes 60
     values                   891 ms, 2.2 GB there

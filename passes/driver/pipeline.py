@@ -1,4 +1,4 @@
-"""The compiler's table of contents: every pass, in order, with the reason where its place is not obvious.
+"""Pass pipeline: every pass in order, with the reason where its place is not obvious.
 
     asked  ── capture ──>  traced  ── factorize ──>  placed  ── partition ──>  lowered  ──>  a program
 

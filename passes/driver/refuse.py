@@ -1,4 +1,4 @@
-"""Refuse: nothing keeps the budget. What holds it is told from the program that holds least, and what would do is tried with it.
+"""Errors for a program that exceeds its memory budget, with its largest values and changes that are tried on request.
 
     by a plan       the program that holds least of what came of it
     over stages     the candidate that needs least: its schedule, its number of microbatches, its cuts

@@ -1,4 +1,4 @@
-"""One pass after the other, each timed, its graphs verified, and shown to whoever listens."""
+"""Pass runner: each pass is timed, its graphs are verified, and its result is shown to the hook."""
 
 from __future__ import annotations
 

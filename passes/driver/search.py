@@ -1,4 +1,4 @@
-"""Search: of the ways to run a pipeline, the one that is taken.
+"""Pipeline search: microbatches, schedule and cuts of the fastest candidate that keeps the memory budget.
 
     microbatches  gathered once  schedule  cuts       predicted     holds
     4             yes            zb_v      3, 7, 11                  9.1 MB    more than a rank may hold, 8 MB

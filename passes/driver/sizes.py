@@ -1,4 +1,4 @@
-"""Several sizes of one model: from the third on passes begin behind a trace that is the same for all.
+"""Compilations of one model at several input sizes: from the third on, passes start from one trace with open sizes.
 
     batch 8, seq 32    traced and compiled
     batch 8, seq 48    likewise: many a loop has two sizes, that of the last batch is another

@@ -1,4 +1,4 @@
-"""After each pass: whether the structure of its graphs holds (`meshc/ir/verify.py`). Always: it takes 1 to 3 % of a compilation's time."""
+"""Structural verification of the graphs that a pass has changed (`meshc/ir/verify.py`). Always: 1 to 3 % of a compilation's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Within budget: a program that a rank can hold, of a request that says how much that is.
+"""Program within a memory budget: rounds of recomputing, chunks of the head, and offload; the clock decides.
 
 What backward recomputes is settled early (`passes/recompute/within.py`), on the graph of all layers, or with the stages of a pipeline
 (`search.py`); passes after that add copies of their own (buckets, windows of gathers). What the program then holds too much the next round

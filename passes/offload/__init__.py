@@ -1,1 +1,1 @@
-"""What lies on the host while it is not used: optimizer state, and what backward reads of forward."""
+"""Offload to the host: parameters, optimizer state, and values of forward that backward reads."""

@@ -1,4 +1,4 @@
-"""Offload: what backward reads of forward lies on the host in between, where a plan says so.
+"""Offload values of forward: kept on the host until backward reads them, where a plan says so.
 
     forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
     backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)

@@ -1,4 +1,4 @@
-"""Offload parameters: what a plan keeps on the host comes to the device for each module that reads it, in each phase, and for updates.
+"""Offload parameters: stored on the host, copied to the device for each module that reads them, in each phase, and for updates.
 
     forward   h = mm(x, t(w))                        d = from_host(w);   h = mm(x, t(d))
     backward  g = mm(gh, t(t(w)))          becomes   d1 = from_host(w);  g = mm(gh, t(t(d1)))

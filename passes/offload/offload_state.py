@@ -1,4 +1,4 @@
-"""Offload state: optimizer state that a plan keeps on the host comes to the device for its update, and goes back.
+"""Offload optimizer state: stored on the host, copied to the device for its update, and back.
 
     m: "f32[8, 4]" = "state:w/exp_avg"                        m: "f32[8, 4] host" = "state:w/exp_avg"
     p, m1, .. = adam(w, g, m, ..)                   becomes   here = from_host(m)

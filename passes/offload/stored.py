@@ -1,4 +1,4 @@
-"""What lives between steps on the host, in a graph: copies to the device before readers, and of results back to its place."""
+"""Parameters and state stored on the host, in a graph: copies to the device before readers, and of results back."""
 
 from __future__ import annotations
 

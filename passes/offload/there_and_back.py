@@ -1,4 +1,4 @@
-"""There and back: what backward reads of forward, in copies that lie on the host in between.
+"""Copies to the host and back, inserted in a graph, of values of forward that backward reads.
 
     forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
     backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)

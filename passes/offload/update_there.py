@@ -1,4 +1,4 @@
-"""Update there: of state that lies on the host, the update runs on the host too, and the state never comes to the device.
+"""Updates on the host of state that is stored there, so that the state is not copied to the device.
 
     here = from_host(m);  s = mul(g, clip)                      there = to_host(g);  c = to_host(clip);  s = mul(there, c)
     p1, m1 = sgd(p, s, here, ..)                     becomes    mine = to_host(p);  p1, m1 = sgd(mine, s, m, ..)

@@ -1,1 +1,1 @@
-"""The planner: who splits what, found by search in place of the plan's words, with a bound on how much better it could be."""
+"""Sharding search over the axes that a plan leaves open, with a lower bound on the cost of every choice."""

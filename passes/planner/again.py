@@ -1,4 +1,4 @@
-"""Lifetimes of values that backward may recompute: the forward of their layer and its backward, and not the time between.
+"""Live ranges of recomputable values: alive in their layer's forward and again in its backward, and not between.
 
     position     forward of layer 3 .......... other layers .......... backward of layer 3
     kept         |----------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Alternatives: what else a decision could have been, what that costs with the others as would then be best, and who pays.
+"""Alternative options of one decision: their extra cost with neighbouring decisions adapted, and the terms that differ.
 
     up_proj.weight is stored as [ffn/tp, hidden/dp]          taken
                                 [ffn/tp, hidden]             + 3.1 ms: + 3.4 ms all_reduce over dp of its gradient, ...

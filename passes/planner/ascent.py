@@ -1,4 +1,4 @@
-"""A bound on every choice by messages between classes, and what each option costs at least beyond it.
+"""Lower bound on every choice by dual ascent: messages between classes, and the least cost of each option above the bound.
 
 Each leg sends its maker's class a message for each form that is given, and its reader's a message for each form that is wanted. What they
 take from each other is never more than the change of sharding costs, of legs that share a change together:

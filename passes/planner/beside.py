@@ -1,4 +1,4 @@
-"""Beside what the search makes up: what plans that `propagate` has been through decide, as options, so that they have a price by the model.
+"""Search space extended by given plans: what a plan decides becomes an option, so that the model prices it.
 
     ddp+megatron    mm of up_proj    dp: m0, tp: n          among its options already
                     its gradient     dp: k, tp: n           likewise

@@ -1,4 +1,4 @@
-"""How far from the best a found plan can be, and what that does not speak of."""
+"""Certificate of a found plan: its cost by the model, the lower bound, and the gap between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice of an option for each class, as what `propagate` takes."""
+"""Axis choices for `propagate`, from the option picked for each class."""
 
 from __future__ import annotations
 

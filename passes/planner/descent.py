@@ -1,4 +1,4 @@
-"""A choice from messages, and made better a class at a time.
+"""Choice decoded from messages, then improved one class at a time (coordinate descent).
 
 Classes are decided in the order of the graph, each by what it costs beside those that are decided and by the
 messages of those that are not. Then each takes what is best beside all others, until none changes. What one class's options cost is

@@ -1,4 +1,4 @@
-"""Equal structure, decided once: decisions that read alike, are read alike and have the same options are one class.
+"""Classes of equal decisions: operators with equal calls, options and neighbours are decided once.
 
     layers.0 ... layers.31      one class for each operator of a layer, with the first and the last where they differ
 

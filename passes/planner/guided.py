@@ -1,4 +1,4 @@
-"""Messages led by a linear program: where sweeps stall, what its rows charge moves them on.
+"""Messages restarted from the dual values of a linear program, where sweeps have stalled.
 
     sweep              ___----''''          each class by itself: it stalls where several would have to move together
     linear program             |           over the pairs that cost least, its charges no farther from the messages than so far

@@ -1,4 +1,4 @@
-"""The fewest bytes that a choice can hold at its fullest moment: what to say where nothing keeps a budget.
+"""Fewest peak bytes of any choice, as a lower bound and a choice, for the error where nothing keeps a budget.
 
     weights of moments, 1 in all        no choice holds less, at its fullest moment, than the least weighed sum of bytes
     choices that are known              weights at which the cheapest of them is dearest come next (a matrix game: von Neumann, 1928)

@@ -1,4 +1,4 @@
-"""Linear programs by HiGHS. Where one way of solving ends without an answer, which numbers far apart bring about, another is tried."""
+"""Linear programs by HiGHS; where one method ends without an answer, as with numbers of very different size, another is tried."""
 
 from __future__ import annotations
 

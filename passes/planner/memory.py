@@ -1,4 +1,4 @@
-"""What a rank holds at each moment of a step, before there is a program: a liveness walk over values with the forms that options give them.
+"""Bytes of a rank at each position of a step under a choice: a liveness walk over values, before there is a program.
 
     position     forward ........................ backward ....................... updates
     parameters   |---------------------------------------------------------------------|   and states, as they are stored

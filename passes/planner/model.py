@@ -1,4 +1,4 @@
-"""The search as numbers: what each class's options cost, and what lies between a value and those who read it.
+"""Cost model of the search: seconds of each class's options, and of each change of sharding between a value and its readers.
 
     seconds = sum over classes of (members * operator) + sum over groups of (members * each change of sharding that is needed, once)
 

@@ -1,4 +1,4 @@
-"""What a change of sharding costs, by the steps that `partition` would take.
+"""Seconds of a change of sharding, by the steps that `partition` would take.
 
     [batch/dp, ffn/tp] -> [batch/dp/tp, ffn]     all_to_all over tp, of 1/4 of the bytes
 

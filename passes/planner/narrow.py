@@ -1,4 +1,4 @@
-"""The options of a weighed model that a best choice may have: the bound rises, the best choice known falls, what lies above it goes."""
+"""Options that a best choice may have: the lower bound rises, the best known cost falls, options above it are dropped."""
 
 from __future__ import annotations
 

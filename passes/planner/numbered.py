@@ -1,4 +1,4 @@
-"""Small numbers in order, each once, and marks by number: what `np.unique` and `np.isin` say of any numbers, sooner."""
+"""Sorted unique small numbers with their inverse, and membership masks: `np.unique` and `np.isin`, but faster."""
 
 from __future__ import annotations
 

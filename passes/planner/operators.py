@@ -1,4 +1,4 @@
-"""What an operator costs on its tiles, before there is a graph of tiles.
+"""Seconds of an operator on its tiles under each option, before there is a graph of tiles.
 
 One that `partition` writes as something else where a letter is split (a log-softmax over a split vocabulary, attention over some of its
 queries) is written so here too, and what comes of it is priced, collectives included. Of the others the roofline of `cost/operators.py`

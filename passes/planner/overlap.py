@@ -1,4 +1,4 @@
-"""Overlap: objectives in which communication that can be hidden behind computing counts for a part of its price.
+"""Objectives with overlap: communication that can be hidden behind computing counts for a part of its price.
 
     computing      |fwd ......|bwd ...............|adam|         gathers of stored parameters and reductions of gradients run beside it:
     hidden            |gather|  |reduce_scatter|                 of what they take a part counts, or as much as computing loses by it

@@ -1,4 +1,4 @@
-"""Played: a choice on a clock, by the model's numbers: an estimate of what the clock of `cost/clock.py` will say of its program.
+"""Estimated seconds of a choice with overlap: a simulated clock over the model's operators and messages.
 
     computing   |mm|mm|..wait..|mm|         a reduction starts where its operand is made, a stored parameter is gathered a window ahead,
     link           |all_reduce |gather |    everything else where it is read; a rank's messages go one after another

@@ -1,4 +1,4 @@
-"""The search: choices for the axes that a plan leaves open, best first, each with its certificate.
+"""Search over the axes that a plan leaves open: choices, best first, each with a certificate of its gap.
 
 Messages between classes give a bound, and with it which options a best choice may have (`narrow.py`); a linear program decides between
 those that are left (`solve.py`). Within a budget a byte at the fullest moments has a price (`within.py`).

@@ -1,4 +1,4 @@
-"""What the messages leave open, solved: a linear relaxation, and closed by branch and bound. (HiGHS, by scipy.)
+"""Linear relaxation and branch and bound over the options that messages leave open (HiGHS, by scipy).
 
 Columns, each in [0, 1]: an option of a class; for a leg, a pair of the form that is given and the form that is wanted; a change of
 sharding that several legs share; a form that several legs keep alive at a moment. Rows: each class takes one option; a leg's pairs that

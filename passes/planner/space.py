@@ -1,4 +1,4 @@
-"""What a search decides, as data: decisions with their options, the values that they make, and who reads them.
+"""Search space as data: decisions with their options, the values that they compute, and the readings of each value.
 
     mm(x, t(w))     decision   labels m0 batch, m1 seq, k, n       option  m0: dp, n: tp
                     value      [batch * seq, ffn]                   lies as m0, m1, n do:   batch/dp * seq, ffn/tp

@@ -1,4 +1,4 @@
-"""What there is to decide in a graph with its factors: operators that compute, parameters and states as they are stored; who reads whom.
+"""Search space of a graph with factors: decisions of computing operators, stored parameters and states, and who reads whom.
 
 Axes that the plan gives entries to are held to what the plan would have them do (`baseline`, its own propagation), so that a search of one
 axis is a search beside the others. Pins hold what they name; storage that another program of the model has settled stays.

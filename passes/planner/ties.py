@@ -1,4 +1,4 @@
-"""Ties: of storage that costs the same and holds no more, the plainest, so that equal tensors lie alike and a plan says it in few lines.
+"""Tie-breaking of storage: the plainest of equal cost and no more bytes, so that equal tensors are stored alike and plans are short.
 
     gate.weight's state   ffn/dp/tp, _   or   ffn/tp/dp, _   or   ffn/dp, hidden/tp      the first: one dim, axes in the order of the mesh
 

@@ -1,4 +1,4 @@
-"""The model where a byte at some moments costs seconds (Everett's Lagrange multipliers, Operations Research 11(3), 1963).
+"""Cost model in which bytes at some moments cost seconds: a Lagrangian (Everett, Operations Research 11(3), 1963).
 
     seconds of a choice + sum over moments of weight * (bytes that it holds there - budget)        at the least: a bound within the budget
 

@@ -1,4 +1,4 @@
-"""Weights: for how much of the whole model each decision and each value stands, where only a few of its layers were captured.
+"""Multiplicity of decisions and values: how many of the whole model each stands for, where only a few layers were captured.
 
     forward    0 -> 1 -> 2 -> 3      what goes from one layer inside to the next: what 1 makes for 2
     backward   3 -> 2 -> 1 -> 0      what 2 makes for 1

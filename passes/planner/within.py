@@ -1,4 +1,4 @@
-"""Choices within a budget of bytes, by the price of a byte at the fullest moments.
+"""Choices within a memory budget, by Lagrangian prices of a byte at the fullest moments.
 
     price of a byte       0 ............... rises until what is cheapest fits ...... is narrowed down between what fits and what does not
     bound                 of the weighed model, less price * budget: the highest of all is kept

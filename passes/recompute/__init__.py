@@ -1,1 +1,1 @@
-"""What backward keeps of forward, and what it recomputes."""
+"""Recomputation (activation checkpointing): values of forward that backward keeps or recomputes."""

@@ -1,4 +1,4 @@
-"""Elsewhere: values of forward that may lie on the host until backward reads them, where a budget says how much of it a rank may have.
+"""Offload against recompute: values of forward to keep on the host until backward reads them, within a host budget.
 
     h100   layer 0's values are read again in 300 ms, and are there and back in 4    one or two of each layer hide behind its computing
            of the last layer's                                                       copies would be waited for: they stay

@@ -1,4 +1,4 @@
-"""For little: what backward recomputes where nobody says anything of memory: as much as is worth its seconds.
+"""Recomputation without a memory budget: as much as is worth its seconds.
 
     llama, fsdp      29.3 % less held for 2.1 % of the step's seconds     recomputed
     mlp, fsdp         0.7 % less for 0.3 %                                kept

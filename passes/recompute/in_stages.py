@@ -1,4 +1,4 @@
-"""In stages: what the stages of a pipeline recompute in backward, so that each rank holds no more than it may.
+"""Recomputation in the stages of a pipeline, so that each rank keeps its memory budget.
 
     rank 0   4 microbatches in flight   a value kept counts 4 times   9.1 MB held of 8: 1.1 MB less of what it keeps, at the least seconds
     rank 1   1 in flight                once                          5.2 MB held: it keeps all

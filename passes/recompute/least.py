@@ -1,4 +1,4 @@
-"""Least: which values of forward to keep so that backward has all it needs at the least cost.
+"""Minimum cut: the values of forward to keep so that backward has all it needs at the least cost.
 
     x -> mm -> h -> gelu -> a -> mm ...       backward reads h and a; a may be recomputed of h, so h is kept and a is not
 

@@ -1,4 +1,4 @@
-"""Policies: what backward may recompute, by name.
+"""Recompute policies by name: the values that backward may recompute.
 
     none       nothing
     cheap      what takes little beside products: pointwise operators, casts, norms, views, dropout by its number, masks

@@ -1,4 +1,4 @@
-"""Recompute: what backward reads of forward, and may recompute, it recomputes.
+"""Recompute: backward computes again the values of forward that it reads and a policy does not keep.
 
     forward   h = mm(x, w);  a = gelu(h);  y = mm(a, v)             h = mm(x, w);  a = gelu(h);  y = mm(a, v)
     backward  gv = mm(t(a), gy)                            becomes  a_1 = gelu(h);  gv = mm(t(a_1), gy)

@@ -1,4 +1,4 @@
-"""Trade: seconds of recomputing, or of copies to the host and back, for bytes that are kept, a value at a time.
+"""Trade-off between kept bytes and seconds of recomputing, or of copies to the host and back, value by value.
 
     seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or recomputing, is one minimum
             |    . .             cut (`least.py`), and lies on the lower hull of all choices. The price between two of the hull leads

@@ -1,4 +1,4 @@
-"""Within: as little is recomputed as makes a rank hold no more than it may.
+"""Recomputation within a memory budget: as little as makes a rank hold no more.
 
     18 GB:  everything kept: 21.3 GB held  ->  3.3 GB less kept: still too much  ->  9.4 GB kept: 17.9 GB held, 103 values recomputed
 

@@ -1,4 +1,4 @@
-"""Write: copies in backward of what it recomputes, each before its first reader."""
+"""Copies in backward of recomputed values, each before its first reader."""
 
 from __future__ import annotations
 

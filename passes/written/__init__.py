@@ -1,1 +1,1 @@
-"""A plan as text for what has been decided: entries, pins and store lines that say it."""
+"""Plan text for decided shardings: axis entries, pins and store lines."""

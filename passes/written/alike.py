@@ -1,4 +1,4 @@
-"""What equal layers are called together: `model.layers.*.mlp.up_proj`, `model.layers.*.mlp.up_proj.weight.0`."""
+"""Names with layer numbers as wildcards: `model.layers.*.mlp.up_proj`, `model.layers.*.mlp.up_proj.weight.0`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries for choices: for each axis the line by which most operators do what has been decided without being told.
+"""Axis entries for choices: for each axis the line by which most operators do without a pin what is decided.
 
     dp: batch                         takes batch wherever an operator has it
     tp: heads@attention > batch       takes heads in attention, else batch

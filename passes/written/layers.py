@@ -1,4 +1,4 @@
-"""Layers: lines that say the same of single layers, as few lines with globs of their numbers.
+"""Plan lines of single layers, merged into few lines with globs of layer numbers.
 
     store layers.1.up: ffn/dp, _                  store layers.[1-9].up: ffn/dp, _
     store layers.2.up: ffn/dp, _        gives     store layers.[12][0-9].up: ffn/dp, _

@@ -1,4 +1,4 @@
-"""Patterns: few globs that match the names they have to, and no name of which they would say what is not so.
+"""Few glob patterns that match all needed names, and no name for which a line would be false (greedy set cover).
 
     needed   layers.0.attn.q_proj.weight, layers.0.attn.k_proj.weight, the same of layers 1 and 2
     wrong    layers.0.attn.o_proj.weight, ...

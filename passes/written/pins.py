@@ -1,4 +1,4 @@
-"""Pins of operators for choices: few lines, each true, that tell every operator that must be told.
+"""Operator pins for choices: few lines, each true, that cover every operator which needs one.
 
     model.layers.0.mlp.up_proj/forward/mm  ffn/tp
     model.layers.1.mlp.up_proj/forward/mm  ffn/tp            pin op:model.layers.*.mlp.up_proj: ffn/tp

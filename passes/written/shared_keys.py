@@ -1,4 +1,4 @@
-"""Lines for the products that make keys and values of which several ranks need the same: each of them computes these, and none sends them.
+"""Pins for key and value projections whose results several ranks share: each rank computes them, and none sends them.
 
     pin op:model.layers.*.self_attn.[kv]_proj/forward/mm: -/tp_group            the rank's one head, on all ranks of the group
     pin op:model.layers.*.self_attn.[kv]_proj/backward/mm: -/tp_group           its weight's gradient, of the whole gradient of the head

@@ -1,4 +1,4 @@
-"""Store lines for a storage that is known: the text that says it, as short as names allow.
+"""Store lines for a known storage: the plan text that says it, as short as names allow.
 
     (model.layers.0.up.weight, state)   [model.layers.0.ffn 64/tp/dp, hidden 32]
     (model.layers.1.up.weight, state)   [model.layers.1.ffn 64/tp/dp, hidden 32]

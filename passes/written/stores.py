@@ -1,4 +1,4 @@
-"""Store clauses and store lines for storage that is known: of the clauses those that leave fewest lines."""
+"""Store clauses and store lines for a known storage: the clauses that leave fewest lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Undirected: what each operator would do by the plan alone, if all before it did what has been decided.
+"""Operators that need a pin: what each would do by the plan alone, if all operators before it did what is decided.
 
 Choices are walked as `propagate` walks them. At each operator it is asked what it would do without being told; where that is something
 else, along which axes it must be told. Pins of those operators are enough: each sees before it what has been decided. But one that need not

@@ -1,4 +1,4 @@
-"""Weighed: which entries of an axis would have each operator do what has been decided, all others and all other axes doing so."""
+"""Candidate entries of an axis, compared at each operator with what is decided, all other operators and axes doing that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write: choices as a plan's text.
+"""Plan text of choices: axis entries, pins of the other operators, store clauses and store lines.
 
     choices of 300 operators, 20 parameters     dp: batch; store state
                                                 tp: heads, ffn, vocab
