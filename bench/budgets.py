@@ -29,7 +29,7 @@ from plan_tables import MODELS  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
-from meshc.api.planning import Planned, Planner  # noqa: E402
+from meshc.api.planning import Planner, PlanResult  # noqa: E402
 from meshc.cost import memory  # noqa: E402
 from meshc.cost.devices import device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
@@ -95,7 +95,7 @@ def measured(asked: Asked) -> Row:
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, weight_decay=0.1)
     mesh, budget = Mesh(MESHES[asked.ranks], device="cuda"), asked.budget_gb * 10**9
 
-    def found(plan: str, microbatches: int | None = None, **options: Any) -> Planned:
+    def found(plan: str, microbatches: int | None = None, **options: Any) -> PlanResult:
         step = meshc.TrainStep(module, optimizer=optimizer, clip_grad_norm=1.0, microbatches=microbatches)
         asks = meshc.Options(memory_budget=budget, host_budget=asked.host_gb and asked.host_gb * 10**9, **options)
         return Planner(step, (), inputs).on(mesh, plan, device=on, options=asks)
@@ -104,7 +104,7 @@ def measured(asked: Asked) -> Row:
     one = found(recipe)
     if one.program is None:
         assert isinstance(one.refused, NothingFits), one.refused
-        refusal = one.refused.tried()
+        refusal = one.refused.with_changes_tried()
         change = next(iter(refusal.found.fits), None) if refusal.found is not None else None
         spent = time.process_time() - start
         if change is None or not asked.follows:

@@ -45,7 +45,7 @@ from own_process import each_in_a_process  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import meshc  # noqa: E402
-from meshc.api.planning import Planned, Planner  # noqa: E402
+from meshc.api.planning import Planner, PlanResult  # noqa: E402
 from meshc.cost.devices import Device, Link, device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
 from meshc.passes.driver.nothing_fits import NothingFits  # noqa: E402
@@ -231,7 +231,7 @@ class Rows:
         on, mesh, planner = device_of(size), Mesh(MESHES[size], device="cuda"), self.planner(sequences, tokens)
         budget = int(on.memory_bytes)
 
-        def planned(plan: Plan | str) -> Planned:
+        def planned(plan: Plan | str) -> PlanResult:
             return planner.on(mesh, plan, device=on, options=meshc.Options(memory_budget=budget))
 
         found = planned("auto")
@@ -255,7 +255,7 @@ class Rows:
         )  # fmt: skip
 
 
-def _why_none(found: Planned) -> str:
+def _why_none(found: PlanResult) -> str:
     return "nothing fits" if isinstance(found.refused, NothingFits) else str(found.refused or "").partition("\n")[0]
 
 
@@ -264,7 +264,7 @@ def _ms(one: Weighed | None) -> float | None:
 
 
 def weigh_recipes(
-    weighed: tuple[Weighed, ...], mesh: Mesh, planned: Callable[[Plan], Planned], budget: int
+    weighed: tuple[Weighed, ...], mesh: Mesh, planned: Callable[[Plan], PlanResult], budget: int
 ) -> tuple[list[Weighed], int]:  # fmt: skip
     """Recipes by the clock, and how many were left out. Those that the search has lowered already are not lowered again."""
     known = {one.name: one for one in weighed}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from meshc.api.options import Options
     from meshc.api.prefetching import prefetch
     from meshc.api.pretrained import load_pretrained
-    from meshc.api.rules import register_rule
+    from meshc.api.rule_registration import register_rule
     from meshc.api.trainer import trainer_checkpoints
     from meshc.api.verification import verify
     from meshc.ir.mesh import Mesh
@@ -74,7 +74,7 @@ _PLACES: Final = {
     "Options": "meshc.api.options",
     "load_pretrained": "meshc.api.pretrained",
     "prefetch": "meshc.api.prefetching",
-    "register_rule": "meshc.api.rules",
+    "register_rule": "meshc.api.rule_registration",
     "trainer_checkpoints": "meshc.api.trainer",
     "register_update": "meshc.optimizer.registered",
     "verify": "meshc.api.verification",

@@ -26,7 +26,7 @@ from meshc.files import seal, tensor_file
 from meshc.files.folders import kept_aside, may_replace, put, replacing, to_disk, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import bounds, calls, op_name
-from meshc.later import Later
+from meshc.lazy_module import LazyModule
 from meshc.program.program import BACKENDS, PlainProgram
 from meshc.text import described, libraries
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshc.check import program as checker
     from meshc.check.ruled import Rules
 else:
-    checker = Later("meshc.check.program")
+    checker = LazyModule("meshc.check.program")
 
 FORMAT: Final = "meshc program"
 VERSION: Final = 6
@@ -51,7 +51,7 @@ TENSORS: Final = (CONSTANTS, WEIGHTS)
 AGAIN: Final = "save or copy the program again"
 
 
-class Entry(TypedDict, total=False):
+class ManifestEntry(TypedDict, total=False):
     """Manifest entry of a file: size, and the hash of a text or of a tensor file's header."""
 
     bytes: int
@@ -76,10 +76,10 @@ def save(program: PlainProgram, path: str | os.PathLike[str], weights: Mapping[s
             (made / name).write_text(text, encoding="utf-8", newline="\n")
             to_disk(made / name)
         to_disk(made / "stages")
-        files: dict[str, Entry] = {name: {"bytes": (made / name).stat().st_size, "sha256": _sha256(made / name)} for name in texts}
+        files: dict[str, ManifestEntry] = {name: {"bytes": (made / name).stat().st_size, "sha256": _sha256(made / name)} for name in texts}
         for name, tensors in ((CONSTANTS, program.constants), (WEIGHTS, weights)):
             if tensors is not None:
-                files[name] = cast(Entry, tensor_file.write(made / name, tensors))
+                files[name] = cast(ManifestEntry, tensor_file.write(made / name, tensors))
         told = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "mesh": str(program.mesh)}
         (made / MANIFEST).write_text(seal.sealed({**told, "files": dict(sorted(files.items()))}), encoding="utf-8")
         to_disk(made / MANIFEST)
@@ -113,7 +113,7 @@ def load(
         elif not (_is_text(name) and allow_edited):
             _check(folder, name, entry, editable=_is_text(name))
     for name in (PROGRAM, CONSTANTS):
-        _listed(folder, name, files)
+        _listed_file(folder, name, files)
     told = cast(described.Described, _json(folder / PROGRAM))
     try:
         program = _program(folder, told, files)
@@ -144,9 +144,9 @@ def open_weights(path: str | os.PathLike[str]) -> TensorFile:
     return TensorFile(folder / WEIGHTS, cast(tensor_file.Seal, files[WEIGHTS]), AGAIN)
 
 
-def _program(folder: Path, told: described.Described, files: Mapping[str, Entry]) -> PlainProgram:
+def _program(folder: Path, told: described.Described, files: Mapping[str, ManifestEntry]) -> PlainProgram:
     def text_of(name: str) -> tuple[str, str]:
-        file = _listed(folder, f"stages/{name}.py", files)
+        file = _listed_file(folder, f"stages/{name}.py", files)
         return bounds.read_text(file), str(file)
 
     def constants() -> dict[str, torch.Tensor]:
@@ -156,12 +156,12 @@ def _program(folder: Path, told: described.Described, files: Mapping[str, Entry]
     return described.read(told, text_of, constants, str(folder / PROGRAM))
 
 
-def _manifest(folder: Path) -> tuple[dict[str, Entry], int]:
+def _manifest(folder: Path) -> tuple[dict[str, ManifestEntry], int]:
     """The files that the manifest lists, each inside the folder and there; and its version."""
     if not folder.is_dir():
         raise ArtifactError(f"there is no saved program at {folder}{kept_aside(folder)}: `program.save(path)` makes such a folder")
     if not (folder / MANIFEST).is_file():
-        raise ArtifactError(f"{folder} is no saved program: it has no {MANIFEST}{_several(folder)}")
+        raise ArtifactError(f"{folder} is no saved program: it has no {MANIFEST}{_backends_hint(folder)}")
     manifest = _json(folder / MANIFEST)
     version = manifest.get("version")
     if manifest.get("format") != FORMAT or type(version) is not int or version not in READ:
@@ -184,7 +184,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Entry], int]:
         hashed = "header" if name in TENSORS else "sha256"
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get(hashed), str):
             raise ArtifactError(f"{folder / MANIFEST} has no size and hash for {name}")
-    return cast(dict[str, Entry], files), version
+    return cast(dict[str, ManifestEntry], files), version
 
 
 def _has_orders(program: PlainProgram) -> bool:
@@ -196,25 +196,25 @@ def is_saved(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / MANIFEST).is_file()
 
 
-def _several(folder: Path) -> str:
+def _backends_hint(folder: Path) -> str:
     """Advice for a folder with a program for each of several backends."""
     inside = [str(folder / name) for name in BACKENDS if is_saved(folder / name)]
     return f"; it holds programs, name one of them: {' or '.join(inside)}" if inside else ""
 
 
-def _listed(folder: Path, name: str, files: Mapping[str, Entry]) -> Path:
+def _listed_file(folder: Path, name: str, files: Mapping[str, ManifestEntry]) -> Path:
     if name not in files:
         raise ArtifactError(f"{folder / MANIFEST} does not list {name}, which the program needs")
     return folder / name
 
 
-def _check_size(folder: Path, name: str, entry: Entry) -> None:
+def _check_size(folder: Path, name: str, entry: ManifestEntry) -> None:
     size = (folder / name).stat().st_size
     if size != entry["bytes"]:
         raise ArtifactError(f"{folder / name} is not what was saved: it has {size} bytes, {entry['bytes']} were written; {AGAIN}")
 
 
-def _check(folder: Path, name: str, entry: Entry, *, editable: bool) -> None:
+def _check(folder: Path, name: str, entry: ManifestEntry, *, editable: bool) -> None:
     size, found = (folder / name).stat().st_size, _sha256(folder / name)
     if found == entry["sha256"]:
         return

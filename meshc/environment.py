@@ -5,7 +5,7 @@
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it
     MESHC_TRACE=file    what each rank did when, written by rank 0 after each call (meshc.runtime.run.recorder)
-    MESHC_PROGRAMS=dir  where compiled programs are kept for a next start, unless Options(cache=) says otherwise (meshc.kept_programs)
+    MESHC_PROGRAMS=dir  where compiled programs are kept for a next start, unless Options(cache=) says otherwise (meshc.program_cache)
     MESHC_DISK=dir      where state lies that a plan keeps on the disk (meshc.runtime.comm.disk)
     WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE    set by the launcher; `meshc run` and `meshc calibrate` read them
 """
@@ -36,7 +36,7 @@ _traced: Final[Counter[Path]] = Counter()
 """Calls of this process traced so far, by file."""
 
 
-def said() -> dict[str, str]:
+def meshc_variables() -> dict[str, str]:
     """Environment variables whose names begin with MESHC_, sorted."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("MESHC_")}
 

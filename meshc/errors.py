@@ -76,7 +76,7 @@ class RanksDifferError(PeerError, StateError):
     """Ranks have done otherwise than each other what all must do alike, which was found beside their calls: every rank raises it."""
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def join_names(names: Sequence[str], most: int) -> str:
     """Names in a line, as messages have them: `a, b and 3 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

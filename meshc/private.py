@@ -217,7 +217,7 @@ class UnsupportedTorch(CompileError):
     """A release of torch, or of transformers, without a name that meshc uses."""
 
 
-def found(place: str) -> Any:
+def resolve_name(place: str) -> Any:
     """What a place of the table has, `MODULE` or `MODULE:NAME.NAME`. Raises UnsupportedTorch."""
     module, _, path = place.partition(":")
     package = module.partition(".")[0]
@@ -237,12 +237,12 @@ def found(place: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"meshc.private has no {name}")
-    globals()[name] = value = found(NAMES[name])
+    globals()[name] = value = resolve_name(NAMES[name])
     return value
 
 
 def text_with_places(frame: Any, text: str, values: Sequence[Any]) -> Any:
     """What Dynamo keeps of `text.format(*values)` where a value is not there yet. From 2.15 on it is told the frame that it is in."""
-    create = found(NAMES["StringFormatVariable"]).create
+    create = resolve_name(NAMES["StringFormatVariable"]).create
     told = (frame,) if "tx" in inspect.signature(create).parameters else ()
     return create(*told, text, list(values), {})

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshc.later import Later
+from meshc.lazy_module import LazyModule
 
 if TYPE_CHECKING:
     from scipy import sparse
     from scipy.sparse import csgraph
 else:
-    sparse, csgraph = Later("scipy.sparse"), Later("scipy.sparse.csgraph")
+    sparse, csgraph = LazyModule("scipy.sparse"), LazyModule("scipy.sparse.csgraph")
 
 
 def behind_the_cut(capacities: Mapping[tuple[int, int], int], count: int, source: int = 0, sink: int = 1) -> set[int]:

@@ -21,8 +21,8 @@ from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import OptimizerSpec, describe, numbers
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import compile
-from meshc.passes.driver.finish import finish
+from meshc.passes.driver import compile_program
+from meshc.passes.driver.finish_program import finish
 from meshc.passes.phases.request import Request
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
@@ -61,7 +61,7 @@ class Captured:
             train=train, double=double, names=case.names, microbatches=mean_of, batch_mix="mean_of_parts" if mean_of > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(train):
-            self.traced = compile.trace(self.request)
+            self.traced = compile_program.trace(self.request)
         self.reference = verification.Reference(twin, traced.function, args, kwargs, 0, double, self.traced.parts)
 
     def program(self, mesh: str, plan: str | Plan | None = None, **changes: Any) -> PlainProgram:
@@ -71,14 +71,14 @@ class Captured:
         except Unequal:  # all layers then, as `meshc.compile` does
             self.request = replace(self.request, depth="whole")
             with torch.set_grad_enabled(self.train):
-                self.traced = compile.trace(self.request)
+                self.traced = compile_program.trace(self.request)
             return self._program(mesh, plan, **changes)
 
     def _program(self, mesh: str, plan: str | Plan | None, **changes: Any) -> PlainProgram:
         own = self.traced.copy_for_request(replace(self.request, mesh=Mesh(mesh), plan=plan, **changes))
         own = replace(own, seconds={})
         with torch.set_grad_enabled(self.train):
-            left = compile.lowered(compile.factored(own))
+            left = compile_program.lower_by_plan(compile_program.update_and_factorize(own))
             self.latest = finish(left)
         for stage in self.latest.stages.values():
             for node in ir.calls(stage.graph):

@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 
 from meshc.frontend.double_copy import WIDER
 from meshc.ir import trees
-from meshc.passes.driver import compile
+from meshc.passes.driver import compile_program
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
@@ -142,7 +142,7 @@ def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
     if "monkeypatch" in request.fixturenames and "patches_behind" not in request.fixturenames:
         yield
         return
-    trace, at_depth, heard = compile._traced, compile.at_depth, False
+    trace, at_depth, heard = compile_program._trace_outset, compile_program.run_at_depth, False
 
     def listening(compiled: Callable[..., Any], asked: Request, hook: Hook | None) -> Any:
         nonlocal heard
@@ -155,5 +155,5 @@ def one_trace(request: pytest.FixtureRequest, traces: Kept) -> Iterator[None]:
     def once(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
         return trace(outset, hook) if heard else _found(traces, trace, outset, hook)
 
-    with mock.patch.multiple(compile, _traced=once, at_depth=listening):
+    with mock.patch.multiple(compile_program, _trace_outset=once, run_at_depth=listening):
         yield

@@ -13,7 +13,7 @@ import meshc
 from meshc import environment
 from meshc.errors import PlanError, VerifyError
 from meshc.passes.driver import hooks, pipeline
-from meshc.passes.driver.compile import compile_program
+from meshc.passes.driver.compile_program import compile_program
 from meshc.passes.driver.pipeline import NAMES
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.text import show

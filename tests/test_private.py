@@ -23,14 +23,14 @@ PLACES = [*private.NAMES.values(), *private.REACHED, *private.REPLACED]
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_where_the_table_says(place: str) -> None:
     try:
-        private.found(place)
+        private.resolve_name(place)
     except private.UnsupportedTorch as error:
         pytest.fail(f"{error}\n  now: {', '.join(elsewhere(place)) or 'nothing in torch has that name'}")
 
 
 @pytest.mark.parametrize("place", private.OF_TRANSFORMERS)
 def test_stock_models_have_what_they_need(place: str) -> None:
-    private.found(place)
+    private.resolve_name(place)
 
 
 def test_a_name_that_has_moved_is_said_with_the_releases_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from meshc.api import held_caches
-from meshc.api.asked import Asked
+from meshc.api import user_caches
+from meshc.api.compile_arguments import CompileArguments
 from meshc.errors import CaptureError, InputError
 from meshc.frontend import stock_models
 from meshc.frontend.output_tree import AS_PASSED
@@ -69,7 +69,7 @@ UNCACHED: Final = (
 
 
 @dataclass(frozen=True)
-class FilledCall:
+class PaddedCall:
     """
     args, kwargs  what the program gets
     table, sizes  what its dims are, and were
@@ -89,19 +89,19 @@ class FilledCall:
     past: int = 0
     first: int = 0
 
-    def noted(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def compared_sizes(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Names and values that ranks compare before the call: a digest of the tensors, and the number of past tokens."""
         plain = [value for key, value in self.kwargs.items() if isinstance(value, Tensor) and key not in (self.name, LENGTH, BEGIN)]
         return ("a digest of what is passed", "the number of tokens before it"), (digest_of(plain), self.past)
 
-    def closed(self, output: Any) -> Any:
+    def crop_output(self, output: Any) -> Any:
         """The output as the model would give it: cut to the call's rows and tokens, with the user's cache. Raises InputError for an
         output that nobody knows how to cut."""
         if self.cache is not None:
             have = self.sizes.have
             left = output[self.name]
-            held: Any = self.kwargs[self.name] if left is AS_PASSED else held_caches.held_by(left)
-            held_caches.put(self.cache, held, have["r"], self.past + have["t"], have.get("s", 0), self.first)
+            held: Any = self.kwargs[self.name] if left is AS_PASSED else user_caches.held_by(left)
+            user_caches.write_back(self.cache, held, have["r"], self.past + have["t"], have.get("s", 0), self.first)
         for name in [name for name in output if name != self.name]:
             output[name] = trees.mapped(self.sizes.output_cutter(self.table, name, self.kept), output[name])
         if self.cache is not None:
@@ -109,31 +109,31 @@ class FilledCall:
         return output
 
 
-def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
+def pad_cached_call(asked: CompileArguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PaddedCall | None:
     """What a call with a cache, or of an encoder, becomes; None for another. Raises InputError for a cache that no program takes."""
     if asked.path and not asked.by_hand and not stock_models.can_generate(asked.called):
         return _of_encoder(asked, args, kwargs)
-    if not any(map(held_caches.is_cache, (*args, *kwargs.values()))):
+    if not any(map(user_caches.is_cache, (*args, *kwargs.values()))):
         return None
     _refuse_release()
-    name, cache, rest, named = _apart(asked, args, kwargs)
-    table = ALONE if not hasattr(cache, "cross_attention_cache") else BOTH if _reads(asked) else SEEN
-    held_caches.refuse_others(cache)
+    name, cache, rest, named = _split_cache(asked, args, kwargs)
+    table = ALONE if not hasattr(cache, "cross_attention_cache") else BOTH if _takes_tokens(asked) else SEEN
+    user_caches.refuse_others(cache)
     _refuse_calls(asked, named)
     have = _sizes(named, table)
-    past, first = held_caches.length_of(cache), None
-    if held_caches.has_windows(cache):
-        _refuse_pairs(asked, named, past, past > held_caches.seen(cache))
-    if past and held_caches.rows_in(cache) != have["r"]:
-        raise InputError(f"the cache holds {held_caches.rows_in(cache)} rows, and {have['r']} were passed")
-    states = held_caches.has_states(cache)
+    past, first = user_caches.length_of(cache), None
+    if user_caches.has_windows(cache):
+        _refuse_pairs(asked, named, past, past > user_caches.visible_tokens(cache))
+    if past and user_caches.rows_in(cache) != have["r"]:
+        raise InputError(f"the cache holds {user_caches.rows_in(cache)} rows, and {have['r']} were passed")
+    states = user_caches.has_states(cache)
     if states and past and have["t"] > 1:
         raise InputError(
             f"{have['t']} tokens were passed behind a cache that holds some already, and states of recurrent layers take one at a time\n"
             "  what to do: begin with an empty cache and the whole text; do not pass prefill_chunk_size"
         )
     each_counts = states or ((have["t"] > 1 or "s" in have) and follows_length(asked.called))  # a token alone is filled up with none
-    filled = _filled(asked, named, table, have, past, each_counts)
+    filled = _padded_sizes(asked, named, table, have, past, each_counts)
     buffers: list[Any] | dict[str, Any] = {} if states else []
     if past:
         if asked.mesh.device_mesh is None:
@@ -141,8 +141,8 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
                 f'a cache that holds tokens lies on ranks, and meshc.Mesh("{asked.mesh}") has none\n'
                 "  what to do: pass an empty cache, DynamicCache(), or compile with a DeviceMesh under torchrun"
             )
-        buffers, first = held_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
-        filled["k"] = held_caches.capacity_in(buffers) or capacity_of(past + filled["t"], 0, -1)
+        buffers, first = user_caches.buffers_of(cache, asked.mesh.device_mesh, filled["r"], past + filled["t"], filled.get("s", 0))
+        filled["k"] = user_caches.capacity_in(buffers) or capacity_of(past + filled["t"], 0, -1)
     sizes = CallSizes({**have, "k": past + have["t"]}, {"k": filled["t"], **filled})
     if table is BOTH and named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
@@ -153,11 +153,11 @@ def opened(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object])
     call |= {name: buffers, LENGTH: torch.tensor(past) if past else None}
     if first is not None:
         call[BEGIN] = torch.tensor(first)
-    return FilledCall(rest, call, table, sizes, kept if isinstance(kept, int) and kept else have["t"], cache, name, past, first or 0)
+    return PaddedCall(rest, call, table, sizes, kept if isinstance(kept, int) and kept else have["t"], cache, name, past, first or 0)
 
 
 @contextmanager
-def explained(kwargs: Mapping[str, object]) -> Iterator[None]:
+def explain_refusal(kwargs: Mapping[str, object]) -> Iterator[None]:
     """A context for compiling: what a model refuses of a call with a cache is said to be of that."""
     try:
         yield
@@ -167,17 +167,17 @@ def explained(kwargs: Mapping[str, object]) -> Iterator[None]:
         raise
 
 
-def _of_encoder(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> FilledCall | None:
+def _of_encoder(asked: CompileArguments, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PaddedCall | None:
     takes = [parameter.name for parameter in asked.traced.parameters or ()]
     named = {**dict(zip(takes, args, strict=False)), **kwargs}
     reads = MASK in takes and any(named.get(name) is not None for name in FIRST["s"])  # of sound and pictures each size is a program
     if not reads or asked.inputs != "global" or _takes_gradient(asked):
         return None
     have = _sizes(named, ENCODER)
-    sizes = CallSizes(have, _filled(asked, named, ENCODER, have, 0, follows_length(asked.called)))
+    sizes = CallSizes(have, _padded_sizes(asked, named, ENCODER, have, 0, follows_length(asked.called)))
     if named.get(MASK) is None:
         named[MASK] = torch.ones(have["r"], have["s"], dtype=torch.int64)
-    return FilledCall(args[len(takes) :], {key: sizes.pad_input(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
+    return PaddedCall(args[len(takes) :], {key: sizes.pad_input(ENCODER, key, value) for key, value in named.items()}, ENCODER, sizes)
 
 
 def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
@@ -201,8 +201,8 @@ def _sizes(named: Mapping[str, object], table: Table) -> dict[str, int]:
     return found
 
 
-def _filled(
-    asked: Asked, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int, each_counts: bool = False
+def _padded_sizes(
+    asked: CompileArguments, named: Mapping[str, object], table: Table, have: Mapping[str, int], past: int, each_counts: bool = False
 ) -> dict[str, int]:
     """What rows and tokens are filled up to; what they are, where an input has dims that nobody knows. each_counts: tokens stay as many,
     since any one changes states of recurrent layers, or frequencies that follow the length."""
@@ -223,16 +223,18 @@ def _holds_tensors(value: object) -> bool:
     return isinstance(value, Tensor) or is_tree and any(isinstance(leaf, Tensor) for leaf in trees.leaves(value))
 
 
-def _reads(asked: Asked) -> bool:
+def _takes_tokens(asked: CompileArguments) -> bool:
     """Whether the model's encoder takes tokens, which a mask says there are; one of sound or pictures takes something else."""
     return getattr(asked.called, "main_input_name", "input_ids") == "input_ids"
 
 
-def _apart(asked: Asked, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
+def _split_cache(
+    asked: CompileArguments, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[str, Any, tuple[object, ...], dict[str, object]]:
     """The cache, the argument it is, and the other arguments, by name where the model's forward has names for them."""
     takes = [parameter.name for parameter in asked.traced.parameters or ()]
     named = {**dict(zip(takes, args, strict=False)), **kwargs}
-    found = [key for key, value in named.items() if held_caches.is_cache(value)]
+    found = [key for key, value in named.items() if user_caches.is_cache(value)]
     name = next((one for one in NAMES if one in takes), NAMES[0])
     if len(found) != 1 or found[0] not in NAMES or asked.step is not None:
         raise InputError(
@@ -254,11 +256,11 @@ def _refuse_release() -> None:
         )
 
 
-def _takes_gradient(asked: Asked) -> bool:
+def _takes_gradient(asked: CompileArguments) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in asked.module.parameters())
 
 
-def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
+def _refuse_calls(asked: CompileArguments, named: Mapping[str, object]) -> None:
     """Calls that no cache goes with. Raises InputError."""
     wrong = (
         _takes_gradient(asked), asked.inputs != "global", asked.outputs != "plain", bool(asked.dynamic),
@@ -270,7 +272,7 @@ def _refuse_calls(asked: Asked, named: Mapping[str, object]) -> None:
         raise InputError(f"this call has a cache, and cannot: {'; '.join(whys)}\n  what to do: {'; '.join(cures)}")
 
 
-def _refuse_pairs(asked: Asked, named: Mapping[str, object], past: int, beyond: bool) -> None:
+def _refuse_pairs(asked: CompileArguments, named: Mapping[str, object], past: int, beyond: bool) -> None:
     """What is said of pairs of tokens, where layers have windows whose buffers do not hold all. Raises InputError."""
     if past and any(isinstance(leaf, Tensor) and leaf.dim() == 4 for leaf in trees.leaves([named.get(mask) for mask in ALONE.masks])):
         raise InputError(
@@ -285,17 +287,17 @@ def _refuse_pairs(asked: Asked, named: Mapping[str, object], past: int, beyond: 
         )
 
 
-def _attentions(asked: Asked) -> set[str]:
+def _attentions(asked: CompileArguments) -> set[str]:
     """By which of transformers' attentions the model attends, and its decoder of text."""
     return {str(getattr(one, "_attn_implementation", "")) for one in (getattr(asked.called, "config", None), _text_config(asked))}
 
 
-def _positions(asked: Asked) -> int:
+def _positions(asked: CompileArguments) -> int:
     """How many positions the model has, as far as its configuration says."""
     return int(getattr(_text_config(asked), "max_position_embeddings", None) or 1 << 62)
 
 
-def _text_config(asked: Asked) -> Any:
+def _text_config(asked: CompileArguments) -> Any:
     config: Any = getattr(asked.called, "config", None)
     try:
         return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

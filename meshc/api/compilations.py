@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshc.api import cached_calls, module_mode, parts, shared, value_keys
-from meshc.api.apart import finer
-from meshc.api.asked import Arguments, Asked, Key
-from meshc.api.made import Made
+from meshc.api import batch_parts, cached_calls, module_mode, shared_compilation, value_keys
+from meshc.api.compilation_result import CompilationResult
+from meshc.api.compile_arguments import Arguments, CompilationKey, CompileArguments
+from meshc.api.split_expert_axes import finer
 from meshc.api.value_keys import ValueKeys
 from meshc.api.world import Context, World
 from meshc.errors import InputError, MeshcError, StateError
@@ -26,7 +26,7 @@ from meshc.frontend.read_values import Reads
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir.forms import Form
 from meshc.ir.mesh import Mesh
-from meshc.later import Later
+from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec, changes, describe, members_of
 from meshc.optimizer.step_hooks import refuse_pre_hooks
 from meshc.passes.lower.exposed_copies import EXPOSED
@@ -48,9 +48,9 @@ from meshc.runtime.state.ownership import calls_allowed
 from meshc.runtime.state.store import Store
 
 if TYPE_CHECKING:
-    from meshc.passes.driver import sizes
+    from meshc.passes.driver import shared_trace
 else:
-    sizes = Later("meshc.passes.driver.sizes")
+    shared_trace = LazyModule("meshc.passes.driver.shared_trace")
 
 OTHER_SIZES = (
     "\n  why: every rank passes the whole batch, and has run the program of another size: what it sent is no part of theirs\n"
@@ -72,13 +72,13 @@ class Compilation:
     """
 
     program: PlainProgram
-    made: Made
+    made: CompilationResult
     session: Session | None
     reads: Reads
 
 
 @dataclass(frozen=True)
-class Admitted:
+class AdmittedCall:
     """A checked call, with its key.
 
     args, kwargs  by name; of parts of unequal numbers of rows, the whole batch as shapes
@@ -92,8 +92,8 @@ class Admitted:
 
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    base: Key
-    key: Key
+    base: CompilationKey
+    key: CompilationKey
     tensors: list[torch.Tensor]
     form: Form | None
     state: ModuleState
@@ -104,19 +104,19 @@ class Compilations:
     """By key: input structure, shapes, dtypes, training flags, requires_grad, grad mode, autocast, the optimizer's branches, and the Python
     values that the program was made of."""
 
-    def __init__(self, asked: Asked, world: World, adopted: Callable[[], None]) -> None:
+    def __init__(self, asked: CompileArguments, world: World, adopted: Callable[[], None]) -> None:
         """adopted: called after the model's parameters have been replaced by this rank's tiles."""
         self.asked, self.world, self._adopted = asked, world, adopted
         self._described_over: Store | None = None
         """The store whose parameters the optimizers had when `spec` was built."""
         self.spec = self._describe()
-        self.kept: dict[Key, Compilation] = {}
-        self.general: dict[Key, Made] = {}
+        self.kept: dict[CompilationKey, Compilation] = {}
+        self.general: dict[CompilationKey, CompilationResult] = {}
         self.seconds: dict[str, float] = {}
         """Seconds by pass of the last compilation; rank 0's, if its program was loaded."""
         self.store: Store | None = None
         self.value_keys = ValueKeys(asked.module)
-        self._known: dict[Key, dict[str, str]] = {}
+        self._known: dict[CompilationKey, dict[str, str]] = {}
         """Fields that ranks agreed on before each compilation."""
         self._several = False
         """Whether the kept compilations are for inputs of several forms."""
@@ -125,9 +125,9 @@ class Compilations:
         self._last: Compilation | None = None
 
     @cached_property
-    def _sizes(self) -> sizes.Sizes:
+    def _sizes(self) -> shared_trace.SharedTraceCompiler:
         """State shared by compilations with equal Python values, where passes run on this rank."""
-        return sizes.Sizes()
+        return shared_trace.SharedTraceCompiler()
 
     def _describe(self) -> OptimizerSpec | None:
         """What the optimizers are, over the parameters that another program of the model may have put in the place of theirs."""
@@ -149,7 +149,7 @@ class Compilations:
         return self._last
 
     @property
-    def compiled(self) -> bool:
+    def has_compilation(self) -> bool:
         """Whether any compilation exists."""
         return self._last is not None
 
@@ -158,19 +158,19 @@ class Compilations:
         """The plan of the last compilation; before any, the requested plan."""
         return self.asked.plan if self._last is None else self._last.program.plan
 
-    def guarded(self, what: str) -> Context:
+    def failure_guard(self, what: str) -> Context:
         """A context for one thread, in which a failure on any rank is raised on all."""
-        return self.world.guarded(what, self.store.step if self.store else 0)
+        return self.world.failure_guard(what, self.store.step if self.store else 0)
 
-    def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Admitted:
+    def admit(self, args: tuple[object, ...], kwargs: dict[str, object]) -> AdmittedCall:
         """A call's arguments and the key of its compilation. Raises InputError for what no compilation takes; of parts of a batch, which
         ranks tell each other of, also where they do not fit together."""
         asked = self.asked
         with self.world.refusable():
-            passed = asked.passed(args, kwargs)
+            passed = asked.call_arguments(args, kwargs)
         own = passed.args, passed.kwargs
         counts = self._counts(own)
-        whole = own if counts is None else parts.whole(asked, own, counts)
+        whole = own if counts is None else batch_parts.whole(asked, own, counts)
         form = passed.form if counts is None else None
         with self.world.refusable():
             if asked.dynamic:
@@ -179,36 +179,36 @@ class Compilations:
             base = asked.key(*whole, self.spec, form, state)
             key = self.value_keys.key(base, self.kept)
             tensors = [leaf for leaf in passed.leaves if isinstance(leaf, torch.Tensor)]
-            return Admitted(*whole, base, key, tensors, form, state, None if counts is None else self._dealt(counts))
+            return AdmittedCall(*whole, base, key, tensors, form, state, None if counts is None else self._dealt(counts))
 
     def _counts(self, passed: Arguments) -> list[int] | None:
         """Rows of each data rank's part, if they may differ, else None. Raises InputError if they must not differ but do."""
         asked, uneven = self.asked, self.asked.options.uneven_rows
         if asked.inputs == "global" or not self.world.has_ranks or not (uneven or self._several):
             return None
-        counts = parts.counted(asked, self.world, passed)
+        counts = batch_parts.count_rows(asked, self.world, passed)
         if uneven:
             return counts
-        parts.refuse_unequal(counts)
+        batch_parts.refuse_unequal(counts)
         return None
 
     def _dealt(self, counts: Collection[int]) -> Dealt:
-        axes, world = parts.data_axes(self.asked), self.world
+        axes, world = batch_parts.data_axes(self.asked), self.world
         world.groups.prepare([axes])
         sizes = [axis.size for axis in self.asked.mesh.axes if axis.name in axes]
-        return Dealt(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.guarded, "move rows"))
+        return Dealt(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.failure_guard, "move rows"))
 
     def _examples(self, inputs: Arguments) -> Arguments:
         """The inputs of the whole batch, for tracing."""
         uneven = self.asked.options.uneven_rows and self.world.has_ranks
-        return inputs if uneven else self.asked.whole(inputs)
+        return inputs if uneven else self.asked.whole_batch(inputs)
 
-    def prepare(self, call: Admitted) -> Compilation:
+    def prepare(self, call: AdmittedCall) -> Compilation:
         """The compilation for a call that `admit` has taken. All ranks call it."""
         args, kwargs, key = call.args, call.kwargs, call.key
         changed = self.value_keys.changes(key)
         if key not in self.kept:
-            with self.guarded("compile"):
+            with self.failure_guard("compile"):
                 with self.world.refusable():
                     self._refuse_changed()
                 self._follow_store()
@@ -229,7 +229,7 @@ class Compilations:
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
 
-    def note(self, call: Admitted) -> None:
+    def note(self, call: AdmittedCall) -> None:
         """Beside the call ranks compare its sizes, where each may have a program of its own for them and nothing else has compared them."""
         board, asked = self.world.board, self.asked
         if board is None or not self._several or asked.inputs == "local" or LENGTH in call.kwargs:
@@ -261,7 +261,7 @@ class Compilations:
             self._move(store.mesh, with_axes_apart(asked.plan, parts))
 
     def _move(self, mesh: Mesh, plan: Plan) -> None:
-        self.asked = self.asked.on(mesh, plan)
+        self.asked = self.asked.on_mesh(mesh, plan)
         self.world.move(mesh)
 
     def _refusal(self, told: Mapping[str, str], difference: Disagreement) -> MeshcError:
@@ -307,13 +307,13 @@ class Compilations:
         store = self.store or Store.of(self.asked.module)
         return self.asked.request(args, kwargs, self.spec, store, **changes)
 
-    def _compile(self, call: Admitted, changed: list[str], told: Mapping[str, str]) -> tuple[Key, Compilation]:
+    def _compile(self, call: AdmittedCall, changed: list[str], told: Mapping[str, str]) -> tuple[CompilationKey, Compilation]:
         """For a call, and the key of what it is for. changed: what its model reads, since the last."""
         args, kwargs, key, asked = call.args, call.kwargs, call.key, self.asked
         if changed:
             self.value_keys.open(key)
         if because := value_keys.changes_from(reversed(self.kept), key):
-            warnings.warn("meshc compiles again, because of what the model's code reads: " + value_keys.shown(because), stacklevel=5)
+            warnings.warn("meshc compiles again, because of what the model's code reads: " + value_keys.changes_text(because), stacklevel=5)
         if asked.step is not None:
             with self.world.refusable():
                 refuse_pre_hooks(asked.step.optimizers)
@@ -331,7 +331,7 @@ class Compilations:
         if general_key not in self.general:
             made = self._compile_general(*examples, told)
             if made.kept_fixed:
-                warnings.warn(value_keys.kept_fixed(self.value_keys.inputs, made), stacklevel=5)
+                warnings.warn(value_keys.fixed_numbers_note(self.value_keys.inputs, made), stacklevel=5)
             key, reads = self.value_keys.learn(call.base, made)
             general_key = asked.general_key(args, kwargs, key)
         else:
@@ -347,15 +347,15 @@ class Compilations:
         made = self.general[general_key] = self._adopt(own, made)
         return key, Compilation(own, made, self._load(own, made), reads)
 
-    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> Made:
+    def _compile_general(self, args: tuple[object, ...], kwargs: dict[str, object], told: Mapping[str, str]) -> CompilationResult:
         asked = self.asked
         request = self.request(args, kwargs, numbers=self.value_keys.inputs)
         with self.world.refusable(), calls_allowed(asked.module), torch.set_grad_enabled(request.grad):
             if request.grad and asked.step is None:
                 module_mode.refuse_partial_storage(asked.plan)
                 module_mode.refuse_stages(asked.mesh)
-            with cached_calls.explained(kwargs):
-                made = shared.compiled(self.world.board, asked, request, told, lambda: self._sizes)
+            with cached_calls.explain_refusal(kwargs):
+                made = shared_compilation.compile_for_all(self.world.board, asked, request, told, lambda: self._sizes)
         made = self._on_its_mesh(made)
         for note in made.program.notes:
             about = note.partition(" (")[0] if note.startswith("axis ") else note  # whatever its sizes are this time
@@ -365,7 +365,7 @@ class Compilations:
         self.seconds = dict(made.seconds or {})
         return made
 
-    def _on_its_mesh(self, made: Made) -> Made:
+    def _on_its_mesh(self, made: CompilationResult) -> CompilationResult:
         """Passes may have taken axes apart: the ranks are along these from here on. All ranks call it."""
         program, asked = made.program, self.asked
         if program.mesh == asked.mesh:
@@ -374,10 +374,10 @@ class Compilations:
         self._move(mesh, program.plan)
         return replace(made, program=replace(program, mesh=mesh))
 
-    def _adopt(self, compiled: PlainProgram, made: Made) -> Made:
+    def _adopt(self, compiled: PlainProgram, made: CompilationResult) -> CompilationResult:
         """Parameters, buffers and state become this rank's parts. Returns what was made without a hold on what they were."""
         asked, world = self.asked, self.world
-        world.agree_on_program(compiled, asked.module, made.read)
+        world.agree_on_program(compiled, asked.module, made.compared_values)
         first = Store.of(asked.module) is None
         owners = compiled.pipeline.owners if compiled.pipeline is not None else {}
         store = self.store = Store.adopt(asked.module, compiled.inputs, asked.mesh, world.device, world.groups, owners)
@@ -389,19 +389,21 @@ class Compilations:
         if first:
             seed = torch.initial_seed() if asked.options.seed is None else asked.options.seed
             store.seed = world.from_rank_0(lambda: seed)
-        return made if asked.step is None else made.updating(self.spec)
+        return made if asked.step is None else made.with_adopted_optimizer(self.spec)
 
-    def _load(self, compiled: PlainProgram, made: Made) -> Session:
+    def _load(self, compiled: PlainProgram, made: CompilationResult) -> Session:
         """`compiled` at work on this rank: what was made, at some sizes."""
         asked, world, store = self.asked, self.world, self.store
         assert store is not None
         coordinates = asked.mesh.coordinates(dist.get_rank())
         executor = Executor(compiled, world.groups, coordinates, world.device, world.board)
-        make = partial(_specialised, world.board, compiled, made)
+        make = partial(_specialise_backward, world.board, compiled, made)
         return Session(compiled, store, executor, made.tree, asked.options.cuda_graph, make, asked.options.check_inputs)
 
 
-def _specialised(board: FailureBoard | None, compiled: PlainProgram, made: Made, received: Collection[str]) -> PlainProgram:
+def _specialise_backward(
+    board: FailureBoard | None, compiled: PlainProgram, made: CompilationResult, received: Collection[str]
+) -> PlainProgram:
     """`compiled` with the backward for the outputs that received gradients."""
     shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
-    return instance.fitting(shared.for_outputs(board, made, received), shapes)
+    return instance.fitting(shared_compilation.for_outputs(board, made, received), shapes)

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshc.api import module_mode
-from meshc.api.apart import with_parts
-from meshc.api.asked import Asked
+from meshc.api.compile_arguments import CompileArguments
 from meshc.api.handle import Program
 from meshc.api.options import Options
+from meshc.api.split_expert_axes import with_parts
 from meshc.api.world import World
 from meshc.frontend import admission, exported
 from meshc.ir.functions import Function
@@ -62,7 +62,7 @@ def compile(
         if not args and not kwargs and inputs == "global":
             args, kwargs = exported.examples(what)
         mesh, plan = with_parts(mesh, plan, options)
-        asked = Asked(what, mesh, plan, inputs, outputs, backend, names, options)
+        asked = CompileArguments(what, mesh, plan, inputs, outputs, backend, names, options)
         program = Program(asked, World(asked.mesh, board))
         if not args and not kwargs and asked.step is None:
             module_mode.refuse_unknown_inputs(asked.module)

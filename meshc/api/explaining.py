@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from meshc.api.remembering import names_values, remembered
+from meshc.api.explain_values import explain_values, names_values
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
@@ -21,21 +21,21 @@ from meshc.ir.sharding import Sharding
 from meshc.passes.depth.captured_names import captured_name
 from meshc.passes.driver import pipeline
 from meshc.passes.driver.choose import open_axes
-from meshc.passes.driver.run import run
+from meshc.passes.driver.pass_runner import run_pass
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.passes.planner.alternatives import Alternatives, collectives, named
-from meshc.passes.planner.search import Search
-from meshc.passes.planner.space import Decision, Form, Key, Option, Reading, given, wanted
+from meshc.passes.planner.alternatives import Alternatives, collectives, decision_text
+from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.search_space import Decision, Form, Key, Option, Reading, given_form, wanted_form
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram
 from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained, Fall, Made, Reader, Stored
 from meshc.report.tables import dtensor_placements, placement
 
 
-def explained(lowered: LoweredProgram, program: PlainProgram, asked: Plan, name: str) -> Explained:
+def explain_choice(lowered: LoweredProgram, program: PlainProgram, asked: Plan, name: str) -> Explained:
     """What was chosen for a parameter, for the operators of a module, or for what made a line of the program; of a plan that was searched
     for, as `asked` says, the best alternatives too. Raises PlanError for a name that nothing has, with those that are closest."""
-    values = remembered(lowered, name)
+    values = explain_values(lowered, name)
     if values and names_values(name):
         return Explained(name=name, searched=bool(open_axes(asked)), stored=None, line=None, operators=[], further=0, remembered=values)
     return {**_Explaining(lowered, program, asked).of(name), "remembered": values}
@@ -47,10 +47,10 @@ class _Explaining:
         assignment = self.placed.require_assignment()
         axes = open_axes(asked)
         self.searched = bool(axes)
-        as_asked = run(
+        as_asked = run_pass(
             pipeline.PLACE[0], self.placed.restart_for_request(replace(lowered.request, plan=asked))
         )  # without the lines of what was found
-        self.search = Search(as_asked, for_mesh(lowered.mesh), axes, (assignment,))
+        self.search = PlanSearch(as_asked, for_mesh(lowered.mesh), axes, (assignment,))
         self.model = self.search.model
         self.pick = self.search.pick_of(assignment)
         self.alternatives = Alternatives(self.search, self.pick)
@@ -59,18 +59,21 @@ class _Explaining:
     def of(self, name: str) -> Explained:
         node = self._line(name)
         if node is not None:
-            return self._found(node.name, line=self._made(node), operators=self._behind(node))
+            return self._explanation(node.name, line=self._line_origin(node), operators=self._source_operators(node))
         captured = captured_name(name, self.lowered.depth)
         if ("parameter", captured) in self.search.space.decisions:
-            return self._found(name, stored=self._stored_as(captured))
+            return self._explanation(name, stored=self._stored_as(captured))
         operators = self._operators(captured)
         if operators:
-            return self._found(name, operators=operators)
+            return self._explanation(name, operators=operators)
         raise PlanError(self._unknown(name))
 
-    def _found(self, name: str, *, stored: Stored | None = None, line: Made | None = None, operators: Sequence[Node] = ()) -> Explained:
+    def _explanation(
+        self, name: str, *, stored: Stored | None = None, line: Made | None = None, operators: Sequence[Node] = ()
+    ) -> Explained:
         return Explained(
-            name=name, searched=self.searched, stored=stored, line=line, operators=[self._chosen(node) for node in operators[:SHOWN]],
+            name=name, searched=self.searched, stored=stored, line=line,
+            operators=[self._operator_choice(node) for node in operators[:SHOWN]],
             further=len(operators[SHOWN:]), remembered=[],
         )  # fmt: skip
 
@@ -94,7 +97,7 @@ class _Explaining:
         return Stored(
             sharding={kind: placement(one, port.shape) for kind, one in stored.items()},
             placements={kind: f"({dtensor_placements(one, mesh, axes)}) over ({', '.join(axes)})" for kind, one in stored.items()},
-            alike=self._alike(("parameter", name)),
+            alike=self._count_alike(("parameter", name)),
             readers=list(self._readers(("parameter", name))),
             others={kind: self._others((kind, name)) for kind in decided} if self.searched else None,
         )
@@ -103,18 +106,18 @@ class _Explaining:
         value = self.made.get(key)
         if value is None:
             return
-        lies = given(value, self.alternatives.taken(key), self.search.space.axes)
+        lies = given_form(value, self.alternatives.taken_option(key), self.search.space.axes)
         for reading in value.readings:
-            wants = wanted(reading, self._option_of(key, reading))
+            wants = wanted_form(reading, self._option_of(key, reading))
             size = value.elements * value.itemsize
             seconds = self.model.moves.seconds(lies, wants, float(size)) if lies != wants else 0.0
-            held = max(self.model.operators.held(value, form[0]) for form in (lies, wants))
+            held = max(self.model.operators.held_bytes(value, form[0]) for form in (lies, wants))
             move = "as it lies" if lies == wants else collectives(self.model, lies, wants) if seconds else "its part of it"
             yield Reader(reader=_reader(reading), move=move, bytes=int(held), seconds=float(seconds))
 
     def _option_of(self, key: Key, reading: Reading) -> Option:
         reader = reading.reader if reading.reader in self.model.folded.of else key
-        return self.alternatives.taken(reader)
+        return self.alternatives.taken_option(reader)
 
     # ----------------------------------------------------------------------------------------------------------------------- operators
 
@@ -129,13 +132,13 @@ class _Explaining:
         number = self.model.folded.of[key]
         return float(self.model.own[number][self.pick[number]]) / self.model.count(number)
 
-    def _chosen(self, node: Node) -> Chosen:
+    def _operator_choice(self, node: Node) -> Chosen:
         decision = self.search.space.decisions[node]
         return Chosen(
-            operator=named(node),
-            splits=self._said(decision, self.alternatives.taken(node)),
+            operator=decision_text(node),
+            splits=self._option_text(decision, self.alternatives.taken_option(node)),
             seconds=self._own_s(node),
-            alike=self._alike(node),
+            alike=self._count_alike(node),
             changes=list(self._changes(node)),
             others=self._others(node) if self.searched else None,
         )
@@ -143,10 +146,10 @@ class _Explaining:
     def _changes(self, node: Node) -> Iterator[Change]:
         """Reshards of an operator's results, each with the readers that need it."""
         for value in (made for made in self.search.space.made if made.decision is node):
-            lies = given(value, self.alternatives.taken(node), self.search.space.axes)
+            lies = given_form(value, self.alternatives.taken_option(node), self.search.space.axes)
             readers: dict[Form, dict[str, None]] = {}
             for reading in value.readings:
-                readers.setdefault(wanted(reading, self._option_of(node, reading)), {})[_reader(reading)] = None
+                readers.setdefault(wanted_form(reading, self._option_of(node, reading)), {})[_reader(reading)] = None
             for wants, names in readers.items():
                 seconds = self.model.moves.seconds(lies, wants, float(value.elements * value.itemsize))
                 if seconds:
@@ -160,14 +163,14 @@ class _Explaining:
         nodes = (node for stage in self.program.stages.values() for node in stage.graph.nodes)
         return next((node for node in nodes if node.name == found[1] and node.op == "call_function" and has_record(node)), None)
 
-    def _made(self, node: Node) -> Made:
+    def _line_origin(self, node: Node) -> Made:
         record = records(node)[0]
         return Made(
             operator=op_name(node), lies="" if record.sharding is None else str(record.sharding), source=str(record.source),
             code=record.source.code, reason=record.reason,
         )  # fmt: skip
 
-    def _behind(self, node: Node) -> list[Node]:
+    def _source_operators(self, node: Node) -> list[Node]:
         """The operator of the model that a line is a form of; of a collective, the one that takes longest in its module."""
         record = records(node)[0]
         of = next((key for key in self.search.space.decisions if isinstance(key, Node) and key.name == record.of.partition(".")[0]), None)
@@ -182,15 +185,15 @@ class _Explaining:
         decision = self.search.space.decisions[key]
         return [
             Alternative(
-                option=self._said(decision, other.option), more_s=other.more_s, holds_bytes=int(other.held),
+                option=self._option_text(decision, other.option), more_s=other.more_s, holds_bytes=int(other.held),
                 falls=[Fall(what=what, more_s=more) for what, more in other.falls],
             )
             for other in self.alternatives.of(key)
         ]  # fmt: skip
 
-    def _said(self, decision: Decision, option: Option) -> str:
+    def _option_text(self, decision: Decision, option: Option) -> str:
         if isinstance(decision.key, tuple):
-            return placement(self._stored(decision, option), decision.sizes)
+            return placement(self._storage_sharding(decision, option), decision.sizes)
         instance, names = self.placed.factors.instances[decision.key], self.placed.names
         said: dict[str, list[str]] = {axis: [] for axis in self.search.space.axes}
         for token, axes in zip(decision.labels, option.axes, strict=True):
@@ -201,7 +204,7 @@ class _Explaining:
             said[axis].append("a sum that stays partial")
         return ", ".join(f"{axis}: {' and '.join(what) or '-'}" for axis, what in said.items())
 
-    def _stored(self, decision: Decision, option: Option) -> Sharding:
+    def _storage_sharding(self, decision: Decision, option: Option) -> Sharding:
         assert isinstance(decision.key, tuple)
         kind, name = decision.key
         lies = self.placed.require_assignment().storage[name, "parameter"]
@@ -209,10 +212,10 @@ class _Explaining:
             lies = lies.with_axes(dim, position, axes)  # type: ignore[arg-type]
         return lies
 
-    def _alike(self, key: Key) -> int:
+    def _count_alike(self, key: Key) -> int:
         """Number of other decisions that are folded with this one."""
         return int(self.model.count(self.model.folded.of[key])) - 1
 
 
 def _reader(reading: Reading) -> str:
-    return "the program's results" if reading.node is None else named(reading.node)
+    return "the program's results" if reading.node is None else decision_text(reading.node)

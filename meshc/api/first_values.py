@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.frontend.model_init import initialise
 from meshc.frontend.reference_random import ReferenceRandom
 from meshc.ops.random import FIRST_VALUES
@@ -25,18 +25,18 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], object] | None = No
     model, and if something that was on `meta` has not been written."""
     if Store.of(model) is not None:
         raise StateError("init_weights: this model is compiled\n  what to do: program.init_weights(fn) on every rank")
-    made = _made(model)
+    made = _allocate_meta(model)
     with torch.no_grad(), ReferenceRandom(torch.initial_seed() if seed is None else seed, FIRST_VALUES):
         (fn or initialise)(model)
     left = [name for members, key, name in made if not adoption.is_filled(members[key])]
     if left:
         raise StateError(
-            f"init_weights left without values: {listed(left, 6)}\n"
+            f"init_weights left without values: {join_names(left, 6)}\n"
             "  what to do: give it a function that writes those too, or load them (model.load_state_dict)"
         )
 
 
-def _made(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
+def _allocate_meta(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
     """Gives what is on `meta` memory, marked as empty: where each stands, and its name."""
     memory: dict[int, Tensor] = {}
     found = []

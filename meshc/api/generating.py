@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshc.api import parts
-from meshc.api.asked import Asked
+from meshc.api import batch_parts
+from meshc.api.compile_arguments import CompileArguments
 from meshc.api.world import World
 from meshc.errors import InputError, StateError
 from meshc.frontend.stock_models import can_generate
@@ -72,23 +72,25 @@ def own(model: nn.Module) -> Callable[..., Any] | None:
     return kind.generate.__get__(model) if isinstance(found, Generate) else found
 
 
-def of_parts(asked: Asked, world: World, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def of_parts(asked: CompileArguments, world: World, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the model's own `generate` gives of this rank's rows, generated with those of all ranks. All ranks call it, each with a row at
     least. Raises InputError for prompts that do not go together."""
     with world.refusable():
-        given = _named(args, kwargs)
+        given = _bind_prompts(args, kwargs)
         mine = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
     rest = {name: value for name, value in given.items() if name not in mine}
     device, place = next(iter(mine.values())).device, _place(asked, dist.get_rank())
-    with world.guarded("bring prompts together"):
-        told = _of_places(asked, _from_all(world, {STATE: _states(device).get_rng_state(), **{name: x.cpu() for name, x in mine.items()}}))
+    with world.failure_guard("bring prompts together"):
+        told = _prompts_by_place(
+            asked, _gather_prompts(world, {STATE: _states(device).get_rng_state(), **{name: x.cpu() for name, x in mine.items()}})
+        )
         states = [one.pop(STATE) for one in told]
         _refuse_unlike(told)
         before = max(_length(one) for one in told) - _length(mine)
-        whole = {name: torch.cat(rows).to(device) for name, rows in _filled(model, told).items()}
+        whole = {name: torch.cat(rows).to(device) for name, rows in _pad_prompts(model, told).items()}
     counts = [_rows(one) for one in told]
     generate: Any = own(model)
-    with _drawn_by_parts(states, counts, place, device) as drawn:
+    with _draw_by_parts(states, counts, place, device) as drawn:
         tokens = generate(**whole, **rest)
     if not isinstance(tokens, Tensor):
         raise _all(
@@ -109,7 +111,7 @@ def _states(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def _drawn_by_parts(states: Sequence[Tensor], counts: Sequence[int], place: int, device: torch.device) -> Iterator[list[Tensor]]:
+def _draw_by_parts(states: Sequence[Tensor], counts: Sequence[int], place: int, device: torch.device) -> Iterator[list[Tensor]]:
     """Inside, `torch.multinomial` of the rows of all parts draws those of a part by the generator of its rank. Yields the states that this
     rank's has: before the first draw, and behind each. A trace of a model meets torch's own."""
     from meshc.private import trace_rules
@@ -156,7 +158,7 @@ def _ends(model: nn.Module, named: Mapping[str, Any]) -> list[int]:
     return torch.as_tensor(ends).reshape(-1).tolist()
 
 
-def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompts:
+def _bind_prompts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompts:
     """Arguments by name, without labels, which the Trainer passes on."""
     if len(args) > 1:
         raise InputError("generate takes prompts, and all else by name\n  what to do: write generation_config=... and the like")
@@ -166,7 +168,7 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompts:
     return found
 
 
-def _from_all(world: World, mine: Prompts) -> list[Prompts]:
+def _gather_prompts(world: World, mine: Prompts) -> list[Prompts]:
     """Prompts of all ranks, in rank order, as bytes; their lengths are exchanged first."""
     written = io.BytesIO()
     torch.save(mine, written)
@@ -178,16 +180,16 @@ def _from_all(world: World, mine: Prompts) -> list[Prompts]:
     return [torch.load(io.BytesIO(bytes(row[:size].tolist())), weights_only=True) for row, size in zip(found, sizes, strict=True)]
 
 
-def _place(asked: Asked, rank: int) -> int:
+def _place(asked: CompileArguments, rank: int) -> int:
     """The number of a rank's part, in the order of the batch."""
     here, found = asked.mesh.coordinates(rank), 0
     sizes = {axis.name: axis.size for axis in asked.mesh.axes}
-    for axis in parts.data_axes(asked):
+    for axis in batch_parts.data_axes(asked):
         found = found * sizes[axis] + here[axis]
     return found
 
 
-def _of_places(asked: Asked, told: Sequence[Prompts]) -> list[Prompts]:
+def _prompts_by_place(asked: CompileArguments, told: Sequence[Prompts]) -> list[Prompts]:
     """One rank's for each part: those that have the same part pass the same."""
     found: dict[int, Prompts] = {}
     for rank, one in enumerate(told):
@@ -205,7 +207,7 @@ def _refuse_unlike(told: Sequence[Prompts]) -> None:
             )
 
 
-def _filled(model: nn.Module, told: Sequence[Prompts]) -> dict[str, list[Tensor]]:
+def _pad_prompts(model: nn.Module, told: Sequence[Prompts]) -> dict[str, list[Tensor]]:
     """By name the rows of each place, as long as the longest. Raises InputError for what nobody knows how to fill up."""
     found = {name: [one[name] for one in told] for name in told[0]}
     tokens = next((name for name in TOKENS if name in found), None)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshc.api import by_hand, cached_calls, generating, parts, pretrained, rebalancing, saving, trainer
-from meshc.api.asked import Asked
+from meshc.api import batch_parts, cached_calls, generating, pretrained, rebalancing, saving, submodule_calls, trainer
 from meshc.api.compilations import Compilations
+from meshc.api.compile_arguments import CompileArguments
 from meshc.api.options import Options
 from meshc.api.world import Context, World
 from meshc.cost import call
@@ -25,7 +25,7 @@ from meshc.frontend.stock_trainer import is_marked, tell_trainer, with_trainer_c
 from meshc.frontend.train_step import TracedFunction, TrainStep
 from meshc.ir.keys import name_of
 from meshc.ir.mesh import Mesh
-from meshc.later import Later
+from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -48,13 +48,13 @@ LOOKED_AT = "values looked at in a call"
 
 if TYPE_CHECKING:
     from meshc.api import explaining
-    from meshc.passes.driver import compile as driver
+    from meshc.passes.driver import compile_program as driver
     from meshc.passes.driver import dump
     from meshc.report import explained, html, page, searched, summary
 else:  # what looks into a program is imported when somebody looks
-    explaining, driver, dump = (Later(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile", "passes.driver.dump"))
+    explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.driver.dump"))
     explained, html, page, searched, summary = (
-        Later(f"meshc.report.{name}") for name in ("explained", "html", "page", "searched", "summary")
+        LazyModule(f"meshc.report.{name}") for name in ("explained", "html", "page", "searched", "summary")
     )
 
 
@@ -65,7 +65,7 @@ class Program:
     the one that ran last.
     """
 
-    def __init__(self, asked: Asked, world: World) -> None:
+    def __init__(self, asked: CompileArguments, world: World) -> None:
         self.world = world
         self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Program:
             raise AttributeError(f"a meshc.Program has no {name!r}" + ("" if made is None else made.asked.advice_on_attribute(name)))
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> CompileArguments:
         """What was asked for; on the axes that stand for those of the mesh, once it is known that some are taken apart."""
         return self.compilations.asked
 
@@ -108,7 +108,7 @@ class Program:
                 self._of_model.run_by_model()
         if not isinstance(called, nn.Module) or not self.world.has_ranks:
             return
-        shared = parts.shared(self.asked)
+        shared = batch_parts.rank_parts(self.asked)
         tell_trainer(called, shared, trainer.save_by_all)
         stock_models.tell_generate(called)
         self._run = with_trainer_counts(self.__call__, self._batch_parts) if is_marked(called) else self.__call__
@@ -126,7 +126,7 @@ class Program:
                 self.parts[path] = Program(self.asked.part(path), self.world)
                 self.parts[path].run_by_model()
         if self.compilations.store is not None or Store.of(model) is not None:
-            for path, module in by_hand.callable_modules(model):
+            for path, module in submodule_calls.callable_modules(model):
                 if path not in self.parts:
                     run_calls(module, partial(self._call_part, path))
 
@@ -134,9 +134,9 @@ class Program:
         """A call of a module in the model, by somebody who has reached into it."""
         if path not in self.parts:
             with self.world.refusable():
-                by_hand.refuse_stages(path, self.asked.module, self.asked.mesh)
+                submodule_calls.refuse_stages(path, self.asked.module, self.asked.mesh)
             self.parts[path] = Program(self.asked.part(path, by_hand=True), self.world)
-            by_hand.warn_of_many(self.asked.module, [path for path, part in self.parts.items() if part.asked.by_hand])
+            submodule_calls.warn_of_many(self.asked.module, [path for path, part in self.parts.items() if part.asked.by_hand])
         return self.parts[path](*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -150,13 +150,13 @@ class Program:
         """Compile for these inputs. All ranks call it."""
         with self.guarded("compile"):
             with self.world.refusable():
-                cached = cached_calls.opened(self.asked, args, kwargs)
+                cached = cached_calls.pad_cached_call(self.asked, args, kwargs)
             args, kwargs = (args, kwargs) if cached is None else (cached.args, cached.kwargs)
             self.compilations.prepare(self.compilations.admit(args, kwargs))
 
     def guarded(self, what: str) -> Context:
         """A context for one thread, in which this rank's failure reaches the others, and theirs this one."""
-        return self.compilations.guarded(what)
+        return self.compilations.failure_guard(what)
 
     # ------------------------------------------------------------------------------------------------------------------ calling
 
@@ -166,15 +166,15 @@ class Program:
         outer_transforms.refuse_around((*args, *kwargs.values()))
         with self.guarded("call"):
             with self.world.refusable():
-                cached = cached_calls.opened(self.asked, args, kwargs)
+                cached = cached_calls.pad_cached_call(self.asked, args, kwargs)
             return self._call(args, kwargs) if cached is None else self._with_cache(cached)
 
-    def _with_cache(self, cached: cached_calls.FilledCall) -> Any:
+    def _with_cache(self, cached: cached_calls.PaddedCall) -> Any:
         if self._tokens is None and self.world.board is not None:
             self._tokens = self.world.board.numbers.stream("the tokens of program", cached_calls.ADVICE)
         if self._tokens is not None:
-            self._tokens.note(*cached.noted())
-        return cached.closed(self._call(cached.args, cached.kwargs))
+            self._tokens.note(*cached.compared_sizes())
+        return cached.crop_output(self._call(cached.args, cached.kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own `generate` gives, whose every call of the model is one of the program: its arguments, its result, the same
@@ -191,7 +191,7 @@ class Program:
         """`generate` of the model or of one in it, of rows of each rank's own."""
         self.world.refuse_call()
         if self._whole is None:
-            self._whole = Program(self.asked.everywhere(), self.world)
+            self._whole = Program(self.asked.with_whole_batch(), self.world)
         model = self.asked.module
         with runs_restored(model):
             self._whole.run_by_model()
@@ -250,7 +250,7 @@ class Program:
         env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
         if self.asked.adds:
-            return self._told(step, session, env, dealt)
+            return self._note_metrics(step, session, env, dealt)
         counts.give()
         mark_stepped(step.optimizers)
         if self.options.keep_gradients:
@@ -259,9 +259,9 @@ class Program:
             session.store.sync()
             for hook in behind:
                 hook()
-        return self._told(step, session, env, dealt)
+        return self._note_metrics(step, session, env, dealt)
 
-    def _told(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
+    def _note_metrics(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
         """The loss of a step, after its metrics have been noted."""
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
         self.metrics = {"loss": loss, **with_loads(session.metrics(env, dealt)), "lr": rates(step.optimizers)}
@@ -281,10 +281,10 @@ class Program:
                 "  whole batch, TrainStep(..., microbatches=N), which reduces once"
             )
         self.world.refuse_call()
-        if not self.compilations.compiled:  # how state is stored is the step's to say
+        if not self.compilations.has_compilation:  # how state is stored is the step's to say
             self.prepare(args, dict(kwargs))
         if self._adding is None:
-            self._adding = Program(self.asked.adding(), self.world)
+            self._adding = Program(self.asked.for_accumulation(), self.world)
         loss: torch.Tensor = self._adding(*args, **kwargs)
         self.metrics = self._adding.metrics
         return loss
@@ -303,13 +303,13 @@ class Program:
         if self.asked.inputs != "local":
             return {}
         scale = {"mean": 1.0 / self.asked.data_ranks, "sum": 1.0, None: None}[self.options.local_loss]
-        return {port.name: scale for port in session.results if _split(port)}
+        return {port.name: scale for port in session.results if _is_split(port)}
 
     def _times(self, ports: Sequence[Port]) -> dict[str, float]:
         """What a gradient of each input is multiplied by, so that it is the rank's own loss's, as that which comes in is."""
         if self.asked.inputs != "local" or self.options.local_loss != "mean":
             return {}
-        return {port.name: float(self.asked.data_ranks) for port in ports if _split(port)}
+        return {port.name: float(self.asked.data_ranks) for port in ports if _is_split(port)}
 
     # ------------------------------------------------------------------------------------------------------------------ looking
 
@@ -354,7 +354,7 @@ class Program:
     def lowered(self) -> LoweredProgram:
         """What the passes have left of the compiled program, and under which request. On a rank that has its program from rank 0 they run
         for it now, at each use."""
-        return self.compilations.last.made.compiled_here()
+        return self.compilations.last.made.lower_here()
 
     def __str__(self) -> str:
         return show.print_program(self.general)
@@ -394,7 +394,7 @@ class Program:
 
     def _repr_html_(self) -> str:
         """For notebooks: the head of the report; before anything is compiled what was asked."""
-        if not self.compilations.compiled:
+        if not self.compilations.has_compilation:
             return html.asked_html(self.asked.name, str(self.mesh), str(self.plan))
         return html.head_html(page.head(self.compiled, self.asked.name, budget=self.options.budget))
 
@@ -404,7 +404,7 @@ class Program:
         best alternatives, with what each costs more and where that falls. Of a value of forward ("value:layers.3.mlp.act", its name,
         or a line of the model, "model.py:12") whether backward finds it kept, recomputes it or has it fetched from the host: who said so,
         its bytes, what that takes, and which line of a plan would change it. Raises PlanError for a name that nothing has."""
-        return explained.text(explaining.explained(self.lowered, self.general, self.asked.plan, name))
+        return explained.text(explaining.explain_choice(self.lowered, self.general, self.asked.plan, name))
 
     def factors(self) -> str:
         """What a plan can name: names, sizes, members."""
@@ -492,5 +492,5 @@ class Program:
             self.store.sync()
 
 
-def _split(port: Port) -> bool:
+def _is_split(port: Port) -> bool:
     return port.sharding is not None and bool(port.sharding.split_axes())

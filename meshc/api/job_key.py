@@ -5,8 +5,8 @@
     what the model is       its modules' classes, and the numbers, flags and texts that they and their configurations hold
     what else               installed libraries, the table of devices, the machine's GPUs
 
-What a trace has read stands in the entry, and is looked at again (`meshc.api.kept`). A function that the passes call, a schedule or a rule,
-is traced by nobody, so there is no key for it.
+What a trace has read stands in the entry, and is looked at again (`meshc.api.cache_entry`). A function that the passes call, a schedule or
+a rule, is traced by nobody, so there is no key for it.
 """
 
 from __future__ import annotations

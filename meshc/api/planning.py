@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshc.api.asked import Asked
+from meshc.api.compile_arguments import CompileArguments
 from meshc.api.options import Options
 from meshc.cost.devices import Device, assumed
 from meshc.cost.weigh import weigh
@@ -17,7 +17,7 @@ from meshc.errors import CompileError, MeshcError, PlanError, ScheduleError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
-from meshc.passes.driver import compile as driver
+from meshc.passes.driver import compile_program as driver
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.plan.plan import Plan
@@ -27,7 +27,7 @@ from meshc.program.program import PlainProgram
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanResult:
     """
     plan      what is taken, with the program that comes of it;  weighed  it and what it was compared with
     seconds   of CPU time that the search took: choices, and the candidates that were not taken
@@ -56,27 +56,27 @@ class Planner:
 
     def on(
         self, mesh: Mesh, plan: PlanLike = "auto", *, device: Device, options: Options, beaten_s: float | None = None
-    ) -> Planned:  # fmt: skip
+    ) -> PlanResult:  # fmt: skip
         """What is found on a mesh whose ranks have this device each. `beaten_s`: of a plan on another mesh; what cannot be faster is
         refused as Beaten. Raises MeshcError for what no other mesh would change."""
-        asked = Asked(self.what, mesh, plan, "global", "plain", "eager", None, options)
+        asked = CompileArguments(self.what, mesh, plan, "global", "plain", "eager", None, options)
         with assumed(device), torch.set_grad_enabled(self.grad):
             request = asked.request(*asked.by_name(self.args, self.kwargs), self.spec, None, beaten_s=beaten_s)
             if self._placed is None:
                 self._placed = driver.place(request)
             try:
-                program, left = driver.compile_beside(self._placed, request)
+                program, left = driver.compile_for_mesh(self._placed, request)
             except NothingFits as error:
-                return Planned(mesh, refused=error.trying(lambda: self._trying(device)))
+                return PlanResult(mesh, refused=error.in_context(lambda: self._trying(device)))
             except (CompileError, PlanError, ScheduleError) as error:
-                return Planned(mesh, refused=error)
+                return PlanResult(mesh, refused=error)
             weighed = left.weighed or (weigh(Weighed("as given", str(left.plan)), program, device)[0],)
             holds, budget = int(weighed[0].holds or 0), options.memory_budget
             if isinstance(budget, int) and holds > budget:
                 said = f"a rank holds {holds:,} bytes of the {budget:,} that it may, and nothing is left to search"
-                return Planned(mesh, weighed=weighed, refused=NothingFits(said, holds))
+                return PlanResult(mesh, weighed=weighed, refused=NothingFits(said, holds))
             seconds = [left.seconds.get(each, 0.0) for each in ("choose", "solve")]
-            return Planned(left.mesh, left.plan, program, weighed, sum(seconds), seconds[1])  # axes of it may be taken apart
+            return PlanResult(left.mesh, left.plan, program, weighed, sum(seconds), seconds[1])  # axes of it may be taken apart
 
     @contextmanager
     def _trying(self, device: Device) -> Iterator[None]:

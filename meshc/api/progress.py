@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from meshc import environment
-from meshc.later import Later
+from meshc.lazy_module import LazyModule
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook, report_progress_to
 
 if TYPE_CHECKING:
     from meshc.passes.driver import pipeline
 else:
-    pipeline = Later("meshc.passes.driver.pipeline")
+    pipeline = LazyModule("meshc.passes.driver.pipeline")
 
 AFTER_S: Final = 2.0
 """A compilation that is over before is no long one."""
@@ -34,26 +34,26 @@ FIRST: Final = "capture"
 
 
 @contextlib.contextmanager
-def shown(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | None]:
+def show_progress(what: str, hook: Hook | None, wanted: bool = True) -> Iterator[Hook | None]:
     """A context that shows progress of the compilation of `what`. Yields the hook to pass to it: `hook`, then an update of the line."""
     if not wanted or sys.stderr is None or not sys.stderr.isatty() or environment.log_level():
         yield hook
         return
-    line = _Line(what)
+    line = _ProgressLine(what)
 
-    def told(name: str, phase: CompilationPhase) -> None:
+    def report_pass(name: str, phase: CompilationPhase) -> None:
         if hook is not None:
             hook(name, phase)
         line.at(name, phase.seconds.get(name, 0.0))
 
     try:
         with report_progress_to(line.doing):
-            yield told
+            yield report_pass
     finally:
         line.end()
 
 
-class _Line:
+class _ProgressLine:
     def __init__(self, what: str) -> None:
         self._what, self._at, self._before = what, FIRST, ""
         self._began = time.monotonic()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshc.errors import InputError, PlanError, StateError, listed
+from meshc.errors import InputError, PlanError, StateError, join_names
 from meshc.frontend.expert_load import ExpertLoad
 from meshc.plan.expert_groups import groups_of
 from meshc.report.rebalanced import Rebalanced, Report, planned
@@ -33,7 +33,7 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
             "the experts of this program stay where they are\n  what to do: compile with "
             'options=meshc.Options(expert_placement="movable"), from the first program of the model on'
         )
-    found = _loads(store, movable, _measured(program) if loads is None else loads, given=loads is not None)
+    found = _loads(store, movable, _measured_loads(program) if loads is None else loads, given=loads is not None)
     _refuse_differing(store, repr((least, spare, sorted(found.items()))))
     sizes = {axis.name: axis.size for axis in program.mesh.axes}
     groups = {path: groups_of(program.plan, sizes, path) for path in found}
@@ -45,7 +45,9 @@ def rebalance(program: Program, loads: Loads | None, least: float, copies: int |
     store.refuse_unfilled()
     store.refuse_changed_model()
     store.adopt_changes()
-    layers = [_planned(store, path, each, groups[path], least, spare) for path, each in found.items()]  # all are looked at before any moves
+    layers = [
+        _plan_placement(store, path, each, groups[path], least, spare) for path, each in found.items()
+    ]  # all are looked at before any moves
     for one in layers:
         if one.changed:
             moved_experts.move(store, one.path, one.spread)
@@ -64,7 +66,7 @@ def _spare(program: Program, copies: int | None) -> int:
     )
 
 
-def _measured(program: Program) -> Mapping[str, ExpertLoad]:
+def _measured_loads(program: Program) -> Mapping[str, ExpertLoad]:
     experts = program.metrics.get("experts")
     if not isinstance(experts, Mapping):
         raise StateError(
@@ -78,7 +80,7 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
     """Loads by layer, in the model's order. Raises InputError if they do not fit the model."""
     strange = [path for path in loads if path not in movable] if given else []
     if strange:
-        raise InputError(f"rebalance: {listed(strange, 3)} are no experts that can be moved; those are {listed(list(movable), 4)}")
+        raise InputError(f"rebalance: {join_names(strange, 3)} are no experts that can be moved; those are {join_names(list(movable), 4)}")
     found: dict[str, list[float]] = {}
     for path in (path for path in movable if path in loads):
         said = loads[path]
@@ -88,11 +90,11 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
         if len(found[path]) != count or not all(isfinite(load) and load >= 0 for load in found[path]):
             raise InputError(f"rebalance: the load of {path} is one number for each of its {count} experts, 0 or more: {found[path]}")
     if not found:
-        raise InputError(f"rebalance: loads of no layer; experts that can be moved are those of {listed(list(movable), 4)}")
+        raise InputError(f"rebalance: loads of no layer; experts that can be moved are those of {join_names(list(movable), 4)}")
     return found
 
 
-def _planned(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> Rebalanced:
+def _plan_placement(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> Rebalanced:
     now = moved_experts.spread_now(store, path, groups)
     return planned(path, loads, now, groups, least, spare, lambda wanted: moved_experts.bytes_of(store, path, wanted))
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshc.api.asked import Key
-from meshc.api.made import Made
+from meshc.api.compilation_result import CompilationResult
+from meshc.api.compile_arguments import CompilationKey
 from meshc.frontend import read_values
 from meshc.frontend.read_places import ReadPlace
 from meshc.frontend.read_values import Number, Reads, Values
@@ -25,7 +25,7 @@ class ValueKeys:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._all: dict[tuple[tuple[ReadPlace, ...], tuple[Number, ...]], Reads] = {}
-        self._of: dict[Key, list[Reads]] = {}
+        self._of: dict[CompilationKey, list[Reads]] = {}
         """By base: what its compilations have read, the last first: a branch may read more than the other."""
         self._last: Reads | None = None
         self._ran: dict[Reads, Values] = {}
@@ -42,7 +42,7 @@ class ValueKeys:
         """Number of values that a call like the last one reads."""
         return 0 if self._last is None else len(self._last)
 
-    def key(self, base: Key, kept: Container[Key]) -> Key:
+    def key(self, base: CompilationKey, kept: Container[CompilationKey]) -> CompilationKey:
         """Key of a call: that of a kept compilation, if the values it has read are unchanged."""
         known = self._of.get(base)
         if known is None:
@@ -58,7 +58,7 @@ class ValueKeys:
             found = key if found is base else found
         return found
 
-    def learn(self, base: Key, made: Made) -> tuple[Key, Reads]:
+    def learn(self, base: CompilationKey, made: CompilationResult) -> tuple[CompilationKey, Reads]:
         """The key of a new compilation, and the values that it has read."""
         read = made.reads, made.numbers
         reads = self._all.get(read)
@@ -74,20 +74,20 @@ class ValueKeys:
         known.insert(0, reads)
         return replace(base, values=reads.values()), reads
 
-    def note(self, key: Key) -> None:
+    def note(self, key: CompilationKey) -> None:
         """Records that a call with this key runs."""
         for reads in self._all.values():
             if key.values is not None and reads.places is key.values.places:
                 self._last, self._ran[reads] = reads, key.values
 
-    def changes(self, key: Key) -> list[str]:
+    def changes(self, key: CompilationKey) -> list[str]:
         """Values changed since the last call whose program reads the same places, one line each."""
         for reads, then in self._ran.items():
             if key.values is not None and key.values is not then and reads.places is key.values.places:
                 return key.values.changes(then)
         return []
 
-    def open(self, key: Key) -> None:
+    def open(self, key: CompilationKey) -> None:
         """Before a compilation for what has changed: numbers that have changed before are to be inputs of it."""
         for reads, then in self._ran.items():
             if key.values is not None and key.values is not then and reads.places is key.values.places:
@@ -101,7 +101,7 @@ class ValueKeys:
         return [line for reads, then in self._ran.items() for line in reads.values().changes(then)]
 
 
-def changes_from(kept: Iterable[Key], key: Key) -> list[str]:
+def changes_from(kept: Iterable[CompilationKey], key: CompilationKey) -> list[str]:
     """What has changed since the first of `kept` that is for such inputs and has read the same, one line each: why it does not serve."""
     for other in kept:
         if key.values and other.values and other.values.places is key.values.places and other.inputs == key.inputs:
@@ -109,17 +109,18 @@ def changes_from(kept: Iterable[Key], key: Key) -> list[str]:
     return []
 
 
-def kept_fixed(wanted: Sequence[ReadPlace], made: Made) -> str:
+def fixed_numbers_note(wanted: Sequence[ReadPlace], made: CompilationResult) -> str:
     """Text of a warning about numbers that keep changing and cannot be inputs."""
     taken = {one.place for one in made.numbers}
     names = [read_values.name_at(place, made.request.module, made.request.function)[0] for place in wanted if place not in taken]
     return (
-        f"{shown(names)} keeps changing, and cannot be an input of the program, which is compiled for each value: {made.kept_fixed}\n"
+        f"{changes_text(names)} keeps changing, and cannot be an input of the program, which is compiled for each value: "
+        f"{made.kept_fixed}\n"
         "  what to do: nothing, if it takes few values; else compute with it (multiply, divide, add, compare with a constant), or pass a\n"
         "  tensor of no dims as an argument"
     )
 
 
-def shown(lines: Sequence[str], most: int = 5) -> str:
+def changes_text(lines: Sequence[str], most: int = 5) -> str:
     """The first `most` lines joined, with the number of the others."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")

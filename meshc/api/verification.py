@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph
 
-from meshc.api.asked import Arguments
-from meshc.errors import CaptureError, CompileError, InputError, VerifyError, listed
+from meshc.api.compile_arguments import Arguments
+from meshc.errors import CaptureError, CompileError, InputError, VerifyError, join_names
 from meshc.frontend import call_keys
 from meshc.frontend.expert_bias import count_choices
 from meshc.frontend.module_watch import ModuleWatch
@@ -29,7 +29,7 @@ from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
-from meshc.passes.driver.compile import compile_program, trace
+from meshc.passes.driver.compile_program import compile_program, trace
 from meshc.passes.phases.choices import NamedChoices
 from meshc.passes.phases.factors import Factors
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -69,7 +69,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     if store is None:
         return _verify(program, None, *_call_inputs(inputs, ask.args, dict(ask.kwargs), program), dtype == torch.float64)
     with program.guarded("verify"):
-        world.agree("verify", {"what they verify": f"inputs {_described(inputs)}; dtype {dtype}"})
+        world.agree("verify", {"what they verify": f"inputs {_inputs_text(inputs)}; dtype {dtype}"})
         with world.refusable():
             store.refuse_unfilled()
         args, kwargs = _plain(_call_inputs(inputs, ask.args, dict(ask.kwargs), program))
@@ -87,7 +87,7 @@ def verify(program: Program, inputs: Inputs = None, dtype: torch.dtype | None = 
     return verification.Report(found["tolerance"], found["amplified"], rows, moved, single=found["single"])
 
 
-def _described(inputs: Inputs) -> str:
+def _inputs_text(inputs: Inputs) -> str:
     if inputs is None:
         return "none"
     return call_keys.describe_inputs((), inputs) if isinstance(inputs, Mapping) else call_keys.describe_inputs(inputs, {})
@@ -121,7 +121,7 @@ def _verify(
         except VerifyError:
             if not singles:
                 raise
-            why = f"the model computes in float32 in its copy in double precision too: {listed(singles, 3)}"
+            why = f"the model computes in float32 in its copy in double precision too: {join_names(singles, 3)}"
         report = _verify_there(program, values, args, kwargs, False, [])
         report.single = why
         return report
@@ -195,7 +195,7 @@ def _verify_there(
     function = one_device(program.asked.function(kwargs), program.asked.options.capacity)
     of_python = program.compilations.last.reads.numbers()
     reference = verification.Reference(twin, function, args, kwargs, seed, double, program.lowered.parts, None, ask.hooks, of_python)
-    computed = {p.dtype for p in twin.parameters()} | _computed(program.lowered.placed.factors)
+    computed = {p.dtype for p in twin.parameters()} | _arithmetic_dtypes(program.lowered.placed.factors)
     low = [d for d in (torch.bfloat16, torch.float16) if d in computed]
     usual = torch.float64 if double else torch.float32
     report = verification.Report(verification.TOLERANCE[low[0] if low else usual])
@@ -203,7 +203,7 @@ def _verify_there(
     shapes = dict(program.asked.shapes(args, kwargs))
     examples = dict(args=ask.args, kwargs=ask.kwargs) if program.general.dynamic else dict(args=args, kwargs=kwargs)
     base: dict[str, Any] = dict(
-        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_chosen(program),
+        module=twin, **examples, mesh=mesh, double=double, fixed={}, inputs="global", outputs="plain", **_compiler_choices(program),
     )  # fmt: skip
     with torch.set_grad_enabled(ask.grad):
         request = program.compilations.request(**base, **({"optimizer": None} if program.step is not None else {"grad": ask.grad}))
@@ -225,7 +225,7 @@ def _verify_there(
     return report
 
 
-def _chosen(program: Program) -> dict[str, object]:
+def _compiler_choices(program: Program) -> dict[str, object]:
     """What the compiler has chosen, of axes left open and of a pipeline; it might choose otherwise for float64, and for a CPU."""
     choices, pipeline = program.lowered.placed.choices, program.general.pipeline
     asked = program.lowered.request
@@ -245,7 +245,7 @@ def _chunks(lowered: LoweredProgram) -> dict[str, object]:
     return {"chunks": 1 if lowered.placed.chunked is None else lowered.placed.chunked.count}
 
 
-def _computed(factors: Factors) -> set[torch.dtype]:
+def _arithmetic_dtypes(factors: Factors) -> set[torch.dtype]:
     """The dtypes of arithmetic operators; casts and changes of layout do not count."""
     instances = factors.instances.values()
     return {r.dtype for instance in instances if instance.rule.kind != "layout" for r in records(instance.node) if r.dtype is not None}
@@ -307,7 +307,7 @@ def verify_update(
             elif value is not None and not slot.part:
                 value.copy_(round_state(value.to(torch.float32), draw, name))
 
-    def widened(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def widen_state(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Decoded state of the slots that are stored as 8-bit codes, by name."""
         values: dict[str, torch.Tensor] = {}
         for name, slot in slots.items():
@@ -335,7 +335,7 @@ def verify_update(
             clip,
             report,
             keep=after,
-            widened=widened,
+            widened=widen_state,
             steps=steps,
             parameters=double,
         )

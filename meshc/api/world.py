@@ -63,7 +63,7 @@ class World:
         """Replaces the mesh by one with other axes over the same ranks."""
         self.mesh, self._groups = mesh, None
 
-    def guarded(self, what: str, step: int = 0) -> Context:
+    def failure_guard(self, what: str, step: int = 0) -> Context:
         """A context for one thread, in which a failure on any rank is raised on all."""
         return self._turn.taken(what) if self.board is None else self.board.guard(step, what)
 

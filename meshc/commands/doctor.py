@@ -26,7 +26,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from meshc import environment, kept_programs, package, private
+from meshc import environment, package, private, program_cache
 from meshc.commands.target import harmless
 from meshc.cost import devices
 from meshc.errors import ArtifactError, MeshcError, PlanError
@@ -80,12 +80,12 @@ def findings(timeout_s: float) -> Iterator[Finding]:
     for check in (_python, _torch, _meshc, _transformers, _processors, _random_numbers, _environment):
         yield check()
     yield from _gpus()
-    yield _calibrated()
-    yield _kept()
-    yield _reached("gloo", 2, dist.is_available() and dist.is_gloo_available(), timeout_s)
+    yield _calibration()
+    yield _program_cache()
+    yield _all_reduce("gloo", 2, dist.is_available() and dist.is_gloo_available(), timeout_s)
     if torch.cuda.is_available():
         ranks = min(2, torch.cuda.device_count())
-        yield _reached("nccl", ranks, dist.is_available() and dist.is_nccl_available(), timeout_s)
+        yield _all_reduce("nccl", ranks, dist.is_available() and dist.is_nccl_available(), timeout_s)
 
 
 def _line(one: Finding) -> str:
@@ -115,7 +115,7 @@ def _missing(places: tuple[str, ...]) -> list[str]:
     found = []
     for place in places:
         try:
-            private.found(place)
+            private.resolve_name(place)
         except private.UnsupportedTorch:
             found.append(place.replace(":", "."))
     return found
@@ -164,7 +164,7 @@ def _random_numbers() -> Finding:
 
 
 def _environment() -> Finding:
-    said = environment.said()
+    said = environment.meshc_variables()
     unknown = [name for name in said if name not in environment.KNOWN]
     shown = ", ".join(f"{name}={value}" for name, value in said.items()) or "no MESHC_* is set"
     try:
@@ -179,7 +179,7 @@ def _environment() -> Finding:
 def _gpus() -> Iterator[Finding]:
     """Findings for each GPU, and for the links between GPUs."""
     if not torch.cuda.is_available():
-        there = shutil.which("nvidia-smi") is not None and bool(_asked("nvidia-smi", "-L"))
+        there = shutil.which("nvidia-smi") is not None and bool(_command_output("nvidia-smi", "-L"))
         if there:
             said = f"there are some, and torch {torch.__version__} cannot use them"
             yield Finding("GPUs", NOTE, said, "install a torch for this machine's driver, and look at $CUDA_VISIBLE_DEVICES")
@@ -192,7 +192,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(f"GPU {number}", WORKS, f"{one.name}, {bytes_text(one.total_memory)}, capability {one.major}.{one.minor}")
     if count > 1:
         apart = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
-        said = links(_asked("nvidia-smi", "topo", "-m")) or "not known"
+        said = links(_command_output("nvidia-smi", "topo", "-m")) or "not known"
         if apart:
             todo = "nothing where they are meant to go through the host; else look at `nvidia-smi topo -m`"
             yield Finding("links", NOTE, f"{said}; these do not reach each other's memory: {', '.join(apart)}", todo)
@@ -208,7 +208,7 @@ def links(table: str) -> str:
     return ", ".join(f"{pairs.count(kind)} x {kind}" for kind in sorted(set(pairs)))
 
 
-def _asked(*words: str) -> str:
+def _command_output(*words: str) -> str:
     """Output of a command; "" if it fails or times out."""
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -216,7 +216,7 @@ def _asked(*words: str) -> str:
         return ""
 
 
-def _calibrated() -> Finding:
+def _calibration() -> Finding:
     """Whether predicted times are of this machine."""
     file = environment.device_file()
     try:
@@ -231,12 +231,12 @@ def _calibrated() -> Finding:
     return Finding("predictions", WORKS, f"{name} is measured: {file}")
 
 
-def _kept() -> Finding:
+def _program_cache() -> Finding:
     """Programs that earlier starts have left on disk."""
     folder = environment.programs_folder()
-    place = folder or kept_programs.default_folder()
-    found, why = kept_programs.size(place), owned.refusal(place) if place.is_dir() else None
-    many = f"{found.programs} program{'s' * (found.programs != 1)}, {bytes_text(found.bytes)}, of {bytes_text(kept_programs.MOST)} at most"
+    place = folder or program_cache.default_folder()
+    found, why = program_cache.size(place), owned.refusal(place) if place.is_dir() else None
+    many = f"{found.programs} program{'s' * (found.programs != 1)}, {bytes_text(found.bytes)}, of {bytes_text(program_cache.MOST)} at most"
     said = f"{place}: {many}" if found.programs else f"{place}: empty"
     if why is not None:
         return Finding("kept programs", NOTE, f"{place} is not used: {why}", "give it to this user alone: chmod 700, or name another")
@@ -245,7 +245,9 @@ def _kept() -> Finding:
     return Finding("kept programs", WORKS, said)
 
 
-def _reached(backend: str, ranks: int, there: bool, timeout_s: float, trial: Callable[..., first_sum.Trial] = first_sum.trial) -> Finding:
+def _all_reduce(
+    backend: str, ranks: int, there: bool, timeout_s: float, trial: Callable[..., first_sum.Trial] = first_sum.trial
+) -> Finding:
     """Result of a real all-reduce between newly started processes."""
     if not there:
         return Finding(backend, FAILS, "this torch is built without it", "install a torch with torch.distributed and " + backend)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from meshc.api import compile
-from meshc.api.explaining import explained
+from meshc.api.explaining import explain_choice
 from meshc.commands.target import harmless, load_target, read_plan
 from meshc.cost import devices
 from meshc.frontend.train_step import TrainStep
@@ -36,5 +36,5 @@ def run(options: argparse.Namespace) -> None:
     with nullcontext() if options.device is None else devices.assumed(devices.named(options.device)):
         with nullcontext() if grad else torch.no_grad():
             program = compile.compile(what, mesh, args=args, kwargs=kwargs, plan=plan)
-        found = explained(program.lowered, program.general, program.asked.plan, options.name)
+        found = explain_choice(program.lowered, program.general, program.asked.plan, options.name)
     print(json.dumps(found, indent=1) if options.json else harmless(text(found)), end="\n" if options.json else "")

@@ -13,15 +13,15 @@ from math import inf
 from pathlib import Path
 
 from meshc.api.options import Options
-from meshc.api.planning import Planned, Planner
+from meshc.api.planning import Planner, PlanResult
 from meshc.commands.target import add_keeping, harmless, keeping, keeping_words, load_target, read_plan
 from meshc.cost import devices
 from meshc.cost.devices import Device
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.ir.quantities import read_bytes
-from meshc.passes.driver.beaten import Beaten
-from meshc.passes.driver.nothing_fits import NothingFits, rounded, times
+from meshc.passes.driver.no_faster_plan import NoFasterPlan
+from meshc.passes.driver.nothing_fits import NothingFits, rank_multiple, rounded_size_text
 from meshc.plan.factorizations import factorizations
 from meshc.plan.plan import file_to_write
 from meshc.report.ranked import Expected, Ranked, expected, expected_text, ideal_seconds, ranked, text
@@ -44,10 +44,10 @@ def arguments(command: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Looked:
+class MeshCandidate:
     """A mesh that was looked into, and its plans that keep the budget, the fastest first; `others`: what was estimated and not made."""
 
-    found: Planned
+    found: PlanResult
     rows: list[Ranked]
     others: list[Expected]
 
@@ -60,7 +60,7 @@ class Looked:
         """The reason why the mesh has no plan."""
         least = _least(self.found)
         if least < inf:
-            return f"nothing fits; the least that a plan was found to hold is {rounded(least)}"
+            return f"nothing fits; the least that a plan was found to hold is {rounded_size_text(least)}"
         return str(self.found.refused).splitlines()[0]
 
 
@@ -84,19 +84,19 @@ def run(options: argparse.Namespace) -> None:
         assert best.found.plan is not None
         best.found.plan.save(plan_file)
     if options.json:
-        print(json.dumps(_told(best, listed, others, looked), indent=1))
+        print(json.dumps(_result_json(best, listed, others, looked), indent=1))
         return
     ranks = best.found.mesh.world_size
     where = f"{ranks} x {device.name}, {min(device.ranks_per_node, ranks)} a node, {bytes_text(budget)} each"
-    lines = _said(best, listed, others, looked, where)
+    lines = _result_lines(best, listed, others, looked, where)
     if plan_file is not None:
         lines.append(f"saved to {plan_file}; compile it with\n  {_compile_command(options, best, plan_file)}")
     print(harmless("\n".join(lines)))
 
 
-def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh], device: Device, budget: int) -> list[Looked]:
+def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh], device: Device, budget: int) -> list[MeshCandidate]:
     """Meshes of so many devices are looked into as long as they may have a faster plan than those before; those that are named, all."""
-    looked: list[Looked] = []
+    looked: list[MeshCandidate] = []
     known = inf
     asked = Options(memory_budget=budget, **keeping(options))
     for mesh in meshes:
@@ -105,13 +105,13 @@ def _look(options: argparse.Namespace, planner: Planner, meshes: Sequence[Mesh],
         ideal = None if found.program is None else ideal_seconds(found.program, device)
         rows = ranked(str(Mesh.from_axes(mesh.axes)), found.weighed, ideal) if found.refused is None else []
         others = expected(str(Mesh.from_axes(mesh.axes)), found.weighed, budget)
-        looked.append(Looked(found, [row for row in rows if row["holds_bytes"] <= budget], others))
+        looked.append(MeshCandidate(found, [row for row in rows if row["holds_bytes"] <= budget], others))
         known = min([known, *(row["step_s"] for row in looked[-1].rows)])
         print(harmless(_progress(looked[-1], time.process_time() - start)), file=sys.stderr, flush=True)
     return looked
 
 
-def _progress(one: Looked, seconds: float) -> str:
+def _progress(one: MeshCandidate, seconds: float) -> str:
     said = f"{seconds_text(one.rows[0]['step_s'])} by {one.rows[0]['plan']}" if one.rows else one.why
     return f"{one.mesh}: {said}; {seconds:.1f} s"
 
@@ -119,14 +119,16 @@ def _progress(one: Looked, seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------------------------------- what is said
 
 
-def _said(best: Looked, listed: list[Ranked], others: list[Expected], looked: list[Looked], where: str) -> list[str]:
+def _result_lines(best: MeshCandidate, listed: list[Ranked], others: list[Expected], looked: list[MeshCandidate], where: str) -> list[str]:
     weighed = sum(len(one.found.weighed) for one in looked)
     lines = [text(listed, f"{where}: {weighed} plans weighed on {len(looked)} mesh{'es' * (len(looked) > 1)}"), ""]
     if others:
         lines += [expected_text(others, "next by the planner's model, and not made"), ""]
     without = [one for one in looked if not one.rows]
     if without:
-        rows = [(one.mesh, one.why.partition("; a plan of")[0] if isinstance(one.found.refused, Beaten) else one.why) for one in without]
+        rows = [
+            (one.mesh, one.why.partition("; a plan of")[0] if isinstance(one.found.refused, NoFasterPlan) else one.why) for one in without
+        ]
         lines += [table(rows, ["mesh", "why it has none"], "meshes without a plan that fits and could be faster"), ""]
     assert best.found.program is not None
     lines.append(f"best: {best.rows[0]['plan']} on mesh {best.mesh}")
@@ -135,16 +137,16 @@ def _said(best: Looked, listed: list[Ranked], others: list[Expected], looked: li
     return [*lines, *(["notes", *(f"  {note}" for note in searched)] if searched else [])]
 
 
-def _compile_command(options: argparse.Namespace, best: Looked, plan: Path) -> str:
+def _compile_command(options: argparse.Namespace, best: MeshCandidate, plan: Path) -> str:
     words = [options.target, "--mesh", str(best.found.mesh), "--plan", str(plan), *keeping_words(options)]
     words += ["--grad"] if options.grad else []
     return shlex.join(["python", "-m", "meshc", "compile", *words])
 
 
-def _told(best: Looked, listed: list[Ranked], others: list[Expected], looked: list[Looked]) -> dict[str, object]:
+def _result_json(best: MeshCandidate, listed: list[Ranked], others: list[Expected], looked: list[MeshCandidate]) -> dict[str, object]:
     assert best.found.program is not None
     without = [
-        {"mesh": one.mesh, "why": one.why, "at_best_s": one.found.refused.least_s if isinstance(one.found.refused, Beaten) else None}
+        {"mesh": one.mesh, "why": one.why, "at_best_s": one.found.refused.least_s if isinstance(one.found.refused, NoFasterPlan) else None}
         for one in looked if not one.rows
     ]  # fmt: skip
     return {
@@ -158,26 +160,28 @@ def _order(row: Ranked) -> tuple[float, int]:
     return round(row["step_s"], 7), row["mesh"].count(",")
 
 
-def _nothing(looked: list[Looked], budget: int, ranks: int) -> PlanError:
+def _nothing(looked: list[MeshCandidate], budget: int, ranks: int) -> PlanError:
     """The mesh on which least is held, and what it would take there, the cheapest change first."""
     closest = min(looked, key=lambda one: _least(one.found))
     error, least = closest.found.refused, _least(closest.found)
-    error = error.tried() if isinstance(error, NothingFits) else error
+    error = error.with_changes_tried() if isinstance(error, NothingFits) else error
     many = f"none of {len(looked)} meshes has" if len(looked) > 1 else f"the mesh {closest.mesh} does not have"
     if least == inf:
         lines = "\n".join(f"  {line}" for line in str(error).splitlines())
         return PlanError(f"{many} a plan; of {closest.mesh}:\n{lines}")
-    held = f"; the least that one was found to hold is {rounded(least)} a rank, on {closest.mesh}"
+    held = f"; the least that one was found to hold is {rounded_size_text(least)} a rank, on {closest.mesh}"
     parts, cheapest = (error.parts, error.cheapest) if isinstance(error, NothingFits) else ("", "")
     advice = [
-        *([cheapest] if cheapest else []), f"--memory {rounded(least)}, where a device has that",
-        f"about {times(budget, least) * ranks} devices, if they split what is held", "smaller inputs, or checkpointed layers",
+        *([cheapest] if cheapest else []), f"--memory {rounded_size_text(least)}, where a device has that",
+        f"about {rank_multiple(budget, least) * ranks} devices, if they split what is held", "smaller inputs, or checkpointed layers",
     ]  # fmt: skip
     lines = "".join(f"\n  {line}" for line in ([parts] if parts else []))
-    return PlanError(f"{many} a plan that fits {rounded(budget)}{held}{':' if parts else ''}{lines}\n  what to do: {'; or '.join(advice)}")
+    return PlanError(
+        f"{many} a plan that fits {rounded_size_text(budget)}{held}{':' if parts else ''}{lines}\n  what to do: {'; or '.join(advice)}"
+    )
 
 
-def _least(found: Planned) -> float:
+def _least(found: PlanResult) -> float:
     error = found.refused
     return error.least or inf if isinstance(error, NothingFits) else inf
 

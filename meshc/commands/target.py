@@ -28,7 +28,7 @@ def load_target(target: str) -> Target:
         raise PlanError(f"{target!r} is no FILE.py:FUNCTION, as in model.py:build")
     if not file.is_file():
         raise PlanError(f"there is no file {file}")
-    build = getattr(_imported(file), function, None)
+    build = getattr(_import_file(file), function, None)
     if not callable(build):
         raise PlanError(f"{file} has no function {function!r}")
     return _as_target(_call_user(build, target), target)
@@ -52,7 +52,7 @@ def keeping_words(options: argparse.Namespace) -> list[str]:
     return [*said, *(["--master-weights"] if options.master_weights else [])]
 
 
-def _imported(file: Path) -> Any:
+def _import_file(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

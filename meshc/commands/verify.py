@@ -103,11 +103,11 @@ def verify_as_it_stands(
         else:
             verification.verify_update(program, lambda spec: compared, {}, twin, reference, report, double)
     if not report.ok:
-        raise VerifyError(f"the program does not mean what the model means:\n{report}\n{_edited(saved, program.general)}")
+        raise VerifyError(f"the program does not mean what the model means:\n{report}\n{_first_edit(saved, program.general)}")
     return report
 
 
-def _edited(saved: PlainProgram, compiled: PlainProgram) -> str:
+def _first_edit(saved: PlainProgram, compiled: PlainProgram) -> str:
     """Text of the first line in which a saved program differs from what its model compiles to now, and the number of such lines."""
     found = []
     for name, stage in saved.stages.items():

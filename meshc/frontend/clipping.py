@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshc.errors import PlanError, listed
+from meshc.errors import PlanError, join_names
 
 Clip: TypeAlias = float | Mapping[str, float] | None
 
@@ -30,10 +30,10 @@ def check(clip: Clip, names: Iterable[str]) -> None:
     groups = [[name for name in names if fnmatchcase(name, pattern)] for pattern in clip]
     idle = [repr(pattern) for pattern, group in zip(clip, groups, strict=True) if not group]
     if idle:
-        raise PlanError(f"clip_grad_norm: {', '.join(idle)} names no parameter; the model has {listed(names, 4)}")
+        raise PlanError(f"clip_grad_norm: {', '.join(idle)} names no parameter; the model has {join_names(names, 4)}")
     twice = [name for name in names if sum(name in group for group in groups) > 1]
     if twice:
-        raise PlanError(f"clip_grad_norm: {listed(twice, 4)}: two patterns name it, and a gradient is clipped once")
+        raise PlanError(f"clip_grad_norm: {join_names(twice, 4)}: two patterns name it, and a gradient is clipped once")
 
 
 def groups_of(clip: Clip, names: Iterable[str]) -> list[tuple[float, list[str]]]:

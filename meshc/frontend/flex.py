@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshc.ir import trees
-from meshc.private import found
+from meshc.private import resolve_name
 
 MODULE = "torch.nn.attention.flex_attention"
 STOCK = "transformers.masking_utils"
@@ -55,7 +55,7 @@ def written_out_flex() -> Iterator[None]:
 def _replace_names(module: str, **names: object) -> Iterator[None]:
     """A context in which attributes of a module, if imported, have these values."""
     loaded = sys.modules.get(module)
-    before = {name: found(f"{module}:{name}") for name in names} if loaded is not None else {}
+    before = {name: resolve_name(f"{module}:{name}") for name in names} if loaded is not None else {}
     for name in before:
         setattr(loaded, name, names[name])
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshc.frontend import stock_caches, stock_rope
 from meshc.frontend.stock_caches import STATES
 from meshc.ir import trees
-from meshc.private import found
+from meshc.private import resolve_name
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
@@ -66,7 +66,7 @@ def traceable_stock_models(module: nn.Module) -> Iterator[None]:
 def _hooked_once() -> Iterator[None]:
     """A context in which models with hooks get no second ones from the model around them, which a call of the inner one leaves without:
     transformers does not check, and would collect each value twice."""
-    install = found(f"{CAPTURING}:install_all_output_capturing_hooks")
+    install = resolve_name(f"{CAPTURING}:install_all_output_capturing_hooks")
 
     def unless_installed(model: nn.Module, prefix: str | None = None) -> None:
         if INSTALLED not in model.__dict__:
@@ -165,8 +165,8 @@ def _install_hooks(child: nn.Module) -> None:
     cannot be traced."""
     from transformers import PreTrainedModel
 
-    if isinstance(child, PreTrainedModel) and found(f"{CAPTURING}:_CAN_RECORD_REGISTRY").get(child):
-        found(f"{CAPTURING}:maybe_install_capturing_hooks")(child)
+    if isinstance(child, PreTrainedModel) and resolve_name(f"{CAPTURING}:_CAN_RECORD_REGISTRY").get(child):
+        resolve_name(f"{CAPTURING}:maybe_install_capturing_hooks")(child)
 
 
 def learn_caches() -> None:
@@ -215,7 +215,7 @@ def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]
     """The functions that transformers would register for `torch.export`, registered and removed at once: there is no other access to
     them."""
     with trees.borrowed(cache_class) as registered:
-        found("transformers.integrations.executorch:register_dynamic_cache_export_support")()
+        resolve_name("transformers.integrations.executorch:register_dynamic_cache_export_support")()
     return registered[0]
 
 
@@ -233,7 +233,9 @@ def _cache_of_states(
         alone = "LinearAttention" if convolution else "Dynamic" if window is None else "DynamicSlidingWindow"
         kind = "And".join(name) if convolution and pair else alone
         how: dict[str, int] = {} if window is None else {"sliding_window": window}
-        layer = found(f"transformers.cache_utils:{kind}Layer")(**how, **({"number_of_states": len(convolution)} if convolution else {}))
+        layer = resolve_name(f"transformers.cache_utils:{kind}Layer")(
+            **how, **({"number_of_states": len(convolution)} if convolution else {})
+        )
         for number in convolution:
             layer.lazy_initialization(conv_states=convolution[number], recurrent_states=recurrence[number], state_idx=number)
             layer.conv_states[number], layer.recurrent_states[number] = convolution[number], recurrence[number]

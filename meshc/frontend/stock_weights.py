@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshc.errors import StateError
 from meshc.files.weight_files import Weights
-from meshc.private import found
+from meshc.private import resolve_name
 
 CONVERSIONS = "transformers.conversion_mapping:get_model_conversion_mapping"
 
@@ -49,9 +49,9 @@ class _ConvertedWeights:
         self.names: tuple[str, ...] = (*self._plain, *self._made)
 
     def _read_table(self) -> None:
-        table = found(CONVERSIONS)(self._model)
-        rename: Callable[..., tuple[str, str | None]] = found("transformers.core_model_loading:rename_source_key")
-        natural: Callable[[str], Any] = found("transformers.core_model_loading:dot_natural_key")
+        table = resolve_name(CONVERSIONS)(self._model)
+        rename: Callable[..., tuple[str, str | None]] = resolve_name("transformers.core_model_loading:rename_source_key")
+        natural: Callable[[str], Any] = resolve_name("transformers.core_model_loading:dot_natural_key")
         converters = [row for row in table if hasattr(row, "operations")]
         renamings = [row for row in table if not hasattr(row, "operations")]
         by_pattern = {pattern: row for row in converters for pattern in row.source_patterns}

@@ -8,13 +8,15 @@ The planner's model leaves out what later passes do; so the cheapest few of its 
 keeps the budget by its own walk the one that the clock likes best is taken. Where programs hold more than the model thought, the search is
 asked again for as much less. It is asked three times over: all seconds count, or communication that may be hidden behind computing counts
 for a part. The recipes that an expert would try are candidates too, with a price by the model (`priced_recipes.py`). What is estimated to
-be slower than what has been through all passes is left out: estimates are a clock by the model's numbers (`planner/played.py`). The plan of
-what was found is its text (`found_text.py`).
+be slower than what has been through all passes is left out: estimates are a clock by the model's numbers (`planner/overlap_clock.py`). The
+plan of what was found is its text (`choice_text.py`).
 
-Where what is best holds more than the user's budget, backward may recompute values (`recompute/within.py`), as in programs of plans that
-leave nothing open: the search is asked once more with memory as it is then (`planner/again.py`), and the clock says what that takes.
+Where what is best holds more than the user's budget, backward may recompute values (`recompute/recompute_within_budget.py`), as in
+programs of plans that leave nothing open: the search is asked once more with memory as it is then (`planner/recompute_live_ranges.py`),
+and the clock says what that takes.
 
-Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh (`beaten.py`).
+Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh
+(`no_faster_plan.py`).
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from typing import Final
 from meshc.cost.devices import for_mesh
 from meshc.frontend.faults import phase as part
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import beaten, pipeline, refuse
-from meshc.passes.driver.beaten import Beaten
-from meshc.passes.driver.found_text import as_asked, with_text
+from meshc.passes.driver import budget_errors, no_faster_plan, pipeline
+from meshc.passes.driver.choice_text import restore_request, with_plan_text
 from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
-from meshc.passes.driver.priced_recipes import PricedRecipe, assigned, priced, recipes_for, under
-from meshc.passes.driver.run import run
-from meshc.passes.driver.search import SLOWER, may_recompute
+from meshc.passes.driver.no_faster_plan import NoFasterPlan
+from meshc.passes.driver.pass_runner import run_pass
+from meshc.passes.driver.pipeline_search import SLOWER, may_recompute
+from meshc.passes.driver.priced_recipes import PricedRecipe, price_recipes, propagate_recipes, recipes_for, with_plan
 from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.overlap import HIDDEN
-from meshc.passes.planner.played import played_seconds
-from meshc.passes.planner.search import Found, Search
-from meshc.passes.planner.solve import Allowance
-from meshc.passes.planner.space import Option
+from meshc.passes.planner.overlap_clock import overlapped_seconds
+from meshc.passes.planner.plan_search import FoundChoice, PlanSearch
+from meshc.passes.planner.relaxation import Allowance
+from meshc.passes.planner.search_space import Option
 from meshc.passes.stages.pipeline_memory import may_hold
 from meshc.plan.plan import Plan
 from meshc.plan.weighed import Weighed
@@ -85,10 +87,10 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, a
     axes = open_axes(placed.plan)
     with part("searching for a plan"):
         report_progress(f"a plan for {', '.join(axes)}")
-        search = Search(run(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes, allowed=allowed or Allowance())
-        _refuse_beaten(placed, search)
+        search = PlanSearch(run_pass(pipeline.PLACE[0], placed), for_mesh(placed.mesh), axes, allowed=allowed or Allowance())
+        _refuse_slower(placed, search)
         judge = Judge(placed, lower, may_hold(placed.request))
-        finding = _Finding(placed, axes, judge, search, solved_s=time.process_time() - start)
+        finding = _CandidateSearch(placed, axes, judge, search, solved_s=time.process_time() - start)
         ways = finding.find, finding.find_with_recompute, finding.try_recipes
         for way in ways if allowed is None else (finding.try_recipes, finding.find, finding.find_with_recompute):
             if allowed is None or judge.best is None:  # that one fits is enough to say that a change would do; recipes soon say so
@@ -96,28 +98,30 @@ def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, a
         finding.try_smallest()
     taken = judge.best
     if taken is None:
-        raise refuse.nothing_found(judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed))
-    taken.heard.tell(hook)
-    left = as_asked(taken.lowered, placed, axes).with_notes(finding.note(taken.weighed))
+        raise budget_errors.no_plan_error(
+            judge, axes, finding.least(), plain, lambda other: choose(other, lower, None, plain, search.allowed)
+        )
+    taken.heard.replay(hook)
+    left = restore_request(taken.lowered, placed, axes).with_notes(finding.note(taken.weighed))
     left = replace(left, weighed=tuple(judge.table()))
     spent = sum(left.seconds.values()) - sum(placed.seconds.values()) + finding.solved_s
     seconds = {"solve": finding.solved_s, "choose": max(0.0, time.process_time() - start - spent)}
     return replace(left, seconds={**left.seconds, **seconds})
 
 
-def _refuse_beaten(placed: PlacedModel, search: Search) -> None:
+def _refuse_slower(placed: PlacedModel, search: PlanSearch) -> None:
     """Where no plan can be as fast as the one that is known. Stages share the work of a step at best in equal parts."""
     beaten_s, pipeline_axis = placed.request.beaten_s, placed.mesh.pipeline_axis
     if beaten_s is None:
         return
-    least_s = float(search.hiding(0.0).least_s)
+    least_s = float(search.with_overlap(0.0).least_s)
     least_s /= pipeline_axis.size if pipeline_axis is not None else 1
-    if least_s > beaten_s * (1 + beaten.MARGIN):
-        raise Beaten(least_s, beaten_s, beaten.BY_MODEL)
+    if least_s > beaten_s * (1 + no_faster_plan.MARGIN):
+        raise NoFasterPlan(least_s, beaten_s, no_faster_plan.BY_MODEL)
 
 
 @dataclass
-class _Finding:
+class _CandidateSearch:
     """
     picks        choices that have been judged, with layers held to decide alike or not, and whether there was a program
     within       the budget by the model of which programs are known to keep the true one; None: none was tried
@@ -129,7 +133,7 @@ class _Finding:
     placed: PlacedModel
     axes: tuple[str, ...]
     judge: Judge
-    search: Search
+    search: PlanSearch
     picks: dict[tuple[bool, tuple[Option, ...]], bool] = field(default_factory=dict)
     within: float | None = None
     certificate: Certificate | None = None
@@ -139,53 +143,53 @@ class _Finding:
     def __post_init__(self) -> None:
         start = time.process_time()
         recipes = list(recipes_for(self.placed, self.axes))
-        decided = assigned(self.placed, self.axes, recipes)
+        decided = propagate_recipes(self.placed, self.axes, recipes)
         self.search = self.search.with_plans(tuple(decided.values()))
-        self._near: Search | None = None
-        self._again = self.search.recomputing() if may_recompute(self.placed.request) and not self.judge.apart else None
-        self.recipes = priced(self._again or self.search, recipes, decided)
+        self._near: PlanSearch | None = None
+        self._again = self.search.with_recompute() if may_recompute(self.placed.request) and not self.judge.apart else None
+        self.recipes = price_recipes(self._again or self.search, recipes, decided)
         self.solved_s += time.process_time() - start
 
     # -------------------------------------------------------------------------------------------------------------------------- found
 
     def find(self) -> None:
         """By each of the objectives, those first whose answer is estimated to be fastest."""
-        asked: dict[float, list[Found]] = {}
+        asked: dict[float, list[FoundChoice]] = {}
         for counts in PARTS:
-            asked[counts] = self._solved(counts, False, self._most())
-            if not asked[counts] or self.judge.far_from_known(_played(asked[counts][0])):
+            asked[counts] = self._find_choices(counts, False, self._model_budget())
+            if not asked[counts] or self.judge.is_far_from_known(_estimated_seconds(asked[counts][0])):
                 break  # what does not fit by the model does not by any objective
-        for counts in sorted(asked, key=lambda counts: _played(asked[counts][0]) if asked[counts] else 0.0):
+        for counts in sorted(asked, key=lambda counts: _estimated_seconds(asked[counts][0]) if asked[counts] else 0.0):
             self._try(counts, asked[counts])
         if not asked[ALL] and self.judge.best is not None:  # programs hold less than the model thought
             for counts in PARTS[1:]:
-                self._try(counts, self._solved(counts, False, self.within))
+                self._try(counts, self._find_choices(counts, False, self.within))
 
-    def _try(self, counts: float, some: Sequence[Found]) -> None:
+    def _try(self, counts: float, some: Sequence[FoundChoice]) -> None:
         try:
             self._find(counts, False, some)
         except Unequal:
-            self._find(counts, True, self._solved(counts, True, self._most()))
+            self._find(counts, True, self._find_choices(counts, True, self._model_budget()))
 
-    def _objective(self, counts: float, near: bool) -> Search:
+    def _objective(self, counts: float, near: bool) -> PlanSearch:
         """`near`: the layers beside those that were not captured are held to decide as these. Else the first or the last may come to lie
         otherwise than those that the others are grown from."""
         if near and self._near is None:
             start = time.process_time()
-            self._near = self.search.holding()
+            self._near = self.search.with_equal_layers()
             self.solved_s += time.process_time() - start
         plain = self._near if near and self._near is not None else self.search
-        return plain if counts == ALL else plain.hiding(counts)
+        return plain if counts == ALL else plain.with_overlap(counts)
 
-    def _most(self) -> float | None:
+    def _model_budget(self) -> float | None:
         return None if self.judge.budget is None or self.judge.apart else float(self.judge.budget)
 
-    def _find(self, counts: float, near: bool, some: Sequence[Found]) -> None:
+    def _find(self, counts: float, near: bool, some: Sequence[FoundChoice]) -> None:
         """The best of what is found within the budget; where their programs hold more, of what is found within less."""
         judge, name = self.judge, FOUND if counts == ALL else HIDES
-        within = self._most() if self.within is None else self.within
+        within = self._model_budget() if self.within is None else self.within
         if within is not None and some and all(found.certificate.held > within for found in some):
-            some = self._solved(counts, near, within)
+            some = self._find_choices(counts, near, within)
         too_little = -inf if within is None or some else within
         for _ in range(ROUNDS + judge.apart):
             tried: list[tuple[float, float]] = []
@@ -193,23 +197,23 @@ class _Finding:
                 return  # what holds too much is for `find_with_recompute`
             if not some and within is not None and self.least() is not None:
                 within = None  # the model may read more bytes than the program has: what is best without a budget says how many
-                some = self._solved(counts, near, within)
+                some = self._find_choices(counts, near, within)
                 continue
             for found in some[:BEST]:
                 if (near, found.options) in self.picks:
                     return
                 self.picks[near, found.options] = False
-                weighed = _weighed(name, self.placed, found)
-                if judge.known_faster(weighed):
+                weighed = _candidate(name, self.placed, found)
+                if judge.is_beaten(weighed):
                     return
-                if judge.too_slow(weighed, judge.last_ratio(), 0.0):  # than another of this kind
+                if judge.is_too_slow(weighed, judge.last_ratio(), 0.0):  # than another of this kind
                     judge.drop(weighed, SLOWER)
                     return
                 if not self.search.allowed.take_candidate():
                     judge.drop(weighed, ENOUGH)
                     return
-                placed = with_text(self.placed, self.axes, found.choices)
-                holds = judge.weigh(_weighed(name, placed, found), placed, near)
+                placed = with_plan_text(self.placed, self.axes, found.choices)
+                holds = judge.weigh(_candidate(name, placed, found), placed, near)
                 self.picks[near, found.options] = holds is not None
                 if holds is None or judge.budget is None or holds <= judge.budget:
                     return
@@ -220,49 +224,49 @@ class _Finding:
             self.within = within = judge.budget * modelled / least if least < modelled else judge.budget - (least - modelled)
             if within <= too_little:
                 return
-            some = self._solved(counts, near, within)
+            some = self._find_choices(counts, near, within)
 
-    def _solved(self, counts: float, near: bool, within: float | None) -> list[Found]:
+    def _find_choices(self, counts: float, near: bool, within: float | None) -> list[FoundChoice]:
         """Of the choices that the search knows those first that are estimated to be fastest."""
         start = time.process_time()
-        some = self._objective(counts, near).found(within)
+        some = self._objective(counts, near).find_choices(within)
         self.solved_s += time.process_time() - start
         if some and counts == ALL:
             self.certificate = some[0].certificate
-        return sorted(some, key=_played)
+        return sorted(some, key=_estimated_seconds)
 
     def find_with_recompute(self) -> None:
         """Where what is best without a budget does not keep it: what is best if backward recomputes values, and holds less then."""
         search, budget = self._again, self.judge.budget
-        if search is None or budget is None or any(one.certificate.held <= budget for one in self.search.found()):
+        if search is None or budget is None or any(one.certificate.held <= budget for one in self.search.find_choices()):
             return
         within = float(budget)
         for _ in range(AGAIN_ROUNDS):
             start = time.process_time()
-            some = sorted(search.found(within), key=_played)
+            some = sorted(search.find_choices(within), key=_estimated_seconds)
             self.solved_s += time.process_time() - start
-            holds = [self._recomputing(found) for found in some[:BEST]]
+            holds = [self._judge_with_recompute(found) for found in some[:BEST]]
             most = min((one for one in holds if one is not None), default=None)
             if most is None or most <= budget:
                 return
             within *= budget / most
 
-    def _recomputing(self, found: Found) -> int | None:
-        weighed = _weighed(AGAIN, self.placed, found)
+    def _judge_with_recompute(self, found: FoundChoice) -> int | None:
+        weighed = _candidate(AGAIN, self.placed, found)
         known = (False, found.options) in self.picks or (True, found.options) in self.picks
-        if known or self.judge.too_slow(weighed, self.judge.last_ratio(), 0.0):
+        if known or self.judge.is_too_slow(weighed, self.judge.last_ratio(), 0.0):
             return None
         self.picks[True, found.options] = False
         if not self.search.allowed.take_candidate():
             self.judge.drop(weighed, ENOUGH)
             return None
-        placed = with_text(self.placed, self.axes, found.choices)
-        holds = self.judge.weigh(_weighed(AGAIN, placed, found), placed)
+        placed = with_plan_text(self.placed, self.axes, found.choices)
+        holds = self.judge.weigh(_candidate(AGAIN, placed, found), placed)
         self.picks[True, found.options] = holds is not None
         return holds
 
     @property
-    def _judged(self) -> set[tuple[Option, ...]]:
+    def _judged_options(self) -> set[tuple[Option, ...]]:
         """What choices decide whose program is known."""
         return {options for (_, options), there in self.picks.items() if there}
 
@@ -273,19 +277,19 @@ class _Finding:
         judge, ratio = self.judge, self.judge.last_ratio()
         if not judge.apart:  # what was made last may be above its estimate for reasons of its own: values that it recomputes
             ratio = min(ratio, 1.0)
-        judged = self._judged
+        judged = self._judged_options
         for recipe in self.recipes:
             if recipe.options in judged:
-                judge.drop(replace(recipe.weighed, estimated=None), SAME)
+                judge.drop(replace(recipe.as_candidate, estimated=None), SAME)
                 continue
-            slow, large = judge.too_slow(recipe.weighed, ratio, MARGIN), judge.too_large(recipe.weighed)
-            if not large and judge.known_faster(recipe.weighed):
+            slow, large = judge.is_too_slow(recipe.as_candidate, ratio, MARGIN), judge.is_too_large(recipe.as_candidate)
+            if not large and judge.is_beaten(recipe.as_candidate):
                 continue
             if len(self.tried) < RECIPES and not slow and not large:
                 self.tried.append(recipe)
-                judge.weigh(recipe.weighed, under(self.placed, recipe.plan))
+                judge.weigh(recipe.as_candidate, with_plan(self.placed, recipe.plan))
             else:
-                judge.drop(recipe.weighed, f"{TOO_LARGE}, by the model" if large else SLOWER)
+                judge.drop(recipe.as_candidate, f"{TOO_LARGE}, by the model" if large else SLOWER)
 
     def try_smallest(self) -> None:
         """Where nothing fits, the recipe that holds least by the model; if that is too large as well, choices that may hold less than
@@ -294,22 +298,22 @@ class _Finding:
         if judge.best is not None or judge.slower:
             return
         least = min(self.recipes, key=lambda one: inf if one.holds is None else one.holds, default=None)
-        if least is not None and least not in self.tried and least.options not in self._judged:
+        if least is not None and least not in self.tried and least.options not in self._judged_options:
             judge.dropped = [one for one in judge.dropped if one.name != least.name]
-            judge.weigh(least.weighed, under(self.placed, least.plan))
-        for found in (*self._smallest(), *self._solved(ALL, False, None)) if judge.best is None else ():
+            judge.weigh(least.as_candidate, with_plan(self.placed, least.plan))
+        for found in (*self._smallest(), *self._find_choices(ALL, False, None)) if judge.best is None else ():
             known = min((most.total for _, most in judge.lowered), default=inf)
-            if found.options in self._judged or found.certificate.held > known:
+            if found.options in self._judged_options or found.certificate.held > known:
                 continue
-            placed = with_text(self.placed, self.axes, found.choices)
+            placed = with_plan_text(self.placed, self.axes, found.choices)
             with suppress(Unequal):  # it fits in no case: what its program would take is not worth a search of all layers
-                judge.weigh(_weighed(FOUND, placed, found), placed, near=False)
+                judge.weigh(_candidate(FOUND, placed, found), placed, near=False)
 
-    def _smallest(self) -> Sequence[Found]:
+    def _smallest(self) -> Sequence[FoundChoice]:
         """The choice that holds least by the model, if it is known."""
         if self.search.smallest is not None:
             return [self.search.smallest]
-        return self._solved(ALL, False, self.least())[:1]
+        return self._find_choices(ALL, False, self.least())[:1]
 
     # ------------------------------------------------------------------------------------------------------------------------ answers
 
@@ -325,10 +329,10 @@ class _Finding:
         return said if name == FOUND else f"{said}; {name} is faster by the clock, and taken"
 
 
-def _played(found: Found) -> float:
-    return played_seconds(found.model, found.pick)
+def _estimated_seconds(found: FoundChoice) -> float:
+    return overlapped_seconds(found.model, found.pick)
 
 
-def _weighed(name: str, placed: PlacedModel, found: Found) -> Weighed:
+def _candidate(name: str, placed: PlacedModel, found: FoundChoice) -> Weighed:
     seconds = float(found.model.seconds(found.pick))
-    return Weighed(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_played(found))
+    return Weighed(name, str(placed.plan), seconds, holds=found.certificate.held, estimated=_estimated_seconds(found))

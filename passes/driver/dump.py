@@ -102,11 +102,11 @@ def _count(graph: Graph) -> int:
     return sum(node.op not in ("placeholder", "output") for node in graph.nodes)
 
 
-def _nowhere(value: Value, found: Record) -> Sharding | None:
+def _unknown_sharding(value: Value, found: Record) -> Sharding | None:
     return None
 
 
-def _global_text(name: str, joint: Joint, lies: Lies = _nowhere, reasons: Mapping[Node, str] = MappingProxyType({})) -> str:
+def _global_text(name: str, joint: Joint, lies: Lies = _unknown_sharding, reasons: Mapping[Node, str] = MappingProxyType({})) -> str:
     return f"# after {name}: the global view, {_count(joint.graph)} values\n\n{print_stage(global_view(joint, lies, reasons))}"
 
 

@@ -15,7 +15,7 @@ from meshc import environment
 from meshc.errors import VerifyError
 from meshc.frontend.capture import TorchGraph
 from meshc.ir import spmd
-from meshc.passes.driver.compile import whole_view
+from meshc.passes.driver.compile_program import whole_view
 from meshc.passes.driver.dump import dumper
 from meshc.passes.driver.pipeline import GROW
 from meshc.passes.phases.compilation_phase import CompilationPhase

@@ -7,7 +7,8 @@
     ddp over dp, tp      172.4 ms       159.3 ms       39.1 GB         slower than what is taken
     ddp+megatron         236.0 ms                      38.1 GB         slower than what is taken
 
-What is estimated to be slower than a plan that is known elsewhere is not made (`beaten.py`). `choose.py` says which candidates there are.
+What is estimated to be slower than a plan that is known elsewhere is not made (`no_faster_plan.py`). `choose.py` says which candidates
+there are.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from meshc.cost.memory import RankBytes
 from meshc.cost.weigh import weigh
 from meshc.errors import MeshcError
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import beaten
-from meshc.passes.driver.beaten import Beaten
-from meshc.passes.driver.heard import Heard
-from meshc.passes.driver.nothing_fits import Trying, nothing_fits
-from meshc.passes.driver.search import SLOWER
+from meshc.passes.driver import no_faster_plan
+from meshc.passes.driver.no_faster_plan import NoFasterPlan
+from meshc.passes.driver.nothing_fits import ChangeTrial, nothing_fits
+from meshc.passes.driver.pass_history import PassHistory
+from meshc.passes.driver.pipeline_search import SLOWER
 from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
@@ -49,7 +50,7 @@ class Candidate:
 
     weighed: Weighed
     lowered: LoweredProgram
-    heard: Heard
+    heard: PassHistory
 
     @property
     def seconds(self) -> float:
@@ -89,27 +90,27 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------------------ before it is made
 
-    def known_faster(self, weighed: Weighed) -> bool:
+    def is_beaten(self, weighed: Weighed) -> bool:
         """Whether a plan elsewhere is faster than a candidate is estimated to be, by more than estimates are off."""
-        known_s = None if self.known_s is None else self.known_s * (1 + beaten.MARGIN)
+        known_s = None if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
         if known_s is None or weighed.estimated is None or weighed.estimated * self.ratio <= known_s:
             return False
         self.slower.append(replace(weighed, dropped=SLOWER))
         return True
 
-    def far_from_known(self, estimated: float) -> bool:
+    def is_far_from_known(self, estimated: float) -> bool:
         """Whether a plan elsewhere is faster by more than one question's answer is from another's."""
         return self.known_s is not None and estimated * self.ratio > self.known_s * (1 + FAR)
 
-    def too_large(self, weighed: Weighed) -> bool:
+    def is_too_large(self, weighed: Weighed) -> bool:
         """Whether it holds more than a rank may by the model, which reads what there is at once."""
         return self.budget is not None and not self.apart and weighed.holds is not None and weighed.holds > self.budget
 
-    def too_slow(self, weighed: Weighed, ratio: float, margin: float) -> bool:
+    def is_too_slow(self, weighed: Weighed, ratio: float, margin: float) -> bool:
         """Whether, at so many seconds for each that is estimated, it is so much slower than the best so far, or than what is known
         elsewhere by more than estimates are off."""
         best_s = inf if self.best is None else self.best.seconds * (1 + margin)
-        known_s = inf if self.known_s is None else self.known_s * (1 + beaten.MARGIN)
+        known_s = inf if self.known_s is None else self.known_s * (1 + no_faster_plan.MARGIN)
         return weighed.estimated is not None and weighed.estimated * ratio > min(best_s, known_s)
 
     def last_ratio(self) -> float:
@@ -136,7 +137,7 @@ class Judge:
             self.drop(weighed, UNLIKE)
             return None
         if isinstance(found, Refusal):
-            if isinstance(found.error, Beaten):
+            if isinstance(found.error, NoFasterPlan):
                 self.slower.append(replace(weighed, dropped=SLOWER))
                 self.ratio = found.error.least_s / weighed.estimated if weighed.estimated else self.ratio
                 return None
@@ -147,40 +148,42 @@ class Judge:
         if self.closest is None or most.total < min(one.total for _, one in self.lowered):
             self.closest = candidate.lowered
         self.lowered.append((candidate.weighed, most))
-        if self._keeps(most) and (self.best is None or candidate.seconds < self.best.seconds):
+        if self._keeps_budget(most) and (self.best is None or candidate.seconds < self.best.seconds):
             self.best = candidate
         return most.total
 
     def _candidate(self, weighed: Weighed, placed: PlacedModel) -> tuple[Candidate, RankBytes]:
-        heard = Heard()
+        heard = PassHistory()
         lowered = self.lower(placed, heard.hook)
         weighed, most = weigh(weighed, lowered.as_program(), for_mesh(placed.mesh))
         return Candidate(weighed, lowered, heard), most
 
-    def _keeps(self, most: RankBytes) -> bool:
+    def _keeps_budget(self, most: RankBytes) -> bool:
         return self.budget is None or most.total <= self.budget
 
     # -------------------------------------------------------------------------------------------------------------------------- answers
 
     def fits(self, names: Collection[str]) -> bool:
         """Whether the program of one that is called so keeps the budget."""
-        return any(self._keeps(most) for one, most in self.lowered if one.name in names)
+        return any(self._keeps_budget(most) for one, most in self.lowered if one.name in names)
 
-    def refusal(self, axes: tuple[str, ...], least: float | None, values: Sequence[str] = (), trying: Trying | None = None) -> MeshcError:
+    def refusal(
+        self, axes: tuple[str, ...], least: float | None, values: Sequence[str] = (), trying: ChangeTrial | None = None
+    ) -> MeshcError:
         """Why there is none. `least`: the fewest bytes that any choice holds by the model, of those that were found; `values`: lines about
         the largest of what holds least."""
         if self.unequal is not None:
             return self.unequal
         if self.slower:
-            return self._beaten()
+            return self._slower_error()
         needs = [*(most for _, most in self.lowered), *(one.need.most for one in self.refused if isinstance(one, DoesNotFit))]
         if self.refused and not needs:
             return self.refused[0]
         return nothing_fits(self.placed, axes, self.budget or 0, least, needs, tuple(self.table()), values, trying)
 
-    def _beaten(self) -> Beaten:
+    def _slower_error(self) -> NoFasterPlan:
         least_s = min((one.estimated for one in self.slower if one.estimated is not None), default=0.0) * self.ratio
-        return Beaten(float(least_s), self.known_s or 0.0, beaten.BY_STAGES if self.apart else beaten.BY_ESTIMATE)
+        return NoFasterPlan(float(least_s), self.known_s or 0.0, no_faster_plan.BY_STAGES if self.apart else no_faster_plan.BY_ESTIMATE)
 
     def table(self) -> Iterator[Weighed]:
         """What is taken first, then what was made, then what was not."""
@@ -189,5 +192,5 @@ class Judge:
             yield taken
         for one, most in sorted(self.lowered, key=lambda one: one[0].seconds or 0.0):
             if one is not taken:
-                yield replace(one, dropped=SLOWER if self._keeps(most) else TOO_LARGE)
+                yield replace(one, dropped=SLOWER if self._keeps_budget(most) else TOO_LARGE)
         yield from sorted((*self.dropped, *self.slower), key=lambda one: one.modelled or inf)

@@ -20,12 +20,12 @@ from typing import Final
 from meshc.cost.devices import for_mesh
 from meshc.cost.memory import RankBytes
 from meshc.errors import PlanError
-from meshc.passes.driver.would_do import Found
+from meshc.passes.driver.budget_changes import FittingChanges
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.pipeline_memory import DoesNotFit
 from meshc.plan.weighed import Weighed
 
-Trying = Callable[[], Found]
+ChangeTrial = Callable[[], FittingChanges]
 """What is tried once somebody wants to know."""
 
 CHANGES: Final = 3
@@ -42,17 +42,17 @@ class NothingFits(PlanError):
 
     def __init__(
         self, text: str, least: float | None, parts: str = "", cheapest: str = "", weighed: Sequence[Weighed] = (),
-        found: Found | None = None, trying: Callable[[], NothingFits] | None = None,
+        found: FittingChanges | None = None, trying: Callable[[], NothingFits] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(text)
         self.least, self.parts, self.cheapest, self.weighed, self.found = least, parts, cheapest, tuple(weighed), found
         self._trying = trying
 
-    def tried(self) -> NothingFits:
+    def with_changes_tried(self) -> NothingFits:
         """With what would do, tried, where that has not been done: each change goes through all passes from the plan on."""
         return self if self._trying is None else self._trying()
 
-    def trying(self, context: Callable[[], AbstractContextManager[object]]) -> NothingFits:
+    def in_context(self, context: Callable[[], AbstractContextManager[object]]) -> NothingFits:
         """The same, whose changes are tried in such a context."""
         if (trying := self._trying) is not None:
 
@@ -66,7 +66,7 @@ class NothingFits(PlanError):
 
 def nothing_fits(
     placed: PlacedModel, axes: tuple[str, ...], budget: int, least: float | None, holds: Sequence[RankBytes],
-    weighed: Sequence[Weighed] = (), values: Sequence[str] = (), trying: Trying | None = None,
+    weighed: Sequence[Weighed] = (), values: Sequence[str] = (), trying: ChangeTrial | None = None,
 ) -> NothingFits:  # fmt: skip
     """`least`: bytes that some choice holds by the model; `holds`: what programs do that were made; `weighed`: the candidates; `values`:
     lines about the largest at the peak of the program that holds least."""
@@ -75,28 +75,28 @@ def nothing_fits(
     closest = min(holds, key=lambda one: one.total, default=None)
     if closest is None:
         found = "" if least is None else f"; the least that one was found to need is {int(least):,}, by the planner's model"
-        advice = [*([_budget(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
+        advice = [*([_budget_advice(least)] if least is not None else []), "more ranks", "smaller inputs", "more microbatches"]
         return NothingFits(f"{start}{found}\n  what to do: {'; or '.join(advice)}", least, weighed=weighed)
     told = f"{start}; the least that one was found to need is {closest.total:,}:"
-    return _Told(placed, budget, closest, told, values, tuple(weighed)).before(trying)
+    return _ErrorText(placed, budget, closest, told, values, tuple(weighed)).without_changes(trying)
 
 
-def by_this_plan(placed: PlacedModel, budget: int, holds: RankBytes, values: Sequence[str], trying: Trying) -> NothingFits:
+def plan_exceeds_budget(placed: PlacedModel, budget: int, holds: RankBytes, values: Sequence[str], trying: ChangeTrial) -> NothingFits:
     """Of a plan that leaves nothing open. `values`: lines about the largest at the peak; `trying`: changes of the request."""
     policy = placed.request.remat
     again = "" if policy in (None, "none") else f", although backward recomputes what Options(remat={policy!r}) says"
     start = f"a rank may hold {budget:,} bytes (Options(memory_budget={budget})), but by this plan it holds {holds.total:,}{again}:"
-    return _Told(placed, budget, holds, start, values).before(trying)
+    return _ErrorText(placed, budget, holds, start, values).without_changes(trying)
 
 
-def of_stages(error: DoesNotFit, placed: PlacedModel, budget: int, values: Sequence[str], trying: Trying) -> NothingFits:
+def stages_exceed_budget(error: DoesNotFit, placed: PlacedModel, budget: int, values: Sequence[str], trying: ChangeTrial) -> NothingFits:
     """Of a pipeline: no schedule, number of microbatches or cut that was tried keeps the budget."""
     *start, parts = str(error).splitlines()
-    return _Told(placed, budget, error.need.most, "\n".join(start), values, said=parts.strip()).before(trying)
+    return _ErrorText(placed, budget, error.need.most, "\n".join(start), values, said=parts.strip()).without_changes(trying)
 
 
 @dataclass(frozen=True)
-class _Told:
+class _ErrorText:
     """What is said beside what was tried. `holds`: of the program that holds least; `said`: what that is made of, where known."""
 
     placed: PlacedModel
@@ -107,16 +107,16 @@ class _Told:
     weighed: tuple[Weighed, ...] = ()
     said: str = ""
 
-    def before(self, trying: Trying | None) -> NothingFits:
+    def without_changes(self, trying: ChangeTrial | None) -> NothingFits:
         """While nothing has been tried."""
-        return self._error([], None, None if trying is None else lambda: self.with_found(trying()))
+        return self._error([], None, None if trying is None else lambda: self.with_changes(trying()))
 
-    def with_found(self, found: Found) -> NothingFits:
+    def with_changes(self, found: FittingChanges) -> NothingFits:
         how = f"tried, by {for_mesh(self.placed.mesh).name}'s clock"
         less = [] if found.closest is None else [f"{found.closest}, which is not enough, and the least of what was tried ({how})"]
         return self._error([*(f"{one} ({how})" for one in found.fits[:CHANGES]), *less], found, None)
 
-    def _error(self, changes: Sequence[str], found: Found | None, trying: Callable[[], NothingFits] | None) -> NothingFits:
+    def _error(self, changes: Sequence[str], found: FittingChanges | None, trying: Callable[[], NothingFits] | None) -> NothingFits:
         kept, grown = sum(self.holds.kept.values()), self.holds.peak.gradients
         made = self.holds.peak.total - grown
         parts = self.said or f"{kept:,} for the whole call, {grown:,} of gradients, {made:,} that a call makes and reads again"
@@ -131,21 +131,21 @@ class _Told:
 def _advice(budget: int, least: int, changes: Sequence[str]) -> Iterator[str]:
     """The cheapest change first."""
     yield from changes
-    yield _budget(least)
-    yield f"about {times(budget, least)} times the ranks, if they split what is held"
+    yield _budget_advice(least)
+    yield f"about {rank_multiple(budget, least)} times the ranks, if they split what is held"
     yield "smaller inputs"
 
 
-def times(budget: int, least: float) -> int:
+def rank_multiple(budget: int, least: float) -> int:
     """How many times the ranks would do, if they split what is held."""
     return max(2, ceil(least / max(1, budget)))
 
 
-def _budget(size: float) -> str:
-    said = f'"{rounded(size)}"' if size >= 1e8 else rounded(size)
+def _budget_advice(size: float) -> str:
+    said = f'"{rounded_size_text(size)}"' if size >= 1e8 else rounded_size_text(size)
     return f"Options(memory_budget={said}), where a rank has that"
 
 
-def rounded(size: float) -> str:
+def rounded_size_text(size: float) -> str:
     """No less than so many bytes: `9.7GB`."""
     return f"{ceil(size / 1e8) / 10:g}GB" if size >= 1e8 else str(ceil(size))

@@ -2,14 +2,14 @@
 
     asked  ── capture ──>  traced  ── factorize ──>  placed  ── partition ──>  lowered  ──>  a program
 
-`passes/driver/compile.py` runs them.
+`passes/driver/compile_program.py` runs them.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from meshc.passes.chunks.write import write_chunks
+from meshc.passes.chunks.write_chunks import write_chunks
 from meshc.passes.depth.grow import grow
 from meshc.passes.lower.compact_expert_rows import compact_expert_rows
 from meshc.passes.lower.dispatch_and_combine import dispatch_and_combine
@@ -110,7 +110,7 @@ PARTS: Final = (OFFLOAD, MICROBATCH)
 STAGES: Final[Pass[LoweredProgram, LoweredProgram]] = Pass(
     "stages", cut_stages, "likewise: a stage hands on what lies on its rank; after microbatch, whose parts it cuts"
 )
-"""`passes/driver/search.py` runs those from the plan on to here for each candidate, where a pipeline leaves a choice."""
+"""`passes/driver/pipeline_search.py` runs those from the plan on to here for each candidate, where a pipeline leaves a choice."""
 CUT: Final[Pass[LoweredProgram, LoweredProgram]] = Pass("cut", cut_backward, "likewise: what lies where decides what is saved")
 
 LOWER: Final[tuple[Pass[LoweredProgram, LoweredProgram], ...]] = (

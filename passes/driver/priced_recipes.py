@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from meshc.passes.driver import pipeline
-from meshc.passes.driver.run import run_all
+from meshc.passes.driver.pass_runner import run_passes
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.planner.played import played_seconds
-from meshc.passes.planner.search import Search
-from meshc.passes.planner.space import Option
-from meshc.passes.planner.survey import searched_axes
+from meshc.passes.planner.build_space import searched_axes
+from meshc.passes.planner.overlap_clock import overlapped_seconds
+from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.search_space import Option
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
@@ -40,11 +40,11 @@ class PricedRecipe:
     options: tuple[Option, ...] = ()
 
     @property
-    def weighed(self) -> Weighed:
+    def as_candidate(self) -> Weighed:
         return Weighed(self.name, str(self.plan), self.modelled, holds=self.holds, estimated=self.played)
 
 
-def under(placed: PlacedModel, plan: Plan) -> PlacedModel:
+def with_plan(placed: PlacedModel, plan: Plan) -> PlacedModel:
     return placed.with_request(replace(placed.request, plan=plan))
 
 
@@ -56,22 +56,22 @@ def recipes_for(placed: PlacedModel, axes: Sequence[str]) -> Iterator[PricedReci
         yield PricedRecipe(name, placed.plan.having(said.values()), all(entry == by_role(entry.axis) for entry in entries))
 
 
-def assigned(placed: PlacedModel, axes: Sequence[str], recipes: Iterable[PricedRecipe]) -> dict[str, Assignment]:
+def propagate_recipes(placed: PlacedModel, axes: Sequence[str], recipes: Iterable[PricedRecipe]) -> dict[str, Assignment]:
     """What each decides, of those that can be and have a price."""
     if set(axes) != set(searched_axes(placed)):
         return {}
-    found = {one.name: attempt(partial(run_all, pipeline.PLACE[:2], under(placed, one.plan))) for one in recipes}
+    found = {one.name: attempt(partial(run_passes, pipeline.PLACE[:2], with_plan(placed, one.plan))) for one in recipes}
     return {name: one.require_assignment() for name, one in found.items() if not isinstance(one, Refusal)}
 
 
-def priced(search: Search, recipes: Iterable[PricedRecipe], decided: Mapping[str, Assignment]) -> list[PricedRecipe]:
+def price_recipes(search: PlanSearch, recipes: Iterable[PricedRecipe], decided: Mapping[str, Assignment]) -> list[PricedRecipe]:
     """The fastest on a clock first; those without a price last. `search` knows of what they decide."""
     found = []
     for recipe in recipes:
         if recipe.name in decided:
             pick = search.pick_of(decided[recipe.name])
-            modelled, played = search.model.seconds(pick), played_seconds(search.model, pick)
+            modelled, played = search.model.seconds(pick), overlapped_seconds(search.model, pick)
             options = search.options_of(decided[recipe.name])
-            recipe = replace(recipe, modelled=float(modelled), played=played, holds=search.held(pick), options=options)
+            recipe = replace(recipe, modelled=float(modelled), played=played, holds=search.held_bytes(pick), options=options)
         found.append(recipe)
     return sorted(found, key=lambda one: (one.played is None, one.played or 0.0, not one.own))

@@ -3,9 +3,9 @@
     cuts 3, 7    rank 0 holds 9.1 MB of 8:   1.1 MB less is kept there: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
     cuts 2, 7    now that rank 0 has more to do:                                      1.2 MB less: 7.8 MB, 1.24 ms
 
-What is kept less is what a rank held too much (`passes/recompute/in_stages.py`). What is recomputed lies in memory too, so what comes of it
-is walked, and less is kept; the last time as little as can be. Recomputing takes time, of some ranks more than of others: where other cuts
-are then better, it is done anew for these.
+What is kept less is what a rank held too much (`passes/recompute/stage_trades.py`). What is recomputed lies in memory too, so what comes
+of it is walked, and less is kept; the last time as little as can be. Recomputing takes time, of some ranks more than of others: where
+other cuts are then better, it is done anew for these.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final, Generic, TypeVar
 
 from meshc.frontend.faults import phase as part
 from meshc.passes.driver import pipeline
-from meshc.passes.driver.heard import Heard
-from meshc.passes.driver.run import run, run_all
+from meshc.passes.driver.pass_history import PassHistory
+from meshc.passes.driver.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.passes.recompute.in_stages import InStages
-from meshc.passes.recompute.recompute import settled
+from meshc.passes.recompute.recompute import settled_values
+from meshc.passes.recompute.stage_trades import StageTrades
 from meshc.passes.stages.attempt import Refusal
 from meshc.passes.stages.cut_stages import UncutProgram
 from meshc.passes.stages.pipeline_memory import MemoryNeed
@@ -32,7 +32,7 @@ Fitting = TypeVar("Fitting")
 
 
 @dataclass
-class Recomputing(Generic[Fitting]):
+class StageRecomputation(Generic[Fitting]):
     """
     step    as `recompute` left it, of which `uncut` is the microbatches;  heard  the passes that led there
     budget  bytes of a rank
@@ -41,9 +41,9 @@ class Recomputing(Generic[Fitting]):
 
     step: LoweredProgram
     uncut: UncutProgram
-    heard: Heard
+    heard: PassHistory
     budget: int
-    judged: Callable[[UncutProgram, PipelineShape, Heard, int], Fitting | Refusal | MemoryNeed]
+    judged: Callable[[UncutProgram, PipelineShape, PassHistory, int], Fitting | Refusal | MemoryNeed]
 
     def best(self, shape: PipelineShape, need: MemoryNeed) -> list[Fitting]:
         """What fits of a shape that needs too much; and of the cuts that are then better, if there are others."""
@@ -53,13 +53,13 @@ class Recomputing(Generic[Fitting]):
         other = next((one for one, _ in left.shapes.can if one.name == shape.name), shape)
         if other.cuts == shape.cuts:
             return [found]
-        whole = self.judged(self.uncut, other, self.heard.copied(), 0)
+        whole = self.judged(self.uncut, other, self.heard.copy(), 0)
         again = self._of(other, whole)[0] if isinstance(whole, MemoryNeed) else whole
         return [found, *([] if isinstance(again, Refusal | MemoryNeed) else [again])]
 
     def _of(self, shape: PipelineShape, need: MemoryNeed) -> tuple[Fitting | Refusal | MemoryNeed, UncutProgram]:
         """The first answer that is no Need, or that of the last round."""
-        stages = InStages(self.step, self.uncut.places(shape), settled(self.step))
+        stages = StageTrades(self.step, self.uncut.places(shape), settled_values(self.step))
         kept, fewest = stages.most, stages.least
         most: dict[int, int] = {}
         answer: Fitting | Refusal | MemoryNeed = need
@@ -71,8 +71,8 @@ class Recomputing(Generic[Fitting]):
             for rank, excess in over.items():
                 less = max(excess, (kept[rank] - fewest[rank]) // ROUNDS)
                 kept[rank] = most[rank] = fewest[rank] if turn == ROUNDS - 1 else max(fewest[rank], kept[rank] - less)
-            step, again = stages.keeping(most)
-            heard = self.heard.before(pipeline.RECOMPUTE.name)
+            step, again = stages.with_kept_bytes(most)
+            heard = self.heard.before_pass(pipeline.RECOMPUTE.name)
             uncut = self._uncut(step, heard)
             answer = self.judged(uncut, shape, heard, again)
             if not isinstance(answer, MemoryNeed):
@@ -80,8 +80,8 @@ class Recomputing(Generic[Fitting]):
             need = answer
         return answer, uncut
 
-    def _uncut(self, step: LoweredProgram, heard: Heard) -> UncutProgram:
-        recomputed = run(replace(pipeline.RECOMPUTE, run=lambda _: step), self.step, heard.hook)
-        lowered = run_all(pipeline.PARTS, recomputed, heard.hook)
+    def _uncut(self, step: LoweredProgram, heard: PassHistory) -> UncutProgram:
+        recomputed = run_pass(replace(pipeline.RECOMPUTE, run=lambda _: step), self.step, heard.hook)
+        lowered = run_passes(pipeline.PARTS, recomputed, heard.hook)
         with part(f"the pass {pipeline.STAGES.name}"):
             return UncutProgram(lowered)

@@ -1,14 +1,14 @@
 """Program within a memory budget: rounds of recomputing, chunks of the head, and offload; the clock decides.
 
-What backward recomputes is settled early (`passes/recompute/within.py`), on the graph of all layers, or with the stages of a pipeline
-(`search.py`); passes after that add copies of their own (buckets, windows of gathers). What the program then holds too much the next round
-leaves to them.
+What backward recomputes is settled early (`passes/recompute/recompute_within_budget.py`), on the graph of all layers, or with the stages
+of a pipeline (`pipeline_search.py`); passes after that add copies of their own (buckets, windows of gathers). What the program then holds
+too much the next round leaves to them.
 
     the head whole   1905 ms by the clock    23.0 GB of 24
     in 8 chunks      1830 ms                 24.0 GB          taken: with fewer logits at once more is kept
 
-What keeping the budget takes may be less where the head and loss run in chunks of their tokens (`in_chunks.py`), and where optimizer state
-and parameters lie on the host, if a rank may use it (`on_host.py`). The clock says.
+What keeping the budget takes may be less where the head and loss run in chunks of their tokens (`chunk_counts.py`), and where optimizer
+state and parameters lie on the host, if a rank may use it (`offload_plans.py`). The clock says.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import MeshcError, PlanError
-from meshc.passes.driver import in_chunks, on_host, pipeline
-from meshc.passes.driver.heard import Heard
+from meshc.passes.driver import chunk_counts, offload_plans, pipeline
+from meshc.passes.driver.pass_history import PassHistory
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.recompute.within import held_of, may_have_there, may_hold
+from meshc.passes.recompute.recompute_within_budget import held_bytes, host_budget_of, may_hold
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.pipeline_memory import DoesNotFit, memory_need
 
@@ -50,7 +50,7 @@ Lower = Callable[[PlacedModel, Hook | None], LoweredProgram]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _MeasuredProgram:
     """
     held   bytes of the rank that needs most;  left  what holds them
     heard  what a hook is to hear of the passes that led there
@@ -58,14 +58,16 @@ class _Kept:
 
     held: int
     left: LoweredProgram
-    heard: Heard
+    heard: PassHistory
 
-    def noting(self, *notes: str) -> _Kept:
+    def with_notes(self, *notes: str) -> _MeasuredProgram:
         return replace(self, left=self.left.with_notes(*notes))
 
-    def tried(self, count: int, budget: int) -> in_chunks.Tried:
+    def chunk_trial(self, count: int, budget: int) -> chunk_counts.ChunkTrial:
         """What has come of so many chunks."""
-        return in_chunks.Tried(count, budget - self.held, self.seconds, in_chunks.recompute_s(self.left), in_chunks.is_pressed(self.left))
+        return chunk_counts.ChunkTrial(
+            count, budget - self.held, self.seconds, chunk_counts.recompute_s(self.left), chunk_counts.has_too_large_candidates(self.left)
+        )
 
     @cached_property
     def seconds(self) -> float:
@@ -74,33 +76,33 @@ class _Kept:
         return program_seconds(program, for_mesh(program.mesh)).total
 
 
-def within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) -> LoweredProgram:
+def lower_within_budget(placed: PlacedModel, hook: Hook | None, lower: Lower) -> LoweredProgram:
     """Where there is something to choose for it, what `lower` leaves that keeps the budget and is fastest by the clock; where nothing does,
     what holds least. `hook` hears of the passes that led there."""
-    room = may_have_there(placed.request)
+    room = host_budget_of(placed.request)
     request = replace(placed.request, host_budget=None)
     budget, pipelined = may_hold(request), request.mesh.pipeline_axis is not None
     if budget is None or not (pipelined or (request.remat is None and request.grad)):
         return lower(placed, hook)
-    found = attempt(lambda: _whole_or_in_chunks(placed, request, budget, lower))
+    found = attempt(lambda: _best_chunking(placed, request, budget, lower))
     if isinstance(found, Refusal):
-        best = _only_on_host(placed, request, found.error, budget, room, lower)
+        best = _best_only_on_host(placed, request, found.error, budget, room, lower)
     else:
-        best = _or_by_rings(placed, request, found, budget, lower)
-        best = best if room is None else _on_host(placed, best, budget, room, lower)
-    best.heard.tell(hook)
+        best = _best_with_rings(placed, request, found, budget, lower)
+        best = best if room is None else _best_on_host(placed, best, budget, room, lower)
+    best.heard.replay(hook)
     return best.left
 
 
-def _or_by_rings(placed: PlacedModel, request: Request, best: _Kept, budget: int, lower: Lower) -> _Kept:
+def _best_with_rings(placed: PlacedModel, request: Request, best: _MeasuredProgram, budget: int, lower: Lower) -> _MeasuredProgram:
     """What holds less where keys pass round, if the best holds too much with some gathered."""
     if best.held <= budget or not best.left.placed.require_assignment().gathered:
         return best
-    passing = attempt(lambda: _whole_or_in_chunks(placed, replace(request, attention="ring"), budget, lower))
-    return passing.noting(BY_RINGS) if isinstance(passing, _Kept) and passing.held < best.held else best
+    passing = attempt(lambda: _best_chunking(placed, replace(request, attention="ring"), budget, lower))
+    return passing.with_notes(BY_RINGS) if isinstance(passing, _MeasuredProgram) and passing.held < best.held else best
 
 
-def _on_host(placed: PlacedModel, best: _Kept, budget: int, room: int, lower: Lower) -> _Kept:
+def _best_on_host(placed: PlacedModel, best: _MeasuredProgram, budget: int, room: int, lower: Lower) -> _MeasuredProgram:
     """The best with values on the host too, with state, or with parameters. Raises PlanError if what the plan says alone has no room."""
     there = memory.worst(best.left.as_program()).host
     if there > room:
@@ -108,58 +110,62 @@ def _on_host(placed: PlacedModel, best: _Kept, budget: int, room: int, lower: Lo
             f"{there:,} bytes of a rank lie on its host by the plan, and it may use {room:,} there (Options(host_budget={room}))\n"
             "  what to do: a larger host_budget, or fewer `offload` lines"
         )
-    if not on_host.pressed(best.left, best.seconds, best.held, budget):
+    if not offload_plans.is_worth_trying(best.left, best.seconds, best.held, budget):
         return best
     left = best.left
     settled = replace(
         placed.request, chunks=None if left.placed.chunked is None else left.placed.chunked.count,
         microbatches=left.request.microbatches, attention=left.request.attention,
     )  # fmt: skip
-    for found in _of_plans(placed, left, settled, budget, room, lower):
+    for found in _try_offload_plans(placed, left, settled, budget, room, lower):
         best = found if _is_better(found, best, budget) else best
     return best
 
 
-def _only_on_host(placed: PlacedModel, request: Request, error: MeshcError, budget: int, room: int | None, lower: Lower) -> _Kept:
+def _best_only_on_host(
+    placed: PlacedModel, request: Request, error: MeshcError, budget: int, room: int | None, lower: Lower
+) -> _MeasuredProgram:
     """The best with state or parameters on the host, of a pipeline of which without them nothing keeps the budget: that is `error`, which
     is raised where there is none."""
     if room is None or not isinstance(error, DoesNotFit) or error.need.cut is None:
         raise error
-    best: _Kept | None = None
-    for found in _of_plans(placed, error.need.cut, request, budget, room, lower):
+    best: _MeasuredProgram | None = None
+    for found in _try_offload_plans(placed, error.need.cut, request, budget, room, lower):
         best = found if best is None or _is_better(found, best, budget) else best
     if best is None:
         raise error
     return best
 
 
-def _of_plans(placed: PlacedModel, left: LoweredProgram, request: Request, budget: int, room: int, lower: Lower) -> Iterator[_Kept]:
+def _try_offload_plans(
+    placed: PlacedModel, left: LoweredProgram, request: Request, budget: int, room: int, lower: Lower
+) -> Iterator[_MeasuredProgram]:
     """What comes of what may lie on the host beside, as far as there is room for it. `left`: what its own plan has led to."""
-    for plan in on_host.plans(left):
-        found = attempt(partial(_in_rounds, placed, replace(request, plan=plan), budget, lower))
-        if isinstance(found, _Kept) and memory.worst(found.left.as_program()).host <= room:
+    for plan in offload_plans.offload_plans(left):
+        found = attempt(partial(_lower_in_rounds, placed, replace(request, plan=plan), budget, lower))
+        if isinstance(found, _MeasuredProgram) and memory.worst(found.left.as_program()).host <= room:
             lines = [line for line in plan.offloads if line not in left.plan.offloads]
-            yield found.noting(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
+            yield found.with_notes(ON_HOST.format(" and ".join(map(str, lines)))) if lines else found
 
 
-def _whole_or_in_chunks(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _Kept:
+def _best_chunking(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _MeasuredProgram:
     """The best with the head whole, or in any number of chunks that is worth a try."""
-    whole = attempt(lambda: _in_rounds(placed, request, budget, lower))
+    whole = attempt(lambda: _lower_in_rounds(placed, request, budget, lower))
     if isinstance(whole, Refusal) and not isinstance(whole.error, DoesNotFit):
         raise whole.error
     best = kept = None if isinstance(whole, Refusal) else whole
-    size, count = in_chunks.logits(placed), 1
-    first = None if kept is None or not size else kept.tried(count, budget)
-    while size and (more := _further(count, kept, first, size, budget)) is not None:
+    size, count = chunk_counts.logits_bytes(placed), 1
+    first = None if kept is None or not size else kept.chunk_trial(count, budget)
+    while size and (more := _next_chunk_count(count, kept, first, size, budget)) is not None:
         asked = replace(request, chunks=more)
         if kept is not None and kept.held <= budget:  # of a pipeline the search for other numbers of microbatches is not done again
             asked = replace(asked, microbatches=kept.left.request.microbatches)
-        found = attempt(partial(_in_rounds, placed, asked, budget, lower))
+        found = attempt(partial(_lower_in_rounds, placed, asked, budget, lower))
         if isinstance(found, Refusal) and not isinstance(found.error, DoesNotFit):
             break
-        if isinstance(found, _Kept) and found.left.placed.chunked is None:
+        if isinstance(found, _MeasuredProgram) and found.left.placed.chunked is None:
             break  # the head runs whole in any case
-        count, kept = more, found.noting(IN_CHUNKS.format(more)) if isinstance(found, _Kept) else None
+        count, kept = more, found.with_notes(IN_CHUNKS.format(more)) if isinstance(found, _MeasuredProgram) else None
         best = kept if kept is not None and (best is None or _is_better(kept, best, budget)) else best
     if best is None:
         assert isinstance(whole, Refusal)
@@ -167,30 +173,32 @@ def _whole_or_in_chunks(placed: PlacedModel, request: Request, budget: int, lowe
     return best
 
 
-def _further(count: int, kept: _Kept | None, first: in_chunks.Tried | None, size: int, budget: int) -> int | None:
+def _next_chunk_count(
+    count: int, kept: _MeasuredProgram | None, first: chunk_counts.ChunkTrial | None, size: int, budget: int
+) -> int | None:
     """The number of chunks to try after `count` of them, of which `kept` has come."""
     if kept is None:
-        return in_chunks.more(count)
+        return chunk_counts.next_count(count)
     if kept.held > budget:
-        return in_chunks.more(count) if in_chunks.may_keep(first, kept.tried(count, budget), size) else None
-    return in_chunks.for_time(first, kept.tried(count, budget), size, budget)
+        return chunk_counts.next_count(count) if chunk_counts.may_fit(first, kept.chunk_trial(count, budget), size) else None
+    return chunk_counts.next_count_for_time(first, kept.chunk_trial(count, budget), size, budget)
 
 
-def _is_better(one: _Kept, other: _Kept, budget: int) -> bool:
+def _is_better(one: _MeasuredProgram, other: _MeasuredProgram, budget: int) -> bool:
     if one.held > budget or other.held > budget:
         return one.held < other.held
     return one.seconds < other.seconds
 
 
-def _in_rounds(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _Kept:
+def _lower_in_rounds(placed: PlacedModel, request: Request, budget: int, lower: Lower) -> _MeasuredProgram:
     """What keeps the budget, or else holds least."""
     pipelined = request.mesh.pipeline_axis is not None
     spare, enough = 0, True
-    best: _Kept | None = None
+    best: _MeasuredProgram | None = None
     for last in (False,) * ROUNDS + (() if pipelined else (True,)):
         if not (enough or last):
             continue  # as little is kept as can be
-        heard = Heard() if last else _HeardEarly()
+        heard = PassHistory() if last else _HistoryWithBytes()
         asked = replace(request, remat=LAST) if last else replace(request, spare=spare)
         try:
             left = lower(placed.restart_for_request(asked), heard.hook)
@@ -200,8 +208,8 @@ def _in_rounds(placed: PlacedModel, request: Request, budget: int, lower: Lower)
             break  # so many bytes less nothing holds
         held = memory.worst(left.as_program()).total
         if best is None or held < best.held:
-            best = _Kept(held, left.with_notes(*([BY_LAST] if last else [])), heard)
-        if held <= budget or not isinstance(heard, _HeardEarly):
+            best = _MeasuredProgram(held, left.with_notes(*([BY_LAST] if last else [])), heard)
+        if held <= budget or not isinstance(heard, _HistoryWithBytes):
             break
         enough = heard.held <= budget - spare
         spare = held - heard.held
@@ -209,7 +217,7 @@ def _in_rounds(placed: PlacedModel, request: Request, budget: int, lower: Lower)
     return best
 
 
-class _HeardEarly(Heard):
+class _HistoryWithBytes(PassHistory):
     """And what a rank held when it was settled what is recomputed, and of a pipeline its stages: passes after it write into the graph."""
 
     held: int = 0
@@ -218,6 +226,6 @@ class _HeardEarly(Heard):
         super().hook(name, phase)
         if name == pipeline.RECOMPUTE.name:
             assert isinstance(phase, LoweredProgram)
-            self.held = held_of(phase)
+            self.held = held_bytes(phase)
         if name == pipeline.STAGES.name and isinstance(phase, LoweredProgram) and phase.pipeline is not None:
             self.held = memory_need(phase).most.total

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from meshc.errors import PlanError
 from meshc.ir import KEY, is_getitem, record, records, set_record, update
 from meshc.ir.graph import copied_node
-from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
+from meshc.passes.offload.host_storage import fetch, line_of, mark_on_host, put_back
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import PARAMS, OffloadLine
@@ -47,7 +47,7 @@ def offload_params(lowered: LoweredProgram) -> LoweredProgram:
     for node, key in stage.keys().items():
         if key in offloaded:
             _offload(stage, node, key, offloaded[key])
-    return on_host(lowered, offloaded)
+    return mark_on_host(lowered, offloaded)
 
 
 def _refuse(lines: Sequence[OffloadLine], held: Sequence[Port], lowered: LoweredProgram) -> None:
@@ -71,11 +71,11 @@ def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
     """In place."""
     graph, results = stage.graph, stage.results()
     copies: dict[Node, Site] = {}
-    for laid_out in reversed(_laid_out(graph, node)):
+    for laid_out in reversed(_layout_nodes(graph, node)):
         sites = iter(_readers(laid_out, copies).items())
         copies[laid_out], own = next(sites, (("", ""), []))
         for site, readers in sites:
-            copies[_again(graph, laid_out, site[0], readers)] = site
+            copies[_copy_for_phase(graph, laid_out, site[0], readers)] = site
         if own:
             min(own).prepend(laid_out)
     update(node, host=True)
@@ -85,7 +85,7 @@ def _offload(stage: Stage, node: Node, key: str, why: str) -> None:
         put_back(graph, stage.outputs.index(key), node, why)
 
 
-def _laid_out(graph: Graph, node: Node) -> list[Node]:
+def _layout_nodes(graph: Graph, node: Node) -> list[Node]:
     """Views and casts of it alone, in the graph's order."""
     found = {node: None}
     for one in graph.nodes:
@@ -108,7 +108,7 @@ def _site(reader: Node) -> Site:
     return (one.phase, "" if one.phase == "update" else one.source.module)
 
 
-def _again(graph: Graph, node: Node, phase: str, readers: Sequence[Node]) -> Node:
+def _copy_for_phase(graph: Graph, node: Node, phase: str, readers: Sequence[Node]) -> Node:
     with graph.inserting_before(min(readers)):
         made = copied_node(graph, node, lambda operand: operand)
     set_record(made, replace(record(node), phase=phase, returned_by=()))

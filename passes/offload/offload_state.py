@@ -7,7 +7,7 @@
                                                               return {"state:w/exp_avg": back}
 
 The update itself stays on the device, whatever the optimizer is (docs/decisions/offload-and-budgets.md), unless the line
-says that it runs on the host too (`update_there.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
+says that it runs on the host too (`host_updates.py`). With `offload state: disk` state lies in files, `m: "f32[8, 4] disk"`, which are
 mapped into the host's memory, and comes and goes by the same copies. When these start is settled later, in
 `passes/lower/prefetch_offloaded.py`. Counts of steps, which are numbers, stay where torch keeps them; they lie on the host if the update
 runs there.
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from meshc.ir import update
-from meshc.passes.offload.stored import fetch, line_of, on_host, put_back
-from meshc.passes.offload.update_there import update_there
+from meshc.passes.offload.host_storage import fetch, line_of, mark_on_host, put_back
+from meshc.passes.offload.host_updates import update_on_host
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STATE, OffloadLine
@@ -39,8 +39,8 @@ def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     disk = {key for key, line in said.items() if line.disk}
     _offload(stage, offloaded, disk)
     if any(line.update for line in said.values()):
-        update_there(stage, {key: str(line) for key, line in said.items() if line.update})
-    return on_host(lowered, offloaded, disk)
+        update_on_host(stage, {key: str(line) for key, line in said.items() if line.update})
+    return mark_on_host(lowered, offloaded, disk)
 
 
 def _refuse_lines_about_nothing(lines: Sequence[OffloadLine], held: Sequence[Port]) -> None:

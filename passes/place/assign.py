@@ -10,7 +10,7 @@ from meshc.cost.flops import flops
 from meshc.errors import PlanError
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.chunks.head import chunked
+from meshc.passes.chunks.head_operators import mark_chunked_head
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.placed_model import PlacedModel
@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound=Propagator)
 
 
 def assign(placed: PlacedModel) -> PlacedModel:
-    placed = chunked(placed)
+    placed = mark_chunked_head(placed)
     decides = propagator(placed, Propagator)
     decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
     placed = replace(placed, assignment=decides.run())

@@ -16,9 +16,9 @@ from typing import Final
 
 from meshc.cost.work import collapsed
 from meshc.ir import op_name, records
-from meshc.passes.planner.model import Group, Model, Pick
-from meshc.passes.planner.search import Search
-from meshc.passes.planner.space import Form, Key, Option
+from meshc.passes.planner.cost_model import CostModel, Pick, ValueGroup
+from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.search_space import Form, Key, Option
 
 CLOSEST: Final = 6
 """Alternatives beside which the others are decided anew."""
@@ -26,7 +26,7 @@ ROUNDS: Final = 2
 
 
 @dataclass(frozen=True)
-class Alternative:
+class PricedAlternative:
     """
     more_s  seconds of a call that it costs more;  held  bytes that a rank holds then
     falls   where that falls: what costs more or less, the largest difference first
@@ -41,82 +41,84 @@ class Alternative:
 class Alternatives:
     """Of one choice of a search."""
 
-    def __init__(self, search: Search, pick: Pick) -> None:
+    def __init__(self, search: PlanSearch, pick: Pick) -> None:
         self.search, self.pick, self.model = search, pick, search.model
-        self.groups: dict[int, list[Group]] = defaultdict(list)
+        self.groups: dict[int, list[ValueGroup]] = defaultdict(list)
         for group in self.model.groups:
             for number in dict.fromkeys((group.maker, *(leg.reader for leg in group.legs))):
                 self.groups[number].append(group)
 
-    def taken(self, key: Key) -> Option:
+    def taken_option(self, key: Key) -> Option:
         number = self.model.folded.of[key]
         return self.model.decision(number).options[self.pick[number]]
 
-    def of(self, key: Key, count: int = 2) -> list[Alternative]:
+    def of(self, key: Key, count: int = 2) -> list[PricedAlternative]:
         """The best others, the cheapest first."""
         number = self.model.folded.of[key]
         others = [at for at in range(len(self.model.decision(number).options)) if at != self.pick[number]]
-        closest = sorted(others, key=lambda at: self._more(self._with(self.pick, number, at)))[:CLOSEST]
-        settled = sorted((self._settled(number, at) for at in closest), key=self._more)[:count]
+        closest = sorted(others, key=lambda at: self._extra_seconds(self._with_option(self.pick, number, at)))[:CLOSEST]
+        settled = sorted((self._improve_neighbours(number, at) for at in closest), key=self._extra_seconds)[:count]
         return [
-            Alternative(
-                self.model.decision(number).options[pick[number]], self._more(pick), float(self.search.memory.walk(pick).max()),
-                tuple(self._falls(pick)),
+            PricedAlternative(
+                self.model.decision(number).options[pick[number]], self._extra_seconds(pick), float(self.search.memory.walk(pick).max()),
+                tuple(self._differing_terms(pick)),
             )
             for pick in settled
         ]  # fmt: skip
 
-    def _settled(self, number: int, option: int) -> Pick:
+    def _improve_neighbours(self, number: int, option: int) -> Pick:
         """With the decisions beside it as they are best then."""
-        pick = self._with(self.pick, number, option)
+        pick = self._with_option(self.pick, number, option)
         changed = {number}
         for _ in range(ROUNDS):
-            beside = dict.fromkeys(other for one in sorted(changed) for other in self._beside(one) if other != number)
+            beside = dict.fromkeys(other for one in sorted(changed) for other in self._neighbours(one) if other != number)
             before = pick
             for other in beside:
                 options = range(len(self.model.own[other]))
-                best = min(options, key=lambda at: (self._local(self._with(pick, other, at), other), at != pick[other]))  # noqa: B023
+                best = min(options, key=lambda at: (self._local_seconds(self._with_option(pick, other, at), other), at != pick[other]))  # noqa: B023
                 if best != pick[other]:
-                    pick = self._with(pick, other, best)
+                    pick = self._with_option(pick, other, best)
                     changed.add(other)
             if pick == before:
                 break
         return pick
 
-    def _beside(self, number: int) -> Iterator[int]:
+    def _neighbours(self, number: int) -> Iterator[int]:
         for group in self.groups[number]:
             yield group.maker
             yield from (leg.reader for leg in group.legs)
 
-    def _with(self, pick: Pick, number: int, option: int) -> Pick:
+    def _with_option(self, pick: Pick, number: int, option: int) -> Pick:
         return (*pick[:number], option, *pick[number + 1 :])
 
-    def _local(self, pick: Pick, number: int) -> float:
-        return float(self.model.own[number][pick[number]]) + sum(self.model.between(group, pick) for group in self.groups[number])
+    def _local_seconds(self, pick: Pick, number: int) -> float:
+        return float(self.model.own[number][pick[number]]) + sum(self.model.reshard_seconds(group, pick) for group in self.groups[number])
 
-    def _more(self, pick: Pick) -> float:
+    def _extra_seconds(self, pick: Pick) -> float:
         """Seconds that a choice costs more than the one that is taken."""
         changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
         own = sum(float(self.model.own[number][pick[number]] - self.model.own[number][self.pick[number]]) for number in changed)
-        return own + sum(self.model.between(group, pick) - self.model.between(group, self.pick) for group in self._touched(changed))
+        return own + sum(
+            self.model.reshard_seconds(group, pick) - self.model.reshard_seconds(group, self.pick) for group in self._groups_of(changed)
+        )
 
-    def _touched(self, numbers: Iterable[int]) -> list[Group]:
+    def _groups_of(self, numbers: Iterable[int]) -> list[ValueGroup]:
         return list({id(group): group for number in numbers for group in self.groups[number]}.values())
 
-    def _falls(self, pick: Pick) -> Iterator[tuple[str, float]]:
+    def _differing_terms(self, pick: Pick) -> Iterator[tuple[str, float]]:
         """Terms of the cost that differ."""
         changed = [number for number, (one, other) in enumerate(zip(pick, self.pick, strict=True)) if one != other]
         differs: Counter[str] = Counter()
         for sign, each in ((1.0, pick), (-1.0, self.pick)):
             for number in changed:
-                differs[self._named(number)] += sign * float(self.model.own[number][each[number]])  # type: ignore[assignment]
-            for group in self._touched(changed):
-                for text, seconds in self._changes(group, each):
+                differs[self._class_text(number)] += sign * float(self.model.own[number][each[number]])  # type: ignore[assignment]
+            for group in self._groups_of(changed):
+                for text, seconds in self._reshard_terms(group, each):
                     differs[text] += sign * seconds  # type: ignore[assignment]
         yield from sorted(((text, more) for text, more in differs.items() if abs(more) > 1e-9), key=lambda one: -abs(one[1]))
 
 
-    def _changes(self, group: Group, pick: Pick) -> Iterator[tuple[str, float]]:
+    def _reshard_terms(self, group: ValueGroup, pick: Pick) -> Iterator[tuple[str, float]]:
         """The changes of sharding of a group's values, each with what it takes for all of them."""
         lies = int(group.given[pick[group.maker]])
         seen: dict[tuple[int, str], None] = {}
@@ -126,22 +128,22 @@ class Alternatives:
             if key not in seen and leg.price[lies, wants] > 0:
                 seen[key] = None
                 how = collectives(self.model, group.lies[lies], group.wants[wants])
-                yield f"{how} of {self._named(group.maker)}", group.count * float(leg.price[lies, wants])
+                yield f"{how} of {self._class_text(group.maker)}", group.count * float(leg.price[lies, wants])
 
-    def _named(self, number: int) -> str:
+    def _class_text(self, number: int) -> str:
         """A class in words: its member, or what its members have in common."""
-        said = named(self.model.folded.members[number][0])
+        said = decision_text(self.model.folded.members[number][0])
         return said if self.model.count(number) == 1 else collapsed(said)
 
 
-def collectives(model: Model, source: Form, target: Form) -> str:
+def collectives(model: CostModel, source: Form, target: Form) -> str:
     """`all_gather over dp`, of a change of sharding."""
     moved = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a or b)
     kinds = [(kind, axes) for kind, axes, _ in model.moves.messages(moved, source[1], target[1]) if kind not in ("slice", "first")]
     return " and ".join(f"{kind} over {', '.join(axes)}" for kind, axes in kinds) or "a copy"
 
 
-def named(key: Key) -> str:
+def decision_text(key: Key) -> str:
     """A decision in words: `mm of layers.0.mlp.up_proj, backward`."""
     if isinstance(key, tuple):
         kind, name = key

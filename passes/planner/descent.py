@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from meshc.passes.planner.ascent import Ascent, Side
-from meshc.passes.planner.model import Leg, Pick
-from meshc.passes.planner.space import Floats
+from meshc.passes.planner.cost_model import Leg, Pick
+from meshc.passes.planner.dual_ascent import DualAscent, Side
+from meshc.passes.planner.search_space import Floats
 
 ROUNDS: Final = 50
 OPEN: Final = -1
@@ -24,7 +24,7 @@ BETTER: Final = 1e-12
 
 
 class Descent:
-    def __init__(self, ascent: Ascent) -> None:
+    def __init__(self, ascent: DualAscent) -> None:
         self.ascent, self.left = ascent, ascent.left
         weighed = ascent.weighed
         self.plain = [own[row] for own, row in zip(weighed.plain, self.left, strict=True)]
@@ -40,13 +40,13 @@ class Descent:
         self.groups = groups
         self.price = weighed.price
 
-    def decided(self) -> Pick:
+    def decide(self) -> Pick:
         pick = [OPEN] * len(self.left)
         for number in range(len(pick)):
             pick[number] = int(self.left[number][self.costs(number, pick).argmin()])
         return tuple(pick)
 
-    def improved(self, start: Sequence[int]) -> Pick:
+    def improve(self, start: Sequence[int]) -> Pick:
         pick = list(start)
         waiting = dict.fromkeys(range(len(pick)))
         for _ in range(ROUNDS * len(pick)):
@@ -59,10 +59,10 @@ class Descent:
             now = np.flatnonzero(self.left[number] == pick[number])
             if not len(now) or costs[best] < costs[now[0]] - BETTER:
                 pick[number] = int(self.left[number][best])
-                waiting.update(dict.fromkeys(self._beside(number)))
+                waiting.update(dict.fromkeys(self._neighbours(number)))
         return tuple(pick)
 
-    def _beside(self, number: int) -> Iterable[int]:
+    def _neighbours(self, number: int) -> Iterable[int]:
         for group in self.makes[number]:
             yield from (leg.reader for leg in self.groups[group].legs if leg.reader != number)
         for group in self.reads[number]:
@@ -75,12 +75,12 @@ class Descent:
         """What each option that is left costs beside what is decided, and by messages beside what is not."""
         found = self.plain[number].copy()
         for group in self.makes[number]:
-            found += self._made(group, number, pick)
+            found += self._maker_costs(group, number, pick)
         for group, legs in self.reads[number].items():
-            found += self._read(group, legs, number, pick)
+            found += self._reader_costs(group, legs, number, pick)
         return found
 
-    def _made(self, number: int, maker: int, pick: Sequence[int]) -> Floats:
+    def _maker_costs(self, number: int, maker: int, pick: Sequence[int]) -> Floats:
         group, left = self.groups[number], self.left[maker]
         given = group.given[left]
         found = np.zeros(len(left))
@@ -113,7 +113,7 @@ class Descent:
                 before.append((leg, wants))
         return found
 
-    def _read(self, number: int, legs: Sequence[int], reader: int, pick: Sequence[int]) -> Floats:
+    def _reader_costs(self, number: int, legs: Sequence[int], reader: int, pick: Sequence[int]) -> Floats:
         group, left = self.groups[number], self.left[reader]
         found = np.zeros(len(left))
         if pick[group.maker] == OPEN:

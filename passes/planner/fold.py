@@ -21,13 +21,13 @@ from torch.fx import Node
 from meshc.ir import leaves, op_name, records
 from meshc.passes.depth.call_argument import call_argument, with_call
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.planner.space import Key, Made, Space
+from meshc.passes.planner.search_space import DecidedValue, Key, SearchSpace
 
 ROUNDS: Final = 2
 
 
 @dataclass(frozen=True)
-class Folded:
+class DecisionClasses:
     """
     of        the class of each decision;  members  of each class, in graph order: the first stands for all
     groups    values with their readings, by classes: those of each group cost the same under the same options
@@ -35,16 +35,16 @@ class Folded:
 
     of: dict[Key, int]
     members: tuple[tuple[Key, ...], ...]
-    groups: tuple[tuple[Made, ...], ...]
+    groups: tuple[tuple[DecidedValue, ...], ...]
 
 
-def fold(space: Space, near: bool = False) -> Folded:
+def fold(space: SearchSpace, near: bool = False) -> DecisionClasses:
     """`near`: whether layers beside those that were not captured decide as these, where they hand each other values. Raises Unequal."""
     number = _Numbers()
-    of = {key: number(("decision", *_own(space, key))) for key in space.decisions}
+    of = {key: number(("decision", *_call_signature(space, key))) for key in space.decisions}
     for key, twin in space.twins.items():
         if of[key] != of[twin]:
-            raise Unequal(f"{_said(key)} and {_said(twin)} cannot be decided alike")
+            raise Unequal(f"{_key_text(key)} and {_key_text(twin)} cannot be decided alike")
     alike = {**space.twins, **{key: twin for key, twin in space.near.items() if near and of.get(key) == of.get(twin)}}
     for _ in range(ROUNDS):
         reads: dict[Key, list[Hashable]] = defaultdict(list)
@@ -54,7 +54,7 @@ def fold(space: Space, near: bool = False) -> Folded:
             everyone = sorted(_reading(of, each) for each in made.readings)
             for each in made.readings:
                 if each.reader in of:
-                    reads[each.reader].append((_place(each), mine, made.root[1], each.shape))
+                    reads[each.reader].append((_operand_place(each), mine, made.root[1], each.shape))
             read_by[made.decision].append((made.root[1] if made.root[0].op == "call_function" else 0, tuple(everyone)))
         of = {key: number((of[key], tuple(sorted(map(repr, reads[key]))), tuple(map(repr, read_by[key])))) for key in space.decisions}
         of |= {key: of[twin] for key, twin in alike.items()}
@@ -63,11 +63,11 @@ def fold(space: Space, near: bool = False) -> Folded:
         members[found].append(key)
     order = {found: at for at, found in enumerate(members)}
     of = {key: order[found] for key, found in of.items()}
-    return Folded(of, tuple(map(tuple, members.values())), _groups(space, of))
+    return DecisionClasses(of, tuple(map(tuple, members.values())), _groups(space, of))
 
 
-def _groups(space: Space, of: dict[Key, int]) -> tuple[tuple[Made, ...], ...]:
-    groups: dict[Hashable, list[Made]] = defaultdict(list)
+def _groups(space: SearchSpace, of: dict[Key, int]) -> tuple[tuple[DecidedValue, ...], ...]:
+    groups: dict[Hashable, list[DecidedValue]] = defaultdict(list)
     for made in space.made:
         node = made.root[0]
         at = op_name(node) if node.op == "call_function" else ""
@@ -77,33 +77,33 @@ def _groups(space: Space, of: dict[Key, int]) -> tuple[tuple[Made, ...], ...]:
 
 
 def _reading(of: dict[Key, int], reading: object) -> tuple[int, str]:
-    return of.get(reading.reader, -1), repr(_place(reading))  # type: ignore[attr-defined]
+    return of.get(reading.reader, -1), repr(_operand_place(reading))  # type: ignore[attr-defined]
 
 
-def _place(reading: object) -> tuple[str, int, str]:
+def _operand_place(reading: object) -> tuple[str, int, str]:
     """Which operand of what: an update is several operators that decide as one."""
     node = reading.node  # type: ignore[attr-defined]
     return ("" if node is None else op_name(node)), reading.operand, reading.phase  # type: ignore[attr-defined]
 
 
-def _own(space: Space, key: Key) -> Iterable[Hashable]:
+def _call_signature(space: SearchSpace, key: Key) -> Iterable[Hashable]:
     decision = space.decisions[key]
     if isinstance(key, tuple):
         return key[0], decision.labels, decision.sizes, decision.options
     shapes = tuple((one.shape, str(one.dtype)) for one in records(key))
-    said = repr(called_with(key)) if key.op == "call_function" else ""
+    said = repr(constant_arguments(key)) if key.op == "call_function" else ""
     name = op_name(key) if key.op == "call_function" else key.op
     return name, said, shapes, records(key)[0].phase, decision.labels, decision.sizes, decision.options
 
 
-def called_with(node: Node) -> tuple[object, ...]:
+def constant_arguments(node: Node) -> tuple[object, ...]:
     """The arguments of a call that are no values, but for what each layer has of its own: numbers of random calls, and those in texts."""
     args = node.args if call_argument(node) is None else with_call(node, 0)
     found = (one for argument in (*args, *node.kwargs.values()) for one in leaves(argument))
     return tuple(None if isinstance(one, Node) else re.sub(r"\d+", "", one) if isinstance(one, str) else one for one in found)
 
 
-def _said(key: Key) -> str:
+def _key_text(key: Key) -> str:
     return " of ".join(key) if isinstance(key, tuple) else key.name
 
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from meshc.passes.planner.model import Group, Leg, Model
+from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
 
 HIDDEN: Final = 0.1
 """What counts at the least of what can be hidden: of two plans that hide all, the one that sends less is better still."""
 
 
-def hiding(model: Model, part: float = HIDDEN) -> Model:
+def with_hidden_communication(model: CostModel, part: float = HIDDEN) -> CostModel:
     """The objective in which what can be hidden counts for this part of its price, or for what computing loses by it if that is more.
 
     For none, its bound is one of the clock's: nothing costs more beside computing than apart from it there.
@@ -34,7 +34,7 @@ def hiding(model: Model, part: float = HIDDEN) -> Model:
     return replace(model, groups=groups)
 
 
-def _hides(model: Model, group: Group, leg: Leg) -> bool:
+def _hides(model: CostModel, group: ValueGroup, leg: Leg) -> bool:
     """Of a stored parameter on its way to operators, and of a gradient on its way to its norm and its update."""
     maker = model.decision(group.maker).key
     stored = isinstance(maker, tuple) and maker[0] == "parameter"

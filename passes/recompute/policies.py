@@ -37,16 +37,17 @@ CHEAP: Final = frozenset({
 """Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
 
 LITTLE: Final = "little"
-"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`for_little.py`)."""
+"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`recompute_by_price.py`)."""
 
 BY_BUDGET: Final = "by budget"
-"""No policy that users name: what `layer` would recompute, and beside layers `cheap`, as far as a budget asks for it (`within.py`)."""
+"""No policy that users name: what `layer` would recompute, and beside layers `cheap`, as far as a budget asks for it
+(`recompute_within_budget.py`)."""
 
 _MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Policy:
+class RecomputePolicy:
     """
     may    whether a value may be recomputed
     ahead  how many products of backward may lie between where a value is recomputed and where it is last read; None: any number
@@ -56,7 +57,7 @@ class Policy:
     ahead: Callable[[Node], int | None]
 
 
-def _any(node: Node) -> int | None:
+def _any_distance(node: Node) -> int | None:
     return None
 
 
@@ -89,7 +90,7 @@ def layer_of(node: Node) -> str:
     return found.group() if found else ""
 
 
-def _within(groups: Mapping[str, int]) -> Callable[[Node], bool]:
+def _may_within_groups(groups: Mapping[str, int]) -> Callable[[Node], bool]:
     """What only its own group of layers reads."""
 
     def may(node: Node) -> bool:
@@ -101,34 +102,36 @@ def _within(groups: Mapping[str, int]) -> Callable[[Node], bool]:
     return may
 
 
-def _layers(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> Policy:
+def _layer_policy(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> RecomputePolicy:
     """`together`: of so many layers, how many are recomputed at a time."""
     names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
     size = together(len(names))
-    return Policy(_within({name: number // size for number, name in enumerate(names)}), _any)
+    return RecomputePolicy(_may_within_groups({name: number // size for number, name in enumerate(names)}), _any_distance)
 
 
 def _square_root(count: int) -> int:
     return max(1, ceil(sqrt(count)))
 
 
-def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> Policy:
+def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> RecomputePolicy:
     """A policy for a graph's forward calls."""
     if name == "none":
-        return Policy(lambda node: False, _any)
+        return RecomputePolicy(lambda node: False, _any_distance)
     if name == "cheap":
-        return Policy(is_cheap, lambda node: AHEAD)
+        return RecomputePolicy(is_cheap, lambda node: AHEAD)
     if name == LITTLE:
-        return Policy(lambda node: is_cheap(node) or node.target is spmd.all_to_all, lambda node: AHEAD)
+        return RecomputePolicy(lambda node: is_cheap(node) or node.target is spmd.all_to_all, lambda node: AHEAD)
     if name == "selective":
-        return Policy(is_no_product, lambda node: AHEAD)
+        return RecomputePolicy(is_no_product, lambda node: AHEAD)
     if name == BY_BUDGET:
-        inside = _layers(forward).may
-        return Policy(lambda node: inside(node) if layer_of(node) else is_cheap(node), lambda node: None if layer_of(node) else AHEAD)
-    return _layers(forward, _square_root) if name == "sqrt" and not pipeline else _layers(forward)
+        inside = _layer_policy(forward).may
+        return RecomputePolicy(
+            lambda node: inside(node) if layer_of(node) else is_cheap(node), lambda node: None if layer_of(node) else AHEAD
+        )
+    return _layer_policy(forward, _square_root) if name == "sqrt" and not pipeline else _layer_policy(forward)
 
 
-def _checkpointed(node: Node) -> bool:
+def _may_recompute_checkpointed(node: Node) -> bool:
     """What a region of the user's own recomputes: all but what its policy saves, and what is read outside of it."""
     source = records(node)[0].source
     return not source.saved and all(
@@ -137,7 +140,7 @@ def _checkpointed(node: Node) -> bool:
     )  # fmt: skip
 
 
-CHECKPOINTED: Final = Policy(_checkpointed, _any)
+CHECKPOINTED: Final = RecomputePolicy(_may_recompute_checkpointed, _any_distance)
 
 
 class Policies:
@@ -147,9 +150,9 @@ class Policies:
     def __init__(self, usual: str, lines: Sequence[RematLine], forward: Sequence[Node], pipeline: bool) -> None:
         self.usual, self.lines = usual, lines
         self._by_name = {name: policy_of(name, forward, pipeline) for name in {usual, *(line.policy for line in lines)}}
-        self._of_module: dict[str, Policy | None] = {}
+        self._of_module: dict[str, RecomputePolicy | None] = {}
 
-    def of(self, node: Node) -> Policy:
+    def of(self, node: Node) -> RecomputePolicy:
         source = records(node)[0].source
         if source.module not in self._of_module:
             name = next((line.policy for line in reversed(self.lines) if line.covers(source.module)), None)

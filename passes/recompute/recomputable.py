@@ -42,7 +42,7 @@ class Recomputable:
         return None if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
 
 
-def recomputable(
+def recomputable_values(
     graph: Graph, keys: Mapping[Node, str], policies: Policies, fixed: Collection[Node] = (), written: Collection[Node] = ()
 ) -> Recomputable:
     """`fixed`: what is not recomputed. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
@@ -50,21 +50,23 @@ def recomputable(
     learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
     among = set(forward)
     wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
-    never = {node for node in forward if node in fixed or _once(node) or not set(written).isdisjoint(node.all_input_nodes)}
+    never = {node for node in forward if node in fixed or _is_once_only(node) or not set(written).isdisjoint(node.all_input_nodes)}
     return Recomputable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
 
 
-def of_lowered(lowered: LoweredProgram, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()) -> Recomputable:
+def recomputable_of_stage(
+    lowered: LoweredProgram, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()
+) -> Recomputable:
     """Of the only stage, by the last line about a value, or the usual policy."""
     (stage,) = lowered.stages.values()
     keys = stage.keys()
     written = {key for key in stage.results() if is_a(key, "buffer")}
     policies = Policies(usual, lines, calls_of(stage.graph, "forward"), lowered.mesh.pipeline_axis is not None)
-    given = set() if lowered.request.train else _given(stage)
-    return recomputable(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
+    given = set() if lowered.request.train else _returned_values(stage)
+    return recomputable_values(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
 
 
-def _given(stage: Stage) -> set[Node]:
+def _returned_values(stage: Stage) -> set[Node]:
     """What the caller is given: it is there in any case. What brings it together was made last, as if of backward."""
     outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
     return set(made_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
@@ -85,7 +87,7 @@ def _operands(
     return {node: [operand for operand in node.all_input_nodes if operand in among] for node in forward if node in may}
 
 
-def _once(node: Node) -> bool:
+def _is_once_only(node: Node) -> bool:
     """Checks, which are made, and draws of a generator, which would be others."""
     return op_name(node).startswith("meshc.check_") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 

@@ -3,9 +3,9 @@
     forward   h = mm(x, w);  a = gelu(h);  y = mm(a, v)             h = mm(x, w);  a = gelu(h);  y = mm(a, v)
     backward  gv = mm(t(a), gy)                            becomes  a_1 = gelu(h);  gv = mm(t(a_1), gy)
 
-A policy (`policies.py`) says what may be recomputed, a minimum cut (`least.py`) what is kept for it. A copy stands before its first reader
-in backward and belongs to that phase, so that all passes after this one save what is still read, and no more. Nothing about the numbers
-changes: random draws go by their number.
+A policy (`policies.py`) says what may be recomputed, a minimum cut (`kept_values.py`) what is kept for it. A copy stands before its first
+reader in backward and belongs to that phase, so that all passes after this one save what is still read, and no more. Nothing about the
+numbers changes: random draws go by their number.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.fx import Graph, Node
 
 from meshc.ir import calls_of, has_record, is_getitem, records, value_of
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.passes.recompute.for_little import for_little
-from meshc.passes.recompute.least import least_kept
-from meshc.passes.recompute.recomputable import Recomputable, of_lowered
-from meshc.passes.recompute.within import keep_within, may_hold
-from meshc.passes.recompute.write import write_copies
+from meshc.passes.recompute.kept_values import least_kept
+from meshc.passes.recompute.recomputable import Recomputable, recomputable_of_stage
+from meshc.passes.recompute.recompute_by_price import recompute_by_price
+from meshc.passes.recompute.recompute_within_budget import may_hold, recompute_within_budget
+from meshc.passes.recompute.write_copies import write_copies
 from meshc.plan.faults import refuse_faults
 
 _NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
@@ -34,32 +34,34 @@ def recompute(lowered: LoweredProgram) -> LoweredProgram:
         return lowered
     (stage,) = lowered.stages.values()
     forward = calls_of(stage.graph, "forward")
-    kept = _kept(lowered, forward)
+    kept = _kept_names(lowered, forward)
     fixed = {node for node in forward if records(node)[0].of in kept}
     checkpointed = any(records(node)[0].source.region for node in forward)
     if checkpointed or {request.remat or "none", *(line.policy for line in plan.remats)} != {"none"}:
-        recompute_all_but_least(of_lowered(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
+        recompute_all_but_least(recomputable_of_stage(lowered, request.remat or "none", plan.remats, fixed), stage.graph)
     budget = may_hold(request)
     if request.remat is not None:
         return lowered
     if budget is None:
-        return for_little(lowered, settled(lowered))
-    return keep_within(lowered, budget - request.spare, settled(lowered)) if lowered.mesh.pipeline_axis is None else lowered
+        return recompute_by_price(lowered, settled_values(lowered))
+    return (
+        recompute_within_budget(lowered, budget - request.spare, settled_values(lowered)) if lowered.mesh.pipeline_axis is None else lowered
+    )
 
 
-def settled(lowered: LoweredProgram) -> set[Node]:
+def settled_values(lowered: LoweredProgram) -> set[Node]:
     """Values of forward of which the plan, or a checkpointed region of the model, says whether they are recomputed: a budget changes
     nothing about them."""
     (stage,) = lowered.stages.values()
     forward, plan = calls_of(stage.graph, "forward"), lowered.plan
-    kept = _kept(lowered, forward)
+    kept = _kept_names(lowered, forward)
     return {
         node for node in forward
         if (one := records(node)[0]).of in kept or one.source.region or any(line.covers(one.source.module) for line in plan.remats)
     }  # fmt: skip
 
 
-def _kept(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
+def _kept_names(lowered: LoweredProgram, forward: list[Node]) -> set[str]:
     """What lines of the plan keep, as records name it. Raises PlanError."""
     modules = {records(node)[0].source.module for node in forward}
     faults = [f"{line.where}: {_NO_MODULE}" for line in lowered.plan.remats if not any(map(line.covers, modules))]

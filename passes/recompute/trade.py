@@ -1,7 +1,7 @@
 """Trade-off between kept bytes and seconds of recomputing, or of copies to the host and back, value by value.
 
     seconds |  . least           A byte is given a price in seconds; what is cheapest then, keeping or recomputing, is one minimum
-            |    . .             cut (`least.py`), and lies on the lower hull of all choices. The price between two of the hull leads
+            |    . .             cut (`kept_values.py`), and lies on the lower hull of all choices. The price between two of the hull leads
             |      .      .      to one between them, until there is none. The line through both is below what any choice takes that keeps
             |__________.____ all  no more.
                bytes kept
@@ -24,7 +24,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc.ir.graph import made_of
-from meshc.passes.recompute.least import all_kept, cheapest_kept, least_kept
+from meshc.passes.recompute.kept_values import all_kept, cheapest_kept, least_kept
 from meshc.passes.recompute.recomputable import Recomputable
 
 EARLIER: Final = 0.02
@@ -39,7 +39,7 @@ DEAR: Final = 1000.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptValues:
     """
     nodes    what is kept;  there  those of them that lie on the host in between
     bytes    of what lies on the device;  weighed  the same, of which early ones count more
@@ -67,51 +67,51 @@ class Trade:
         copies: Mapping[Node, float] | None = None,
     ) -> None:
         self.can, self.takes, self.copies = can, takes, copies or {}
-        self._sizes = {node: _times(can.bytes_of(node), (times or {}).get(node, 1)) for node in can.forward}
+        self._sizes = {node: _multiply(can.bytes_of(node), (times or {}).get(node, 1)) for node in can.forward}
         count = max(1, len(can.forward))
         self._weight = {node: 1 + EARLIER * (1 - turn / count) for turn, node in enumerate(can.forward)}
 
     @cached_property
-    def all(self) -> Kept:
+    def keep_all(self) -> KeptValues:
         """Nothing is recomputed but what is never kept."""
-        return self._kept(all_kept(self.can.operands, self._sizes.__getitem__, self.can.wanted))
+        return self._kept_values(all_kept(self.can.operands, self._sizes.__getitem__, self.can.wanted))
 
     @cached_property
-    def least(self) -> Kept:
+    def keep_least(self) -> KeptValues:
         """The fewest bytes."""
         here = {node: 0 if size is not None and node in self.copies else size for node, size in self._sizes.items()}
-        return self._kept(least_kept(self.can.forward, self.can.operands, here.__getitem__, self.can.wanted), inf)
+        return self._kept_values(least_kept(self.can.forward, self.can.operands, here.__getitem__, self.can.wanted), inf)
 
-    def within(self, most: int) -> tuple[Kept, float]:
+    def within(self, most: int) -> tuple[KeptValues, float]:
         """What takes fewest seconds of what was found to keep at most so many bytes, and the seconds below which nothing does. What keeps
         least, where nothing keeps so few."""
-        low, high, price = self.least, self.all, 0.0
+        low, high, price = self.keep_least, self.keep_all, 0.0
         if high.bytes <= most or low.bytes > most:
             return (high, high.seconds) if high.bytes <= most else (low, low.seconds)
-        if self.copies and (dear := self._at(DEAR * low.seconds / high.bytes)).bytes <= most:
+        if self.copies and (dear := self._cheapest_at(DEAR * low.seconds / high.bytes)).bytes <= most:
             low = dear  # of what keeps least what takes least
         for _ in range(PRICES):
             price = max(0.0, low.seconds - high.seconds) / (high.weighed - low.weighed)
-            between = self._at(price)
+            between = self._cheapest_at(price)
             if between.bytes in (low.bytes, high.bytes):
                 break
             low, high = (between, high) if between.bytes <= most else (low, between)
-        even = self._at(price, even=True)
+        even = self._cheapest_at(price, even=True)
         return low, max(0.0, even.seconds + price * (even.bytes - most))
 
-    def worth(self, price: float) -> Kept:
+    def worth(self, price: float) -> KeptValues:
         """What is cheapest where a byte is worth `price` seconds; equal layers alike."""
-        return self._at(price, even=True)
+        return self._cheapest_at(price, even=True)
 
-    def _at(self, price: float, even: bool = False) -> Kept:
+    def _cheapest_at(self, price: float, even: bool = False) -> KeptValues:
         """The cheapest at a price of a byte. `even`: an early one counts no more than a late one."""
         cost = {node: None if size is None else self._cost(node, size, price, even) for node, size in self._sizes.items()}
-        return self._kept(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted), price, even)
+        return self._kept_values(cheapest_kept(self.can.forward, self.can.operands, cost, self.takes, self.can.wanted), price, even)
 
     def _cost(self, node: Node, size: int, price: float, even: bool) -> float:
         return min(price * size * (1 if even else self._weight[node]), self.copies.get(node, inf))
 
-    def _kept(self, nodes: set[Node], price: float = 0.0, even: bool = False) -> Kept:
+    def _kept_values(self, nodes: set[Node], price: float = 0.0, even: bool = False) -> KeptValues:
         """`price`: of a byte, by which what may lie on the host does."""
         asked = [node for node in self.can.wanted if node not in nodes]
         made = made_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
@@ -121,8 +121,8 @@ class Trade:
         sizes = {node: self._sizes[node] or 0 for node in kept if node not in there}
         weighed = sum(size * self._weight[node] for node, size in sizes.items())
         takes = sum(self.takes.get(node, 0.0) for node in again) + sum(self.copies[node] for node in there)
-        return Kept(frozenset(nodes), frozenset(there), sum(sizes.values()), weighed, again, takes)
+        return KeptValues(frozenset(nodes), frozenset(there), sum(sizes.values()), weighed, again, takes)
 
 
-def _times(size: int | None, count: int) -> int | None:
+def _multiply(size: int | None, count: int) -> int | None:
     return None if size is None else size * count

@@ -23,7 +23,7 @@ from meshc.passes.microbatches.splitter import Splitter
 from meshc.passes.phases.compilation_phase import begin
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.passes.recompute.in_stages import Places
+from meshc.passes.recompute.stage_trades import StageMap
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.cut_places import CutPlaces
 from meshc.passes.stages.cuts_within_budget import StageBytes, cuts_within, waiting_microbatches
@@ -59,7 +59,7 @@ Names = tuple[tuple[str, str], ...]
 
 def cut_stages(lowered: LoweredProgram) -> LoweredProgram:
     """Stages, messages and owners where the mesh has a pipeline axis, in the shape that is predicted to be fastest; other programs are
-    unchanged. Choices by memory or by the number of microbatches are those of `passes/driver/search.py`."""
+    unchanged. Choices by memory or by the number of microbatches are those of `passes/driver/pipeline_search.py`."""
     if lowered.mesh.pipeline_axis is None:
         return lowered.with_notes(*_idle_options(lowered.request))
     uncut = UncutProgram(lowered)
@@ -116,11 +116,11 @@ class UncutProgram:
         """Shapes with other cuts whose stages may hold no more than `budget` bytes, where this shape holds `needed`; the faster first."""
         return [replace(shape, cuts=cuts) for cuts in cuts_within(shape, self.work, self._stage_bytes, needed, budget)]
 
-    def places(self, shape: PipelineShape) -> Places:
+    def places(self, shape: PipelineShape) -> StageMap:
         """The stage of each value, and how many microbatches of it are in memory at once. (Its reader looks at whole backwards.)"""
         placed = assign_halves(self.plain.found, shape.cuts, self.plain.at)
         waiting = [max(1, round(count)) for count in waiting_microbatches(shape)]
-        return Places({node.name: half.stage for node, half in placed.items()}, shape.ranks, waiting)
+        return StageMap({node.name: half.stage for node, half in placed.items()}, shape.ranks, waiting)
 
     @cached_property
     def _stage_bytes(self) -> StageBytes:

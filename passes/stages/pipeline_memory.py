@@ -16,7 +16,7 @@ from meshc.errors import PlanError
 from meshc.passes.lower.share_memory import possible_sharing
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.passes.recompute import within
+from meshc.passes.recompute import recompute_within_budget
 from meshc.program.steps import items_of
 
 
@@ -36,7 +36,7 @@ class MemoryNeed:
 
 
 class DoesNotFit(PlanError):
-    """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/refuse.py`)."""
+    """No candidate fits; `need` is that of the one that needs least. Advice is added elsewhere (`passes/driver/budget_errors.py`)."""
 
     def __init__(self, need: MemoryNeed, request: Request) -> None:
         most, kept, said = need.most, sum(need.most.kept.values()), request.memory_budget
@@ -52,7 +52,7 @@ class DoesNotFit(PlanError):
 def budget_of(request: Request) -> int | None:
     """Bytes against which candidates are checked; None: no limit. If the user gives both schedule and number of microbatches, only the
     user's own budget counts."""
-    said = within.may_hold(request)
+    said = recompute_within_budget.may_hold(request)
     if said is not None:
         return said - request.spare
     return None if request.microbatches is not None and request.schedule is not None else may_hold(request)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from meshc.errors import CompileError, listed
+from meshc.errors import CompileError, join_names
 from meshc.frontend.listed_experts import ZEROS, unchosen_parameters
 from meshc.frontend.train_step import ROUTED
 from meshc.ir import record, records
@@ -82,7 +82,7 @@ def zero_gradient_notes(module: nn.Module, gradients: Iterable[str]) -> list[str
     if not names:
         return []
     return [
-        f"{listed(names, 2)} {ZEROS} where no row of a batch chooses them, and on one device none: an optimizer with decay or "
+        f"{join_names(names, 2)} {ZEROS} where no row of a batch chooses them, and on one device none: an optimizer with decay or "
         "moments steps them here, and passes them over there\n"
         "  what to do: train by meshc.TrainStep(model, optimizer=...), whose update passes them over too"
     ]

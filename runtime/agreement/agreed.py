@@ -48,8 +48,8 @@ Entries = Iterable[tuple[str, object]]
 
 
 class Key(Protocol):
-    """`meshc.api.asked.Key`: of a call's inputs (structure and leaves), of the model (its state, and what is set around a call), of the
-    optimizer."""
+    """`meshc.api.compile_arguments.CompilationKey`: of a call's inputs (structure and leaves), of the model (its state, and what is set
+    around a call), of the optimizer."""
 
     @property
     def inputs(self) -> tuple[object, Sequence[Sequence[object]]]: ...
@@ -60,7 +60,7 @@ class Key(Protocol):
 
 
 class Asked(Protocol):
-    """What `meshc.compile` was given: `meshc.api.asked.Asked`."""
+    """What `meshc.compile` was given: `meshc.api.compile_arguments.CompileArguments`."""
 
     @property
     def what(self) -> object: ...
@@ -163,7 +163,8 @@ def _settings() -> list[tuple[str, object]]:
 
 
 def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key: Key) -> dict[str, str]:
-    """All that a call of a program (`meshc.api.asked.Asked`) is about to compile from; `key` is what the compilation will be kept under."""
+    """All that a call of a program (`meshc.api.compile_arguments.CompileArguments`) is about to compile from; `key` is what the
+    compilation will be kept under."""
     (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
     found = {**surroundings(), **_asked(asked), **_model(asked.module)}
     if asked.step is not None:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.program.program import Instruction, Port
 from meshc.runtime.run.session import BACKWARD, Session
 from meshc.runtime.state.store import Store
@@ -86,7 +86,7 @@ class Call:
         changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
             raise StateError(
-                f"these were changed in place between this call and its backward, which reads them: {listed(changed, 4)}\n"
+                f"these were changed in place between this call and its backward, which reads them: {join_names(changed, 4)}\n"
                 "  why: the gradients would be those of other values than the call had; of a plain model torch refuses that too\n"
                 "  what to do: optimizer.step(), and writing to inputs, behind the backward of all calls that were made before it"
             )

@@ -11,7 +11,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.frontend.recorded_init import Recording
 from meshc.frontend.recorded_values import RecordedValue
 from meshc.ops.random import FIRST_VALUES
@@ -41,7 +41,7 @@ def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
         _agree(store, error, recording.digest([value for value in values if value is not None]) if error is None else "")
         left = [held.name for held, value in zip(held_ones, values, strict=True) if value is None and held.name in unfilled]
         if left:
-            raise StateError(f"init_weights left without values: {listed(left, 6)}\n{_ADVICE}")
+            raise StateError(f"init_weights left without values: {join_names(left, 6)}\n{_ADVICE}")
         changed = [(held, value) for held, value in zip(held_ones, values, strict=True) if value is not None]
         for held, value in changed:
             recording.request(value)  # a collective: all ranks take part, whichever of them need the value

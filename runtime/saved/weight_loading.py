@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from meshc.errors import StateError, lines_of, listed
+from meshc.errors import StateError, join_names, lines_of
 from meshc.files.weight_files import Weights
 from meshc.ir.keys import key_of
 from meshc.runtime.comm.stage_transfers import StageTransfers
@@ -35,10 +35,10 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
     missing = [name for name in wanted if (held := held_of(store, name)) is not None and held.key not in pairs]
     _refuse(store, weights, pairs, missing, where)
     if missing:
-        warnings.warn(f"{listed(missing, 6)} of the model are not in {where}, and keep the values that they have", stacklevel=4)
+        warnings.warn(f"{join_names(missing, 6)} of the model are not in {where}, and keep the values that they have", stacklevel=4)
     strange = [name for name in weights.names if held_of(store, name) is None]
     if strange:
-        warnings.warn(f"{listed(strange, 6)} in {where} are not in the model, and are left out", stacklevel=4)
+        warnings.warn(f"{join_names(strange, 6)} in {where} are not in the model, and are left out", stacklevel=4)
     for held, name in pairs.values():
         write_tensor(store, held, weights, name)
     reset_copied_state(store, pairs.keys())
@@ -116,7 +116,7 @@ def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[Held, str]
         elif (weights.kind(name) in _FLOATS) != held.dtype.is_floating_point:
             faults.append(f"{name} is kept in {weights.kind(name)}, and is {held.dtype} in the model")
     if not pairs:
-        theirs, mine = listed(sorted(weights.names), 3), listed(list(store.model.state_dict()), 3)
+        theirs, mine = join_names(sorted(weights.names), 3), join_names(list(store.model.state_dict()), 3)
         faults.append(f"none of its names is one of the model's: it has {theirs}, the model {mine}")
     if faults:
         shown = "\n    ".join(lines_of(faults, 8))
@@ -125,6 +125,6 @@ def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[Held, str]
     empty = set(store.unfilled) & {one.name for name in missing if (one := held_of(store, name)) is not None}
     if empty:
         raise StateError(
-            f"the model was built on `meta`, and {where} has no values for {listed(sorted(empty), 6)}\n"
+            f"the model was built on `meta`, and {where} has no values for {join_names(sorted(empty), 6)}\n"
             "  what to do: program.init_weights(fn) first, and then load_pretrained, which leaves what it does not have"
         )

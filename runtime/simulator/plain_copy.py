@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.frontend.double_copy import WIDER
 from meshc.frontend.expert_slots import initial_slots, is_slot_table
 from meshc.ir import trees
@@ -24,7 +24,7 @@ def plain_copy(module: nn.Module, values: Mapping[str, torch.Tensor] | None, dou
     empty = [name for name, held in (*module.named_parameters(), *module.named_buffers()) if held.is_meta]
     if empty and values is None:
         raise StateError(
-            f"the model was built on `meta`, and these have no values to compare with: {listed(empty, 6)}\n"
+            f"the model was built on `meta`, and these have no values to compare with: {join_names(empty, 6)}\n"
             '  what to do: build it on a device that holds values (model.to_empty(device="cpu"), and first values); a module that only '
             "torch.func.functional_call reads, with values for all of it, is to be none of the model's: self.base = [base]"
         )

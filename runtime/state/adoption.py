@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshc import environment
-from meshc.errors import StateError, lines_of, listed
+from meshc.errors import StateError, join_names, lines_of
 from meshc.frontend.admission import refuse_module
 from meshc.ir import layouts
 from meshc.ir.mesh import Mesh
@@ -109,7 +109,8 @@ def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
     names = [held.name for held in there if isinstance(held.live, nn.Parameter) and not isinstance(held.current(), nn.Parameter)]
     if names or _in_functional_call():
         raise StateError(
-            f"other tensors stand in the place of parameters of a compiled model: {listed(names or [held.name for held in swapped], 4)}\n"
+            f"other tensors stand in the place of parameters of a compiled model: "
+            f"{join_names(names or [held.name for held in swapped], 4)}\n"
             "  why: torch.func.functional_call puts them there for one call, and the program would take them for new values\n"
             "  what to do: model.load_state_dict(values), or an nn.Parameter in each one's place, for values that stay; for values that a "
             "call\n  passes, compile a function that takes them"
@@ -153,7 +154,7 @@ def refuse_set(stored: Iterable[Held]) -> None:
         held.remember()
     if found:
         raise StateError(
-            f"data was set of parameters of a compiled model, which has changed nothing: {listed([held.name for held in found], 4)}\n"
+            f"data was set of parameters of a compiled model, which has changed nothing: {join_names([held.name for held in found], 4)}\n"
             "  why: they are DTensors, of which torch changes no value by `parameter.data = value`\n"
             "  what to do: with torch.no_grad(): parameter.copy_(value), where value is a DTensor or a number, as parameter * 2 is; or "
             "model.load_state_dict\n  with whole plain tensors, {name: value} and strict=False"
@@ -179,7 +180,7 @@ def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]], keys:
     ]
     if names:
         raise StateError(
-            f"these were put into the model after it was compiled: {listed(names, 4)}\n"
+            f"these were put into the model after it was compiled: {join_names(names, 4)}\n"
             "  why: the program goes on with the modules that it was compiled from, and these would be passed over\n"
             "  what to do: change the model before meshc.compile; for other values in the modules that are there, load_state_dict"
         )
@@ -205,7 +206,7 @@ def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.Proce
         before.append([values for _, _, values in said])
         others = [rank for rank in range(ranks) if before[-1][rank] != before[-1][0]]
         if others and environment.log_level() and dist.get_rank() == 0:
-            print(f"meshc: first values are rank 0's; those of ranks {listed([*map(str, others)], 4)} were others", flush=True)
+            print(f"meshc: first values are rank 0's; those of ranks {join_names([*map(str, others)], 4)} were others", flush=True)
         refuse_crossed(before)
         return said[0][1]
     all_lines: list[list[str]] = [[]] * ranks

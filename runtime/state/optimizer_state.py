@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
@@ -93,7 +93,7 @@ def refuse_shared(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> 
     if found is not None:
         names, other = found
         raise StateError(
-            f"{listed(names, 4)}: another {other} updates this already\n"
+            f"{join_names(names, 4)}: another {other} updates this already\n"
             "  why: a parameter has one optimizer, whose state the model's programs share\n"
             "  what to do: give both steps the same optimizer; or let go of the old one (del optimizer) before a new one is compiled"
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
@@ -57,7 +57,7 @@ def refuse_anothers(model: nn.Module) -> None:
     if rows:
         others = sorted({type(store.model).__qualname__ for _, store in rows})
         raise StateError(
-            f"these parameters are of a model that is compiled already ({', '.join(others)}): {listed([name for name, _ in rows], 4)}\n"
+            f"these parameters are of a model that is compiled already ({', '.join(others)}): {join_names([name for name, _ in rows], 4)}\n"
             "  why: a program keeps the parameters of one model; another one's would be copies of them, which from then on train apart\n"
             "  what to do: put both into one nn.Module and compile that: each way in which its forward is called is a program of its own, "
             "over the\n  same parameters (docs/training.md, Several models)"
@@ -115,7 +115,7 @@ def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
     stale = [] if store is None else [held.name for held in store.held.values() if held.stale and not held.of]
     if stale:
         raise StateError(
-            f"a copy of this model would hold values from before the program's last step: {listed(stale, 4)}\n"
+            f"a copy of this model would hold values from before the program's last step: {join_names(stale, 4)}\n"
             "  why: their storage is no layout of torch's, so what you see is a copy, brought up to date on demand\n"
             "  what to do: program.sync() on every rank, and then copy (average) the model"
         )
@@ -318,7 +318,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     names = [_REPLACED[p] for group in optimizer.param_groups for p in group["params"] if p in _REPLACED]
     if names:
         raise StateError(
-            f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {listed(names, 4)}\n"
+            f"this {type(optimizer).__qualname__} holds parameters that meshc.compile has replaced: {join_names(names, 4)}\n"
             "  why: compiling replaces a model's parameters by DTensors; stepping the old ones would train nothing\n"
             "  what to do: build the optimizer after meshc.compile, from model.parameters()"
         )

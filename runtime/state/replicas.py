@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.runtime.agreement.compare import store_of
 from meshc.runtime.failure.failed_rank import SETTLED_S, FailureBoard
 from meshc.runtime.state.held import Held
@@ -143,10 +143,11 @@ def _refuse_difference(board: FailureBoard, here: Account, other: int, there: Ac
     ranks = " and ".join(map(str, sorted((rank, other))))
     if any(shares[name] > OTHER or here.values[name][2] < ROUNDED for name in names):
         board.settle(SETTLED_S)  # which raises what is behind it, if ranks have noted it
-        raise StateError(f"ranks {ranks} hold the same part of {listed(names, 4)}, and have other values of it{CHANGED_ALONE}")
+        raise StateError(f"ranks {ranks} hold the same part of {join_names(names, 4)}, and have other values of it{CHANGED_ALONE}")
     if names:
         warnings.warn(
-            f"ranks {ranks} hold the same part of {listed(names, 4)}, and their values differ by up to {max(shares.values()):.0e} of its "
+            f"ranks {ranks} hold the same part of {join_names(names, 4)}, and their values differ by up to "
+            f"{max(shares.values()):.0e} of its "
             "norm\n  why: it was changed on one of them, or each computes it with other roundings\n"
             "  what to do: nothing, if devices differ; else look for what one rank alone writes to it",
             stacklevel=2,
@@ -155,5 +156,5 @@ def _refuse_difference(board: FailureBoard, here: Account, other: int, there: Ac
 
 def changed(names: Sequence[str], more: int, where: int, elsewhere: int) -> str:
     """Of what one rank alone has changed."""
-    those = listed(names, 4) + (f" and {more} more" if more else "")
+    those = join_names(names, 4) + (f" and {more} more" if more else "")
     return f"between two calls {those} {'were' if len(names) + more > 1 else 'was'} changed on rank {where} and not on rank {elsewhere}"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshc.errors import StateError, listed
+from meshc.errors import StateError, join_names
 from meshc.frontend.gradient_hooks import share_hooks
 from meshc.frontend.module_watch import ModuleState
 from meshc.ir import layouts
@@ -248,7 +248,7 @@ class Store:
         names = self.unfilled if self._unfilled else []
         if names:
             raise StateError(
-                f"the model was built on `meta`, and these have no values yet: {listed(names, 6)}\n"
+                f"the model was built on `meta`, and these have no values yet: {join_names(names, 6)}\n"
                 '  what to do: first program.load_state_dict(state), dcp.load({"program": program}, ...) or program.init_weights(fn);\n'
                 "  buffers that no checkpoint holds (persistent=False) need init_weights or an assignment; a module that only "
                 "torch.func.functional_call reads, with values for all of it, is to be none of the model's: self.base = [base]"

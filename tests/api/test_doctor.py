@@ -39,9 +39,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MESHC_DUMP", "MESHC_VERIFY", "MESHC_LOG", "MESHC_TRACE", "MESHC_DISK", "MESHC_CACHE", "MESHC_PROGRAMS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MESHC_DEVICES", str(tmp_path / "devices.toml"))
-    monkeypatch.setattr(doctor.kept_programs, "default_folder", lambda: tmp_path / "programs")
+    monkeypatch.setattr(doctor.program_cache, "default_folder", lambda: tmp_path / "programs")
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "_reached", lambda backend, *_: Finding(backend, WORKS, "asked"))
+    monkeypatch.setattr(doctor, "_all_reduce", lambda backend, *_: Finding(backend, WORKS, "asked"))
 
 
 def of(what: str) -> Finding:
@@ -109,10 +109,10 @@ def test_links_of_gpus_by_their_pairs() -> None:
 
 def test_what_processes_say_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    failing = doctor._reached("gloo", 2, True, 5.0, lambda *_: Trial("RuntimeError: no route to host", 1.0))
+    failing = doctor._all_reduce("gloo", 2, True, 5.0, lambda *_: Trial("RuntimeError: no route to host", 1.0))
     assert failing.state == FAILS and "no route to host" in failing.said and "GLOO_SOCKET_IFNAME" in failing.todo
-    assert doctor._reached("nccl", 1, False, 5.0).state == FAILS
-    assert doctor._reached("gloo", 2, True, 5.0, lambda *_: Trial("", 1.0)).state == WORKS
+    assert doctor._all_reduce("nccl", 1, False, 5.0).state == FAILS
+    assert doctor._all_reduce("gloo", 2, True, 5.0, lambda *_: Trial("", 1.0)).state == WORKS
 
 
 def test_processes_that_do_not_end_are_ended() -> None:

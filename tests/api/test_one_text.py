@@ -44,7 +44,8 @@ SEEN = {Kind.AUTO, types.SimpleNamespace, Box}
 """As libraries of tensor classes do when they are imported."""
 PROCESSES: dict[str, tuple[list[str], dict[str, str]]] = {
     "rank 0": (["meshc"], {"RANK": "0", "PYTHONHASHSEED": "1"}),
-    "rank 3": (["extra_of_tensors", "transformers", "torch.distributed.tensor", "meshc.runtime", "meshc.passes.planner.search", "meshc"],
+    "rank 3": (["extra_of_tensors", "transformers", "torch.distributed.tensor", "meshc.runtime", "meshc.passes.planner.plan_search",
+                "meshc"],
                {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "PYTHONHASHSEED": "271"}),
 }  # fmt: skip
 FEW = ["gpt dp tp", "gpt fsdp microbatches", "gpt pipeline", "mlp zero2 uneven"]
@@ -88,7 +89,7 @@ def test_a_program_that_another_rank_has_made_is_the_same_one() -> None:
     with torch.no_grad():
         program = meshc.compile(Constants(), Mesh("dp=2"), args=(torch.ones(4, 4),)).compiled
     assert len(program.constants) == 12
-    made: Any = importlib.import_module("meshc.api.made")
-    data = made.packed(program)
-    taken = [made.unpacked(data, program.mesh)[0] for _ in range(8)]
+    made: Any = importlib.import_module("meshc.api.compilation_result")
+    data = made.pack_program(program)
+    taken = [made.unpack_program(data, program.mesh)[0] for _ in range(8)]
     assert {hash_program(one) for one in taken} == {hash_program(program)}

@@ -43,16 +43,16 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def test_a_search_says_what_it_is_at(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshc.passes.planner.solve import Columns
+    from meshc.passes.planner.relaxation import ProgramColumns
 
-    real = Columns.relaxed
+    real = ProgramColumns.solve_relaxation
 
     def slowly(self: Any) -> Any:
         time.sleep(0.6)
         return real(self)
 
     monkeypatch.setattr("meshc.api.progress.AFTER_S", 0.0)
-    monkeypatch.setattr(Columns, "relaxed", slowly)
+    monkeypatch.setattr(ProgramColumns, "solve_relaxation", slowly)
     case = mlp()
     case.model.requires_grad_(False)
     with contextlib.redirect_stderr(terminal):

@@ -22,8 +22,8 @@ from meshc.ir.sharding import local_shape
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
 from meshc.passes import rules
-from meshc.passes.driver import compile
-from meshc.passes.driver.finish import finish
+from meshc.passes.driver import compile_program
+from meshc.passes.driver.finish_program import finish
 from meshc.passes.phases.request import Request
 from meshc.passes.place.ring_attention import PASSING
 from meshc.program.program import PlainProgram
@@ -80,7 +80,7 @@ class Captured:
             microbatches=parts, batch_mix="mean_of_parts" if parts > 1 else "refuse",
         )  # fmt: skip
         with torch.set_grad_enabled(grad):
-            self.placed = compile.factored(compile.trace(self.request))
+            self.placed = compile_program.update_and_factorize(compile_program.trace(self.request))
         self.reference = verification.Reference(model, traced.function, (), inputs, 0, True, self.placed.parts)
         self.initial = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -88,7 +88,7 @@ class Captured:
         asked = dict(microbatches=how.microbatches, inputs=how.inputs, attention=how.attention, must_pass=how.attention in PASSING)
         request = replace(self.request, mesh=mesh, plan=plan, **asked)  # type: ignore[arg-type]
         with torch.set_grad_enabled(request.grad):
-            return finish(compile.lowered(self.placed.restart_for_request(request)))
+            return finish(compile_program.lower_by_plan(self.placed.restart_for_request(request)))
 
     def check(self, mesh: Mesh, plan: str, how: How = PLAIN) -> Outcome:
         """One case. `how` is as this was captured, where it says so."""

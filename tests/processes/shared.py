@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshc
-from meshc import kept_programs
+from meshc import program_cache
 from meshc.runtime.failure.failed_rank import world_board
 from tests.cache_name import CACHE
 from tests.models import llama, mlp
@@ -68,7 +68,7 @@ def searched(mesh: Any) -> None:
     wanted, _, _ = train(start, case.loss_of, case.kwargs, sgd, clip=None)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() > 0:
-            patch.setattr("meshc.passes.driver.choose.Search", None)
+            patch.setattr("meshc.passes.driver.choose.PlanSearch", None)
         program, said = compiled(step, mesh, case.call_kwargs, plan="auto")
     assert said == [] and traced_here(program) == (dist.get_rank() == 0)
     assert "auto" not in str(program.plan) and str(program.plan) == program.world.from_rank_0(lambda: str(program.plan))
@@ -216,7 +216,7 @@ def kept_on_disk(mesh: Any) -> None:
             module.loss_of(plain(**module.kwargs)).backward()
             assert furthest(gradients(module.model), gradients(plain))[0] < 1e-9
             dist.barrier()
-        assert kept_programs.size(Path(place)).programs == (2 if dist.get_rank() == 0 else 0)
+        assert program_cache.size(Path(place)).programs == (2 if dist.get_rank() == 0 else 0)
 
 
 def fails(mesh: Any) -> None:

@@ -25,10 +25,10 @@ from torch import Tensor  # noqa: E402
 from meshc.cost.devices import Device, Link, device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
 from meshc.optimizer.optimizer import describe  # noqa: E402
-from meshc.passes.driver import compile as driver  # noqa: E402
+from meshc.passes.driver import compile_program as driver  # noqa: E402
 from meshc.passes.driver import pipeline  # noqa: E402
-from meshc.passes.driver.run import run  # noqa: E402
-from meshc.passes.planner.search import Search  # noqa: E402
+from meshc.passes.driver.pass_runner import run_pass  # noqa: E402
+from meshc.passes.planner.plan_search import PlanSearch  # noqa: E402
 from tests.captured import Captured  # noqa: E402
 from tests.coverage_page import PAGE, left_alone, put  # noqa: E402
 from tests.results import Results  # noqa: E402
@@ -68,9 +68,9 @@ def measured(captured: Captured, mesh: str) -> dict[str, Any]:
     optimizer = describe(torch.optim.AdamW(captured.reference.module.parameters()))
     plan = "\n".join(f"{axis.name}: auto" for axis in Mesh(mesh).axes)
     asked = replace(captured.request, mesh=Mesh(mesh), plan=plan, optimizer=optimizer, clip_grad_norm=1.0)
-    placed = run(pipeline.PLACE[0], driver.factored(captured.traced.copy_for_request(asked)))
+    placed = run_pass(pipeline.PLACE[0], driver.update_and_factorize(captured.traced.copy_for_request(asked)))
     start = time.process_time()
-    (found,) = Search(placed, slow()).found()
+    (found,) = PlanSearch(placed, slow()).find_choices()
     return {"gap": float(found.certificate.gap), "seconds": time.process_time() - start}
 
 

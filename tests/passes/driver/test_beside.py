@@ -9,7 +9,7 @@ import torch
 
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
-from meshc.passes.driver import compile as driver
+from meshc.passes.driver import compile_program as driver
 from meshc.text.show import print_program
 from tests import models
 from tests.captured import Captured
@@ -23,6 +23,6 @@ def test_what_one_mesh_leaves_behind_changes_nothing_on_the_next() -> None:
     requests = [replace(captured.request, mesh=Mesh(mesh), plan=plan, optimizer=spec) for mesh, plan in asked]
     with torch.enable_grad():
         placed = driver.place(requests[1])
-        texts = [print_program(driver.compile_beside(placed, request)[0]) for request in requests]
+        texts = [print_program(driver.compile_for_mesh(placed, request)[0]) for request in requests]
     alone = [print_program(captured.program(mesh, plan, optimizer=spec)) for mesh, plan in asked]
     assert texts == alone and texts[0] == texts[3] != texts[1]

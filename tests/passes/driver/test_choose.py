@@ -15,15 +15,15 @@ from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import choose, compile, judge, pipeline
+from meshc.passes.driver import choose, compile_program, judge, pipeline
 from meshc.passes.driver.nothing_fits import NothingFits
-from meshc.passes.driver.run import run
+from meshc.passes.driver.pass_runner import run_pass
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.planner.played import played_seconds
-from meshc.passes.planner.search import Found, Search
-from meshc.passes.planner.solve import Allowance
+from meshc.passes.planner.overlap_clock import overlapped_seconds
+from meshc.passes.planner.plan_search import FoundChoice, PlanSearch
+from meshc.passes.planner.relaxation import Allowance
 from meshc.plan.combinations import combinations
 from meshc.plan.plan import Plan
 from tests import models
@@ -45,7 +45,7 @@ def left(captured: Captured, mesh: str, **ask: Any) -> LoweredProgram:
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshc.passes.driver.compile.choose", kept)
+        patch.setattr("meshc.passes.driver.compile_program.choose", kept)
         captured.program(mesh, "auto", **ask)
     return found[-1]
 
@@ -75,11 +75,11 @@ def test_a_recipe_that_does_what_was_found_does_is_not_recomputed(monkeypatch: p
     captured = Captured(models.mlp(batch=8, width=64), train=True, double=False)
     ask = adam(captured)
 
-    def solved(finding: choose._Finding, *_: object) -> list[Found]:
+    def solved(finding: choose._CandidateSearch, *_: object) -> list[FoundChoice]:
         search = finding.search
         return [search._with_certificate(search.pick_of(search.beside[0]), 0.0, None)]
 
-    monkeypatch.setattr(choose._Finding, "_solved", solved)
+    monkeypatch.setattr(choose._CandidateSearch, "_find_choices", solved)
     taken, *others = left(captured, "dp=4", **ask).weighed
     (same,) = [one for one in others if one.dropped == choose.SAME]
     program = captured.program("dp=4", Plan(same.plan), **ask)
@@ -122,7 +122,7 @@ def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -
     captured = Captured(models.mlp(width=400), train=True, double=False)
     ask = adam(captured)
     budget = memory.worst(captured.program("dp=4", "fsdp", **ask)).total
-    monkeypatch.setattr("meshc.passes.planner.search.Search.found", lambda *_: [])
+    monkeypatch.setattr("meshc.passes.planner.plan_search.PlanSearch.find_choices", lambda *_: [])
     taken = left(captured, "dp=4", **ask, memory_budget=budget)
     assert taken.weighed[0].name == "fsdp" and memory.worst(taken.as_program()).total <= budget
     assert str(taken.plan) == "dp: batch; store params, grads, state"
@@ -132,14 +132,14 @@ def test_a_recipe_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -
 def test_a_recipe_stands_in_for_what_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing that is found could be said of all layers: there is a certificate, and no program to be slower than the recipe's."""
     captured = Captured(models.mlp(), train=True, double=False)
-    real = compile._lowered
+    real = compile_program._lower_or_unchunk
 
     def lowered(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
         if placed.choices is not None:
             raise Unequal("the first layer is another")
         return real(placed, hook)
 
-    monkeypatch.setattr("meshc.passes.driver.compile._lowered", lowered)
+    monkeypatch.setattr("meshc.passes.driver.compile_program._lower_or_unchunk", lowered)
     taken = left(captured, "dp=4", **adam(captured))
     assert {one.dropped for one in taken.weighed if one.name in (choose.FOUND, choose.HIDES)} == {judge.UNLIKE}
     (note,) = (note for note in taken.notes if "searched;" in note)
@@ -164,13 +164,13 @@ def test_nothing_fits_and_what_would() -> None:
 @pytest.mark.broad
 def test_what_fits_by_no_choice_is_asked_by_one_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float | None, float | None]] = []
-    real = Search.found
+    real = PlanSearch.find_choices
 
-    def noted(search: Search, budget: float | None = None) -> list[Found]:
+    def noted(search: PlanSearch, budget: float | None = None) -> list[FoundChoice]:
         asked.append((search._hidden, budget))
         return real(search, budget)
 
-    monkeypatch.setattr(Search, "found", noted)
+    monkeypatch.setattr(PlanSearch, "find_choices", noted)
     captured = Captured(models.mlp(width=400, batch=8), train=True, double=False)
     with pytest.raises(PlanError):
         captured.program("dp=4", "auto", **adam(captured), memory_budget=1000, remat="none")
@@ -186,51 +186,51 @@ def test_more_microbatches_are_advised_where_they_would_do() -> None:
     stays = sum(found.kept.values()) + found.peak.gradients
     with pytest.raises(NothingFits) as caught:
         captured.program("dp=2", "auto", **ask, memory_budget=stays + (found.total - stays) // 3)
-    assert "TrainStep(microbatches=" in str(caught.value.tried()).partition("what to do: ")[2]
+    assert "TrainStep(microbatches=" in str(caught.value.with_changes_tried()).partition("what to do: ")[2]
 
 
 def test_a_price_by_the_model_is_that_of_what_propagate_decides() -> None:
     """Beside the options that the search makes up: the same price as where there are no others."""
     placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: auto\ntp: auto")
-    given = run(pipeline.PLACE[0], placed.with_request(replace(placed.request, plan="dp: batch; store state\ntp: ffn")))
-    search = Search(placed, device("h100"), ["dp", "tp"], (assigned := run(pipeline.PLACE[1], given).require_assignment(),))
-    (alone,) = Search(given, device("h100"), ()).found()
-    (found,) = search.found()
+    given = run_pass(pipeline.PLACE[0], placed.with_request(replace(placed.request, plan="dp: batch; store state\ntp: ffn")))
+    search = PlanSearch(placed, device("h100"), ["dp", "tp"], (assigned := run_pass(pipeline.PLACE[1], given).require_assignment(),))
+    (alone,) = PlanSearch(given, device("h100"), ()).find_choices()
+    (found,) = search.find_choices()
     pick = search.pick_of(assigned)
     assert search.model.seconds(pick) == pytest.approx(alone.certificate.seconds)
-    assert search.held(pick) == pytest.approx(alone.certificate.held)
+    assert search.held_bytes(pick) == pytest.approx(alone.certificate.held)
     assert found.certificate.seconds <= search.model.seconds(pick)
 
 
 def test_another_objective_that_begins_with_the_first_ones_answer_comes_to_the_same() -> None:
     placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: auto\ntp: auto")
-    cold, warm = (Search(placed, device("h100"), ["dp", "tp"]) for _ in range(2))
-    first = warm.found()[0]
+    cold, warm = (PlanSearch(placed, device("h100"), ["dp", "tp"]) for _ in range(2))
+    first = warm.find_choices()[0]
     for part in (0.5, 0.1):
-        (one,), (other,) = cold.hiding(part).found(), warm.hiding(part).found()
+        (one,), (other,) = cold.with_overlap(part).find_choices(), warm.with_overlap(part).find_choices()
         assert one.certificate.seconds == pytest.approx(other.certificate.seconds, rel=1e-6)
-        assert other.certificate.bound <= other.certificate.seconds <= warm.hiding(part).model.seconds(first.pick)
+        assert other.certificate.bound <= other.certificate.seconds <= warm.with_overlap(part).model.seconds(first.pick)
 
 
 def test_what_can_be_hidden_counts_as_far_as_it_is_waited_for() -> None:
     """Of two gradients the first travels beside the products of the second; over slow links it takes longer than they do."""
     placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: auto\ntp: auto")
-    given = run(pipeline.PLACE[0], placed.with_request(replace(placed.request, plan="dp: batch\ntp: batch")))
+    given = run_pass(pipeline.PLACE[0], placed.with_request(replace(placed.request, plan="dp: batch\ntp: batch")))
     fast, link = device("h100"), Link(latency_s=1e-5, bandwidth_Bps=5e8)
     for on, hides in ((fast, True), (replace(fast, inside_node=link, between_nodes=link), False)):
-        search = Search(given, on, ())
-        pick = search.found()[0].pick
+        search = PlanSearch(given, on, ())
+        pick = search.find_choices()[0].pick
         computing = float(sum(own[option] for own, option in zip(search.model.own, pick, strict=True)))
-        seconds, sent = played_seconds(search.model, pick), search.model.seconds(pick) - computing
+        seconds, sent = overlapped_seconds(search.model, pick), search.model.seconds(pick) - computing
         assert computing <= seconds <= search.model.seconds(pick)
-        assert search.hiding(0.0).least_s <= seconds
+        assert search.with_overlap(0.0).least_s <= seconds
         assert (seconds - computing == pytest.approx(sent / 2, rel=0.05)) == hides
         assert hides or seconds - computing > 0.9 * sent
     for contention in (0.5, 1.0, 1.5):  # computing loses as much as it hides, or a part, or more
-        search = Search(given, replace(fast, contention=contention), ())
-        pick = search.found()[0].pick
+        search = PlanSearch(given, replace(fast, contention=contention), ())
+        pick = search.find_choices()[0].pick
         computing = float(sum(own[option] for own, option in zip(search.model.own, pick, strict=True)))
-        whole, seconds = search.model.seconds(pick), played_seconds(search.model, pick)
+        whole, seconds = search.model.seconds(pick), overlapped_seconds(search.model, pick)
         assert seconds - computing == pytest.approx((1 + contention) / 2 * (whole - computing), rel=0.05)
-        assert search.hiding(0.0).least_s <= min(seconds, whole) * (1 + 1e-12)
-        assert search.hiding().model.seconds(pick) == pytest.approx(computing + contention * (whole - computing), rel=0.01)
+        assert search.with_overlap(0.0).least_s <= min(seconds, whole) * (1 + 1e-12)
+        assert search.with_overlap().model.seconds(pick) == pytest.approx(computing + contention * (whole - computing), rel=0.01)

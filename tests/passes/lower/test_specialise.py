@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc.ir import record, spmd, trees
-from meshc.passes.driver.compile import specialised
+from meshc.passes.driver.compile_program import specialise_backward
 from meshc.passes.lower.specialise import specialise
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison
@@ -77,7 +77,7 @@ def compare(
     program: meshc.Program, model: nn.Module, kwargs: dict[str, Tensor], outputs: tuple[str, ...], tolerance: float = 1e-9
 ) -> PlainProgram:
     """Gradients for backward from `outputs`, with seeded cotangents: those that torch gives, and no others."""
-    made = specialised(program.compiled, program.lowered, outputs)
+    made = specialise_backward(program.compiled, program.lowered, outputs)
     reference = reference_comparison.Reference(model, lambda module, **inputs: module(**inputs), (), kwargs)
     values = reference_comparison.input_values(made, reference, 0)
     generator = torch.Generator().manual_seed(3)
@@ -123,7 +123,7 @@ def test_what_is_not_needed_costs_no_collective() -> None:
     program = compiled(model, {"x": x}, "dp=2")
     sent = {}
     for outputs in (("length",), ("score",), ("length", "score")):
-        made = specialised(program.compiled, program.lowered, outputs)
+        made = specialise_backward(program.compiled, program.lowered, outputs)
         nodes = made.stages["backward"].graph.nodes
         sent[outputs] = sum(prod(record(node).shape) for node in nodes if node.target is spmd.all_reduce)
         assert [port.name for port in made.inputs if port.kind == "tangent"] == [*outputs]
@@ -145,13 +145,13 @@ def test_models_with_logits_and_a_loss(make: object, mesh: str) -> None:
 def test_the_same_set_gives_the_same_program() -> None:
     model, x = two_outputs()
     program = compiled(model, {"x": x}, "dp=2,tp=2")
-    one, two = (specialised(program.compiled, program.lowered, {"score"}) for _ in range(2))
+    one, two = (specialise_backward(program.compiled, program.lowered, {"score"}) for _ in range(2))
     assert hash_program(one) == hash_program(two) != hash_program(program.compiled)
-    everything = specialised(program.compiled, program.lowered, {"length", "score"})
+    everything = specialise_backward(program.compiled, program.lowered, {"length", "score"})
     assert hash_program(everything) == hash_program(program.compiled)
 
 
 def test_one_output_has_one_backward() -> None:
     model = nn.Linear(8, 4)
     program = compiled(model, {"input": torch.ones(2, 8)}, "dp=2")
-    assert program.lowered.backward is None and specialised(program.compiled, program.lowered, {"output"}) is program.compiled
+    assert program.lowered.backward is None and specialise_backward(program.compiled, program.lowered, {"output"}) is program.compiled

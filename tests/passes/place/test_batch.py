@@ -146,9 +146,9 @@ def test_features_that_come_first_are_no_batch() -> None:
 
 
 def test_rows_that_come_first_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshc.passes.driver import joined
+    from meshc.passes.driver import joined_batch
 
-    monkeypatch.setattr(joined, "along", None)
+    monkeypatch.setattr(joined_batch, "join_along", None)
     kwargs = {"src": SRC[:3], "hidden": torch.zeros(1, 6, 8), "target": SRC[:3] % 8}
     model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
     meshc.compile(step(model), meshc.Mesh("dp=2"), args=(kwargs["src"],), kwargs={"target": kwargs["target"]}, inputs="local")

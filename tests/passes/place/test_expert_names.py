@@ -9,7 +9,7 @@ from meshc.frontend import call_keys
 from meshc.frontend.train_step import TracedFunction
 from meshc.ir.graph import placeholders
 from meshc.ir.mesh import Mesh
-from meshc.passes.driver import compile
+from meshc.passes.driver import compile_program
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from tests.broad import broad
@@ -33,7 +33,7 @@ def block(family: str) -> PlacedModel:
     x = torch.randn(2, 6, 32, dtype=next(layer.parameters()).dtype)
     args, kwargs = call_keys.canonical_call(traced.signature, (x,), {})
     with torch.no_grad():
-        return compile.place(
+        return compile_program.place(
             Request(
                 module=layer, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh("ep=2,tp=2"),
                 depth="whole",

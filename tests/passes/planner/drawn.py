@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.fx import Graph, Node
 
-from meshc.passes.planner.memory import Memory
-from meshc.passes.planner.model import Group, Leg, Model, Pick
-from meshc.passes.planner.space import Form, Made, Reading
+from meshc.passes.planner.cost_model import CostModel, Leg, Pick, ValueGroup
+from meshc.passes.planner.memory_model import MemoryModel
+from meshc.passes.planner.search_space import DecidedValue, Form, Reading
 
 NOTHING: Any = None
 """What a model has of the graph that it comes from: these come from none."""
@@ -20,25 +20,25 @@ MILLI, GIGA = 1e-3, 1e9
 """Seconds and bytes are of the size that solvers' tolerances are made for."""
 
 
-def drawn(seed: int, classes: int = 5) -> tuple[Model, Memory]:
+def drawn(seed: int, classes: int = 5) -> tuple[CostModel, MemoryModel]:
     """Classes that read each other, some changes shared, some forms partial, and bytes for everything."""
     random = np.random.default_rng(seed)
     own = [random.integers(0, 20, random.integers(2, 5)) * MILLI for _ in range(classes)]
     graph = Graph()
     nodes = [graph.call_function(torch.relu) for _ in own]
-    model = Model(NOTHING, NOTHING, NOTHING, NOTHING, own)
+    model = CostModel(NOTHING, NOTHING, NOTHING, NOTHING, own)
     length = 3 * classes
     for maker in range(classes):
         readers = random.choice(classes, random.integers(1, 4))
         model.groups.append(_group(random, model, nodes, maker, [int(one) for one in readers], length))
-    memory = Memory.__new__(Memory)
+    memory = MemoryModel.__new__(MemoryModel)
     memory._gaps, memory._parts, memory._own_spans, memory._form_spans = {}, {}, {}, {}
     memory.model, memory.length, memory.fixed = model, length, 7 * GIGA
     memory.stored = [random.integers(0, 10, len(row)) * GIGA for row in own]
     return model, memory
 
 
-def _group(random: np.random.Generator, model: Model, nodes: list[Node], maker: int, readers: list[int], length: int) -> Group:
+def _group(random: np.random.Generator, model: CostModel, nodes: list[Node], maker: int, readers: list[int], length: int) -> ValueGroup:
     lies: list[Form] = [(((f"{at}",),), (("x", "sum"),) if random.random() < 0.3 else ()) for at in range(random.integers(1, 4))]
     wants: list[Form] = [*[form for form in lies if not form[1]], *[(((f"w{at}",),), ()) for at in range(random.integers(1, 4))]]
     same = np.array([[one == other for other in wants] for one in lies])
@@ -49,19 +49,19 @@ def _group(random: np.random.Generator, model: Model, nodes: list[Node], maker: 
     readings = [
         Reading(nodes[reader], None, at, (), False, "", int(random.integers(start + 1, length - 1))) for at, reader in enumerate(readers)
     ]
-    value = Made((nodes[maker], 0), nodes[maker], (), (), False, (8,), 2, "forward", start, readings=readings)
+    value = DecidedValue((nodes[maker], 0), nodes[maker], (), (), False, (8,), 2, "forward", start, readings=readings)
     phases = [str(random.choice(["forward", "backward"])) for _ in readers]
     legs = tuple(
         Leg(reader, random.integers(0, len(wants), len(model.own[reader])), phase, price, gathers, (at,))
         for at, (reader, phase) in enumerate(zip(readers, phases, strict=True))
     )
     sizes = random.integers(1, 30, len(lies)) * GIGA, random.integers(1, 30, len(wants)) * GIGA
-    return Group((value,), 1, maker, random.integers(0, len(lies), len(model.own[maker])), tuple(lies), tuple(wants), legs, *sizes)
+    return ValueGroup((value,), 1, maker, random.integers(0, len(lies), len(model.own[maker])), tuple(lies), tuple(wants), legs, *sizes)
 
 
-def choices(model: Model) -> Iterator[Pick]:
+def choices(model: CostModel) -> Iterator[Pick]:
     yield from product(*(range(len(own)) for own in model.own))
 
 
-def best(model: Model, allowed: Callable[[Pick], bool] = lambda _: True) -> float:
+def best(model: CostModel, allowed: Callable[[Pick], bool] = lambda _: True) -> float:
     return min((model.seconds(pick) for pick in choices(model) if allowed(pick)), default=np.inf)

@@ -13,8 +13,8 @@ from meshc.frontend.train_step import TrainStep, traced_step
 from meshc.ir import op_name
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
-from meshc.passes.driver import compile, pipeline
-from meshc.passes.driver.run import run
+from meshc.passes.driver import compile_program, pipeline
+from meshc.passes.driver.pass_runner import run_pass
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
@@ -48,7 +48,7 @@ def step(model: nn.Module, kwargs: dict[str, Tensor], mesh: str, plan: str, loss
         module=model, function=traced.function, signature=traced.signature, args=args, kwargs=kwargs, mesh=Mesh(mesh), plan=plan,
         grad=True, train=True, optimizer=describe(optimizer), depth="whole",
     )  # fmt: skip
-    return run(pipeline.PLACE[0], compile.factored(compile.trace(request)))
+    return run_pass(pipeline.PLACE[0], compile_program.update_and_factorize(compile_program.trace(request)))
 
 
 def products(placed: PlacedModel, choices: AxisChoices) -> list[dict[str, str]]:

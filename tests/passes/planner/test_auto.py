@@ -106,5 +106,5 @@ def test_what_is_verified_is_what_was_found(dtype: torch.dtype | None, monkeypat
     step = meshc.TrainStep(case.model, optimizer=torch.optim.AdamW(case.model.parameters()), loss=case.loss)
     program = meshc.compile(step, meshc.Mesh("tp=2"), kwargs=case.call_kwargs, plan="tp: auto")
     assert program.lowered.placed.choices is not None
-    monkeypatch.setattr("meshc.passes.driver.choose.Search", None)
+    monkeypatch.setattr("meshc.passes.driver.choose.PlanSearch", None)
     meshc.verify(program, case.call_kwargs, dtype=dtype)

@@ -16,11 +16,11 @@ from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
 from meshc.passes.depth.captured_names import captured_name, captured_patterns
 from meshc.passes.depth.multiplicity import whole_names
-from meshc.passes.driver import compile as driver
+from meshc.passes.driver import compile_program as driver
 from meshc.passes.driver import pipeline
-from meshc.passes.driver.run import run
+from meshc.passes.driver.pass_runner import run_pass
 from meshc.passes.phases.captured_depth import Depth, Stretch
-from meshc.passes.planner.search import Search
+from meshc.passes.planner.plan_search import PlanSearch
 from tests import models
 from tests.broad import broad
 from tests.captured import Captured
@@ -62,7 +62,7 @@ def kept(found: meshc.Program, again: meshc.Program) -> None:
 @pytest.mark.parametrize(("mesh", "plan"), [broad("dp=2", "dp: auto"), broad("dp=2,tp=2", OPEN), broad("pp=2,dp=2", "dp: auto")])
 def test_what_is_found_at_depth_compiles_at_depth(mesh: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compiled("auto", mesh=mesh, plan=plan)
-    monkeypatch.setattr("meshc.passes.driver.choose.Search", None)
+    monkeypatch.setattr("meshc.passes.driver.choose.PlanSearch", None)
     kept(found, compiled("auto", mesh=mesh, plan=str(found.plan)))
 
 
@@ -144,7 +144,7 @@ def test_weights_are_those_of_the_whole_model(name: str, layers: int) -> None:
     asked = replace(part.request, mesh=Mesh("dp=2,tp=2"), plan=OPEN, clip_grad_norm=1.0)
     asked = replace(asked, optimizer=describe(torch.optim.AdamW(asked.module.parameters())))
     traces = [driver.trace(replace(asked, depth="whole")), part.copy_for_request(asked)]
-    whole, part = (Search(run(pipeline.PLACE[0], driver.factored(each)), device("h100")) for each in traces)
+    whole, part = (PlanSearch(run_pass(pipeline.PLACE[0], driver.update_and_factorize(each)), device("h100")) for each in traces)
     assert whole.placed.depth is None and part.placed.depth is not None
     assert len(part.space.decisions) < len(whole.space.decisions)
     for mine, theirs in zip(part.model.own, whole.model.own, strict=True):
@@ -159,9 +159,9 @@ def test_weights_are_those_of_the_whole_model(name: str, layers: int) -> None:
 @pytest.mark.broad
 def test_what_fits_nowhere_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model is not searched again: what was found is of all its layers."""
-    searches: list[Search] = []
-    made = Search.__post_init__
-    monkeypatch.setattr(Search, "__post_init__", lambda self: (searches.append(self), made(self))[1])
+    searches: list[PlanSearch] = []
+    made = PlanSearch.__post_init__
+    monkeypatch.setattr(PlanSearch, "__post_init__", lambda self: (searches.append(self), made(self))[1])
     with pytest.raises(PlanError, match="no plan for dp keeps a rank within 1,000 bytes"):
         compiled("auto", budget=1000)
     (search,) = searches

@@ -12,10 +12,10 @@ from meshc.cost.devices import Device, Link, device
 from meshc.ir import op_name
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
+from meshc.passes.planner.axis_choices import axis_choices
 from meshc.passes.planner.certificate import Certificate
-from meshc.passes.planner.chosen import choices
-from meshc.passes.planner.search import Search
-from meshc.passes.written.entries import entries
+from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.written.choose_entries import choose_entries
 from tests.passes.planner.known import Two, products, step, two
 
 OPEN = "dp: auto\ntp: auto"
@@ -43,14 +43,14 @@ def slow() -> Device:
 
 def test_slow_links_and_a_small_model_give_data_parallelism() -> None:
     placed = two(1 << 22, 256, 1024, "dp=2,tp=8", OPEN)
-    (found,) = Search(placed, slow()).found()
+    (found,) = PlanSearch(placed, slow()).find_choices()
     assert products(placed, found.choices) == [{"dp": "batch", "tp": "batch"}] * 5  # x's own gradient nobody wants
     assert found.certificate.gap < 0.01
 
 
 def test_a_large_model_and_fast_links_give_tensor_parallelism_inside_the_node() -> None:
     placed = two(2048, 16384, 65536, "dp=2,tp=8", OPEN)
-    (found,) = Search(placed, H100).found()
+    (found,) = PlanSearch(placed, H100).find_choices()
     up, down, *backward = products(placed, found.choices)
     assert up["tp"] == down["tp"] == "ffn"
     assert all(row["tp"] == "ffn" for row in backward)
@@ -60,10 +60,10 @@ def test_a_large_model_and_fast_links_give_tensor_parallelism_inside_the_node() 
 def test_a_tight_budget_splits_what_is_stored() -> None:
     """Data parallelism, with whole parameters as long as they fit: what splits them costs their gathers."""
     placed = two(1 << 18, 4096, 16384, "dp=8", "dp: auto")
-    search = Search(placed, slow())
-    (free,) = search.found()
+    search = PlanSearch(placed, slow())
+    (free,) = search.find_choices()
     budget = 0.97 * free.certificate.held
-    tight = search.found(budget)[0]
+    tight = search.find_choices(budget)[0]
     assert tight.certificate.held <= budget < free.certificate.held
     assert tight.certificate.seconds >= tight.certificate.bound >= free.certificate.seconds - 1e-9
     assert tight.certificate.gap < 0.01
@@ -75,18 +75,18 @@ def test_a_tight_budget_splits_what_is_stored() -> None:
 
 def test_what_no_choice_keeps_has_no_answer() -> None:
     placed = two(1 << 16, 4096, 16384, "dp=2,tp=8", "dp: batch\ntp: auto")
-    assert Search(placed, H100, ["tp"]).found(1e6) == []
+    assert PlanSearch(placed, H100, ["tp"]).find_choices(1e6) == []
 
 
 def test_axes_that_the_plan_gives_do_as_it_says() -> None:
     placed = two(2048, 16384, 65536, "dp=2,tp=8", "dp: ffn\ntp: auto")
-    (found,) = Search(placed, H100, ["tp"]).found()
+    (found,) = PlanSearch(placed, H100, ["tp"]).find_choices()
     assert all(row["dp"] == "ffn" for row in products(placed, found.choices))
 
 
 def test_pins_hold() -> None:
     placed = two(1 << 20, 256, 1024, "dp=2,tp=8", OPEN + "\npin value:up: _, ffn/tp\nstore down.weight: _, ffn/dp")
-    (found,) = Search(placed, H100).found()
+    (found,) = PlanSearch(placed, H100).find_choices()
     assert products(placed, found.choices)[0]["tp"] == "ffn"
     for kind in ("parameter", "gradient", "state"):
         assert str(found.choices.storage["down.weight", kind]).endswith("ffn 1024/dp]")
@@ -95,12 +95,12 @@ def test_pins_hold() -> None:
 def test_storage_that_an_earlier_program_has_settled_stays() -> None:
     """A parameter lies as it was laid; its state, which is this program's, as is best."""
     placed = two(1 << 20, 256, 1024, "dp=2,tp=8", OPEN)
-    (free,) = Search(placed, H100).found()
+    (free,) = PlanSearch(placed, H100).find_choices()
     pinned = two(1 << 20, 256, 1024, "dp=2,tp=8", OPEN + "\nstore up.weight params: ffn/tp, _")
-    laid = Search(pinned, H100).found()[0].choices.storage["up.weight", "parameter"]
+    laid = PlanSearch(pinned, H100).find_choices()[0].choices.storage["up.weight", "parameter"]
     assert laid != free.choices.storage["up.weight", "parameter"]
-    search = Search(replace(placed, request=replace(placed.request, fixed={"up.weight": laid})), H100)
-    (found,) = search.found()
+    search = PlanSearch(replace(placed, request=replace(placed.request, fixed={"up.weight": laid})), H100)
+    (found,) = search.find_choices()
     assert found.choices.storage["up.weight", "parameter"] == laid
     assert len(search.model.decision(search.folded.of["parameter", "up.weight"]).options) == 1
     assert len(search.model.decision(search.folded.of["state", "up.weight"]).options) > 1
@@ -113,11 +113,11 @@ def test_a_great_embedding_does_not_decide_for_all() -> None:
     placed = step(model, {"ids": ids}, "tp=8", "tp: auto", lambda out: out)
     given = placed.with_request(replace(placed.request, plan="tp: vocab, ffn"))
     plan = assign(annotate(given)).require_assignment()
-    search = Search(placed, H100, beside=(plan,))
-    made = choices(placed, search.space, search.folded, search.pick_of(plan))
+    search = PlanSearch(placed, H100, beside=(plan,))
+    made = axis_choices(placed, search.space, search.folded, search.pick_of(plan))
     (embedding,) = [node for node in made.tokens if op_name(node) == "aten.embedding"]
     assert {placed.names.of[placed.factors.instances[embedding].factor[token]] for token in made.tokens[embedding]} == {"vocab"}
-    found = entries(replace(placed, choices=made), ["tp"])["tp"]
+    found = choose_entries(replace(placed, choices=made), ["tp"])["tp"]
     assert found.terms[0].factor == "ffn"
 
 
@@ -125,7 +125,7 @@ def test_a_great_embedding_does_not_decide_for_all() -> None:
 def test_a_search_is_the_same_each_time(plan: str) -> None:
     placed = two(2048, 16384, 65536, "dp=2,tp=8", plan)
     axes = ["dp", "tp"] if plan == OPEN else ["tp"]
-    one, other = (Search(placed, H100, axes).found()[0] for _ in range(2))
+    one, other = (PlanSearch(placed, H100, axes).find_choices()[0] for _ in range(2))
     assert (one.choices, one.certificate) == (other.choices, other.certificate)
 
 
@@ -139,6 +139,6 @@ def test_a_certificate_says_how_far_from_the_best() -> None:
 
 def test_no_operator_is_left_without_a_choice() -> None:
     placed = two(2048, 16384, 65536, "dp=2,tp=8", OPEN)
-    (found,) = Search(placed, H100).found()
+    (found,) = PlanSearch(placed, H100).find_choices()
     computing = [n for n in placed.graph.nodes if n.op == "call_function" and op_name(n) in ("aten.mm", "aten.relu", "aten.sum")]
     assert computing and all(node in found.choices.tokens for node in computing)

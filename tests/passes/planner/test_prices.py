@@ -14,21 +14,21 @@ from meshc.ir import op_name
 from meshc.ir.mesh import Mesh
 from meshc.passes.place.factorize import factorize
 from meshc.passes.planner import fold
-from meshc.passes.planner.candidates import options
-from meshc.passes.planner.memory import Memory
-from meshc.passes.planner.model import build
-from meshc.passes.planner.moves import Moves
-from meshc.passes.planner.operators import Operators
-from meshc.passes.planner.search import Search
-from meshc.passes.planner.space import Option
-from meshc.passes.planner.survey import searched_axes, survey
+from meshc.passes.planner.build_space import build_space, searched_axes
+from meshc.passes.planner.cost_model import build_model
+from meshc.passes.planner.decision_options import options
+from meshc.passes.planner.memory_model import MemoryModel
+from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.reshard_prices import ReshardPrices
+from meshc.passes.planner.search_space import Option
+from meshc.passes.planner.tile_prices import OperatorPrices
 from tests.graphs import trace
 from tests.passes.depth.stacks import WORDS, Stack, cross_entropy
 from tests.passes.planner.known import step, two
 
 H100 = device("h100")
 SIZES = {"dp": 8, "tp": 8}
-MOVES = Moves(Mesh("dp=8,tp=8"), SIZES, H100)
+MOVES = ReshardPrices(Mesh("dp=8,tp=8"), SIZES, H100)
 SUMS = (("dp", "sum"), ("tp", "sum"))
 GIGABYTE = float(1 << 30)
 
@@ -73,7 +73,7 @@ def test_a_split_log_softmax_is_priced_as_it_will_be_written() -> None:
     (node,) = [node for node in graph.nodes if op_name(node) == "aten._log_softmax"]
     instance = factors.instances[node]
     tokens = tuple(instance.size)
-    operators = Operators(factors, Mesh("tp=8"), {"tp": 8}, H100)
+    operators = OperatorPrices(factors, Mesh("tp=8"), {"tp": 8}, H100)
     labels: dict[object, int] = {token: at for at, token in enumerate(tokens)}
     by_rows, by_columns = operators.seconds(
         node, labels, [Option(tuple(("tp",) if token == taken else () for token in tokens)) for taken in tokens]
@@ -87,9 +87,9 @@ def test_equal_calls_are_written_out_once(monkeypatch: pytest.MonkeyPatch) -> No
     graph = trace(lambda x, y: (softmax(x, 1), softmax(x.exp(), 1), softmax(y, 1)), torch.randn(512, 1024), torch.randn(512, 2048))
     nodes = [node for node in graph.nodes if op_name(node) == "aten._log_softmax"]
     factors, written = factorize(graph), []
-    lower = Operators._lower
-    monkeypatch.setattr(Operators, "_lower", lambda self, *given: written.append(given) or lower(self, *given))
-    operators, found = Operators(factors, Mesh("tp=8"), {"tp": 8}, H100), []
+    lower = OperatorPrices._lower
+    monkeypatch.setattr(OperatorPrices, "_lower", lambda self, *given: written.append(given) or lower(self, *given))
+    operators, found = OperatorPrices(factors, Mesh("tp=8"), {"tp": 8}, H100), []
     for node in nodes:
         tokens = tuple(factors.instances[node].size)
         some = [Option(tuple(("tp",) if token == taken else () for token in tokens)) for taken in tokens]
@@ -105,7 +105,7 @@ def test_a_product_with_a_bias_is_priced_as_it_will_be_written(bias: tuple[int, 
     (node,) = [node for node in graph.nodes if op_name(node) == "aten.addmm"]
     factors = factorize(graph)
     instance = factors.instances[node]
-    operators = Operators(factors, Mesh("dp=8,tp=8"), SIZES, H100)
+    operators = OperatorPrices(factors, Mesh("dp=8,tp=8"), SIZES, H100)
     labels: dict[object, int] = {token: at for at, token in enumerate(instance.size)}
     every = options(tuple(instance.size.values()), {axis: [None, *labels.values()] for axis in SIZES}, {}, (), SIZES)
     written = [operators._lower(instance, {token: one.axes[labels[token]] for token in instance.size}) for one in every]
@@ -121,7 +121,7 @@ def test_equal_layers_are_decided_once_whatever_their_number() -> None:
         model = Stack([16] * layers)
         ids = torch.zeros(WORDS + 1, 4, dtype=torch.int64)
         placed = step(model, {"ids": ids, "target": ids}, "dp=2,tp=2", "dp: auto\ntp: auto", cross_entropy)
-        space = survey(placed, searched_axes(placed), None)
+        space = build_space(placed, searched_axes(placed), None)
         members = fold.fold(space).members
         assert sorted(id(key) for row in members for key in row) == sorted(map(id, space.decisions))
         assert all(space.decisions[key].options == space.decisions[row[0]].options for row in members for key in row)
@@ -144,7 +144,7 @@ def test_casts_and_copies_on_the_way_cost_what_they_move() -> None:
     """Of the product that is cast: its two bytes an entry are read, and four are written, of the part that a rank has."""
     with torch.device("meta"):
         model, x = Cast().to(torch.bfloat16), torch.empty(1 << 16, 256, dtype=torch.bfloat16)
-    search = Search(step(model, {"x": x}, "dp=8", "dp: auto", lambda out: out), H100)
+    search = PlanSearch(step(model, {"x": x}, "dp=8", "dp: auto", lambda out: out), H100)
     found = 0
     for group in search.model.groups:
         value = group.values[0]
@@ -165,11 +165,11 @@ def test_memory_counts_what_an_operator_works_on() -> None:
     """Whole on every rank: weights and two moments of each in bfloat16, and at the fullest moment no less than the largest operands."""
     rows, hidden, ffn = 1 << 16, 256, 1024
     placed = two(rows, hidden, ffn, "dp=2,tp=2", "dp: auto\ntp: auto")
-    space = survey(placed, searched_axes(placed), None)
+    space = build_space(placed, searched_axes(placed), None)
     folded = fold.fold(space)
-    operators, moves = Operators(placed.factors, placed.mesh, space.sizes, H100), Moves(placed.mesh, space.sizes, H100)
-    model = build(space, folded, operators, moves)
-    memory = Memory(model, placed)
+    operators, moves = OperatorPrices(placed.factors, placed.mesh, space.sizes, H100), ReshardPrices(placed.mesh, space.sizes, H100)
+    model = build_model(space, folded, operators, moves)
+    memory = MemoryModel(model, placed)
     idle = tuple(
         next(at for at, one in enumerate(model.decision(number).options) if not any(one.axes) and not one.deferred)
         for number in range(len(model.own))

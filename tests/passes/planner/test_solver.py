@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from meshc.cost.devices import device
-from meshc.passes.planner import narrow as narrowing
-from meshc.passes.planner.ascent import Ascent
-from meshc.passes.planner.least import least
-from meshc.passes.planner.memory import Memory
-from meshc.passes.planner.model import Model
-from meshc.passes.planner.narrow import closed, narrow
-from meshc.passes.planner.search import Search
-from meshc.passes.planner.solve import BRANCHES, Allowance, Columns
-from meshc.passes.planner.weighed import Weighed
-from meshc.passes.planner.within import within
+from meshc.passes.planner import narrow_options as narrowing
+from meshc.passes.planner.budget_search import search_within_budget
+from meshc.passes.planner.cost_model import CostModel
+from meshc.passes.planner.dual_ascent import DualAscent
+from meshc.passes.planner.fewest_bytes import find_fewest_bytes
+from meshc.passes.planner.lagrangian import Lagrangian
+from meshc.passes.planner.memory_model import MemoryModel
+from meshc.passes.planner.narrow_options import close_gap, narrow_options
+from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.relaxation import BRANCHES, Allowance, ProgramColumns
 from tests.passes.planner.drawn import GIGA, MILLI, best, choices, drawn
 from tests.passes.planner.known import two
 
@@ -29,18 +29,18 @@ CLOSE = 1e-9
 """Seconds."""
 
 
-def everything(model: Model) -> list[np.ndarray]:
+def everything(model: CostModel) -> list[np.ndarray]:
     return [np.arange(len(own)) for own in model.own]
 
 
-def fullest(memory: Memory, pick: tuple[int, ...]) -> float:
+def fullest(memory: MemoryModel, pick: tuple[int, ...]) -> float:
     return float(memory.walk(pick).max())
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_found_is_the_best_there_is(seed: int) -> None:
     model, memory = drawn(seed)
-    found = closed(narrow(Weighed(model, memory), everything(model)))
+    found = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
     least = best(model)
     assert found.seconds == pytest.approx(least)
     assert found.bound <= least + CLOSE
@@ -52,7 +52,7 @@ def test_no_sweep_drops_an_option_of_a_best_choice_or_bounds_more_than_it(seed: 
     model, memory = drawn(seed)
     least = best(model)
     (first, *_) = [pick for pick in choices(model) if model.seconds(pick) <= least + CLOSE]
-    ascent = Ascent(Weighed(model, memory), everything(model))
+    ascent = DualAscent(Lagrangian(model, memory), everything(model))
     bound = ascent.bound
     for _ in range(6):
         ascent.sweep(known=least + CLOSE)
@@ -69,11 +69,11 @@ def test_no_sweep_drops_an_option_of_a_best_choice_or_bounds_more_than_it(seed: 
 @pytest.mark.parametrize("seed", range(30))
 def test_within_a_budget_too(seed: int) -> None:
     model, memory = drawn(seed, classes=4)
-    free = closed(narrow(Weighed(model, memory), everything(model)))
+    free = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
     held = sorted({fullest(memory, pick) for pick in choices(model)})
     budget = (held[0] + min(fullest(memory, free.pick), held[-1])) / 2
     least = best(model, lambda pick: fullest(memory, pick) <= budget)
-    picks, bound = within(model, memory, budget, free)
+    picks, bound = search_within_budget(model, memory, budget, free)
     fitting = [model.seconds(pick) for pick in picks if fullest(memory, pick) <= budget]
     assert bound <= least + CLOSE
     assert min(fitting) == pytest.approx(least, rel=1e-2)  # the gap that is looked into no further
@@ -84,12 +84,12 @@ def test_within_a_budget_too(seed: int) -> None:
 def test_what_a_price_shows_to_fit_nowhere_is_asked_of_no_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear program takes minutes to say so where almost nothing fits."""
     model, memory = drawn(seed, classes=4)
-    free = closed(narrow(Weighed(model, memory), everything(model)))
+    free = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
     least = min(fullest(memory, pick) for pick in choices(model))
     asked: list[int] = []
-    monkeypatch.setattr(Columns, "relaxed", lambda self: asked.append(1))
+    monkeypatch.setattr(ProgramColumns, "solve_relaxation", lambda self: asked.append(1))
     for budget, shown in ((0.3 * least, True), (least, False)):
-        picks, bound = within(model, memory, budget, free)
+        picks, bound = search_within_budget(model, memory, budget, free)
         assert (bound > max(map(model.seconds, choices(model)))) == shown and bool(asked) <= (not shown)
         assert any(fullest(memory, pick) <= budget for pick in picks) <= (not shown)
 
@@ -97,29 +97,29 @@ def test_what_a_price_shows_to_fit_nowhere_is_asked_of_no_program(seed: int, mon
 def test_what_holds_less_than_the_fewest_bytes_is_asked_of_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A price need not show it: of some problems programs are asked where nobody knows of the fewest bytes."""
     asked: list[int] = []
-    monkeypatch.setattr(Columns, "relaxed", lambda self: asked.append(1))
+    monkeypatch.setattr(ProgramColumns, "solve_relaxation", lambda self: asked.append(1))
     unknown = 0
     for seed in range(15):
         model, memory = drawn(seed, classes=4)
-        free = closed(narrow(Weighed(model, memory), everything(model)))
-        known = least(model, memory, everything(model), [free.pick])
-        within(model, memory, 0.99 * known.bound, free)
+        free = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
+        known = find_fewest_bytes(model, memory, everything(model), [free.pick])
+        search_within_budget(model, memory, 0.99 * known.bound, free)
         unknown += len(asked)
         asked.clear()
-        picks, _ = within(model, memory, 0.99 * known.bound, free, fewest=lambda _: known)  # noqa: B023
-        assert not asked and min(fullest(memory, pick) for pick in picks) == known.held
+        picks, _ = search_within_budget(model, memory, 0.99 * known.bound, free, fewest=lambda _: known)  # noqa: B023
+        assert not asked and min(fullest(memory, pick) for pick in picks) == known.held_bytes
     assert unknown
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_without_allowance_messages_say_a_bound_and_no_program_is_asked(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, memory = drawn(seed, classes=4)
-    free = closed(narrow(Weighed(model, memory), everything(model)))
+    free = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
     held = sorted({fullest(memory, pick) for pick in choices(model)})
     budget = (held[0] + min(fullest(memory, free.pick), held[-1])) / 2
-    monkeypatch.setattr(Columns, "relaxed", lambda self: pytest.fail("a program is asked"))
-    monkeypatch.setattr(Columns, "whole", lambda *given: pytest.fail("a program is asked"))
-    _, bound = within(model, memory, budget, free, allowed=Allowance(0.0))
+    monkeypatch.setattr(ProgramColumns, "solve_relaxation", lambda self: pytest.fail("a program is asked"))
+    monkeypatch.setattr(ProgramColumns, "solve_integer", lambda *given: pytest.fail("a program is asked"))
+    _, bound = search_within_budget(model, memory, budget, free, allowed=Allowance(0.0))
     assert free.bound <= bound <= best(model, lambda pick: fullest(memory, pick) <= budget) + CLOSE
 
 
@@ -128,24 +128,24 @@ def test_programs_of_all_questions_together_keep_the_allowance(monkeypatch: pyte
     asked: list[int] = []
 
     def counted(name: str, times: int) -> None:
-        real = getattr(Columns, name)
+        real = getattr(ProgramColumns, name)
 
-        def program(self: Columns, *given: object) -> object:
+        def program(self: ProgramColumns, *given: object) -> object:
             asked.extend([times * len(self.rows) * len(self.cost)] if self.moments else [])  # those with a budget
             return real(self, *given)
 
-        monkeypatch.setattr(Columns, name, program)
+        monkeypatch.setattr(ProgramColumns, name, program)
 
-    search = Search(two(1 << 10, 512, 2048, "dp=2,tp=2", "dp: auto\ntp: auto"), device("h100"))
-    (free,) = search.found()
-    counted("relaxed", 1)
-    counted("whole", BRANCHES)
+    search = PlanSearch(two(1 << 10, 512, 2048, "dp=2,tp=2", "dp: auto\ntp: auto"), device("h100"))
+    (free,) = search.find_choices()
+    counted("solve_relaxation", 1)
+    counted("solve_integer", BRANCHES)
     budgets = [free.certificate.held * part for part in (0.9, 0.7, 0.5)]
     found: list[list[tuple[object, ...]]] = []
     for _ in range(2):
         search.allowed = Allowance(1e6)
         asked.clear()
-        answers = [each.found(budget) for each in (search, search.hiding()) for budget in budgets]
+        answers = [each.find_choices(budget) for each in (search, search.with_overlap()) for budget in budgets]
         assert sum(asked) + search.allowed.left == 1e6 and search.allowed.left > 0
         assert all(one.certificate.held <= one.certificate.budget for some in answers for one in some)
         assert all(one.certificate.bound <= one.certificate.seconds for some in answers for one in some)
@@ -156,9 +156,9 @@ def test_programs_of_all_questions_together_keep_the_allowance(monkeypatch: pyte
 @pytest.mark.parametrize("seed", range(4))
 def test_a_program_that_nothing_answers_ends_a_search_with_what_is_known(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, memory = drawn(seed)
-    monkeypatch.setattr("meshc.passes.planner.linear.ITERATIONS", 0)
+    monkeypatch.setattr("meshc.passes.planner.linear_program.ITERATIONS", 0)
     monkeypatch.setattr(narrowing, "CLOSE", -1.0)
-    found = closed(narrow(Weighed(model, memory), everything(model)))
+    found = close_gap(narrow_options(Lagrangian(model, memory), everything(model)))
     assert found.bound <= best(model) + CLOSE <= found.seconds + 2 * CLOSE
 
 
@@ -170,11 +170,11 @@ def test_a_price_of_memory_gives_a_bound_within_the_budget(seed: int) -> None:
     budget = held[len(held) // 3]
     least = best(model, lambda pick: fullest(memory, pick) <= budget)
     moments = random.choice(memory.length, 3, replace=False)
-    weighed = Weighed(model, memory, {int(moment): float(random.random()) * MILLI / GIGA for moment in moments})
-    ascent = Ascent(weighed, everything(model))
+    weighed = Lagrangian(model, memory, {int(moment): float(random.random()) * MILLI / GIGA for moment in moments})
+    ascent = DualAscent(weighed, everything(model))
     for _ in range(6):
         ascent.sweep()
-    assert ascent.bound - weighed.owed(budget) <= least + CLOSE
+    assert ascent.bound - weighed.budget_charge(budget) <= least + CLOSE
     assert ascent.bound <= min(weighed.seconds(pick) for pick in choices(model)) + CLOSE
 
 
@@ -186,10 +186,10 @@ def test_columns_say_what_the_model_does(seed: int) -> None:
     pick = tuple(int(random.integers(len(own))) for own in model.own)
     moments = list(range(memory.length))
     only = [np.array([option]) for option in pick]
-    fits = Columns(model, memory, only, moments=moments, budget=fullest(memory, pick)).relaxed()
-    assert fits is not None and fits.whole
+    fits = ProgramColumns(model, memory, only, moments=moments, budget=fullest(memory, pick)).solve_relaxation()
+    assert fits is not None and fits.is_integral
     assert fits.bound == pytest.approx(model.seconds(pick))
-    assert Columns(model, memory, only, moments=moments, budget=fullest(memory, pick) - GIGA / 2).relaxed() is None
+    assert ProgramColumns(model, memory, only, moments=moments, budget=fullest(memory, pick) - GIGA / 2).solve_relaxation() is None
 
 
 def test_what_several_read_alike_is_changed_once() -> None:
@@ -197,7 +197,7 @@ def test_what_several_read_alike_is_changed_once() -> None:
     shared = 0
     for seed in range(30):
         model, memory = drawn(seed)
-        ascent = Ascent(Weighed(model, memory), everything(model))
+        ascent = DualAscent(Lagrangian(model, memory), everything(model))
         for _ in range(4):
             ascent.sweep()
         for number, common in ascent.common.items():
@@ -211,20 +211,20 @@ def test_what_several_read_alike_is_changed_once() -> None:
 def test_three_axes_take_a_bounded_amount_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, not timed: sweeps of messages, and columns of what is left for a linear program."""
     sweeps, columns = [0], [0]
-    swept, built = Ascent.sweep, Columns.__post_init__
+    swept, built = DualAscent.sweep, ProgramColumns.__post_init__
 
-    def sweep(self: Ascent, known: float = np.inf) -> None:
+    def sweep(self: DualAscent, known: float = np.inf) -> None:
         sweeps[0] += 1
         swept(self, known)
 
-    def build(self: Columns) -> None:
+    def build(self: ProgramColumns) -> None:
         built(self)
         columns[0] += len(self.cost)
 
-    monkeypatch.setattr(Ascent, "sweep", sweep)
-    monkeypatch.setattr(Columns, "__post_init__", build)
-    search = Search(two(1 << 16, 4096, 16384, "dp=2,dp_shard=8,tp=8", "dp: auto\ndp_shard: auto\ntp: auto"), device("h100"))
-    (free,) = search.found()
+    monkeypatch.setattr(DualAscent, "sweep", sweep)
+    monkeypatch.setattr(ProgramColumns, "__post_init__", build)
+    search = PlanSearch(two(1 << 16, 4096, 16384, "dp=2,dp_shard=8,tp=8", "dp: auto\ndp_shard: auto\ntp: auto"), device("h100"))
+    (free,) = search.find_choices()
     pairs = sum(len(group.lies) * len(group.wants) for group in search.model.groups)
     assert free.certificate.gap < 1e-3 and pairs > 25_000
     assert sweeps[0] <= narrowing.ROUNDS * narrowing.SWEEPS and columns[0] < 3_000
@@ -232,11 +232,11 @@ def test_three_axes_take_a_bounded_amount_of_work(monkeypatch: pytest.MonkeyPatc
 
 PICKED = """
 from meshc.cost.devices import device
-from meshc.passes.planner.search import Search
+from meshc.passes.planner.plan_search import PlanSearch
 from tests.passes.planner.known import two
-search = Search(two(2048, 1024, 4096, "dp=2,tp=4", "dp: auto\\ntp: auto"), device("h100"))
-(free,) = search.found()
-print(free.pick, free.certificate, [(one.pick, one.certificate) for one in search.found(0.8 * free.certificate.held)])
+search = PlanSearch(two(2048, 1024, 4096, "dp=2,tp=4", "dp: auto\\ntp: auto"), device("h100"))
+(free,) = search.find_choices()
+print(free.pick, free.certificate, [(one.pick, one.certificate) for one in search.find_choices(0.8 * free.certificate.held)])
 
 from meshc.text.show import hash_program
 from tests.passes.depth.stacks import Stack, compiled

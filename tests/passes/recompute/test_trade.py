@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from meshc.passes.recompute.recomputable import Recomputable
 from meshc.passes.recompute.trade import Trade
-from tests.passes.recompute.test_least import drawn, serves
+from tests.passes.recompute.test_kept_values import drawn, serves
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ def trade(seed: int) -> tuple[Trade, list[tuple[int, float]]]:
     found = Trade(Drawn(values, [], wanted, operands, set(), sizes), takes)
     can = [node for node in values if sizes[node] is not None]
     every = [set(some) for some in chain.from_iterable(combinations(can, count) for count in range(len(can) + 1))]
-    all_of = [found._kept(some) for some in every if serves(some, operands, wanted)]
+    all_of = [found._kept_values(some) for some in every if serves(some, operands, wanted)]
     return found, [(one.bytes, one.seconds) for one in all_of]
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_no_choice_of_so_few_bytes_takes_less_than_the_bound(seed: int) -> None:
     found, every = trade(seed)
-    least, whole = found.least, found.all
+    least, whole = found.keep_least, found.keep_all
     assert least.bytes == min(size for size, _ in every)
     assert whole.seconds == pytest.approx(min(seconds for _, seconds in every))
     for most in range(least.bytes, whole.bytes + 1):
@@ -53,7 +53,7 @@ def test_a_choice_of_the_hull_is_found_and_is_the_best() -> None:
     for seed in range(25):
         found, every = trade(seed)
         for price in (0.01, 0.1, 1.0):
-            on = found._at(price, even=True)
+            on = found._cheapest_at(price, even=True)
             kept, bound = found.within(on.bytes)
             best = min(seconds for size, seconds in every if size <= on.bytes)
             assert best == pytest.approx(on.seconds, rel=1e-6, abs=1e-9)
@@ -72,11 +72,11 @@ def test_what_may_lie_on_the_host_is_weighed_with_the_rest(seed: int) -> None:
     every = []
     for some in (one for count in range(len(sizes) + 1) for one in combinations([n for n in can.forward if sizes[n]], count)):
         if serves(set(some), can.operands, can.wanted):
-            plain = found._kept(set(some))
+            plain = found._kept_values(set(some))
             may = [node for node in some if node in copies]
             for there in chain.from_iterable(combinations(may, count) for count in range(len(may) + 1)):
                 every.append((plain.bytes - sum(sizes[n] for n in there), plain.seconds + sum(copies[n] for n in there)))
-    least, whole = with_host.least, with_host.all
+    least, whole = with_host.keep_least, with_host.keep_all
     assert least.bytes == min(size for size, _ in every) and not whole.there
     gained = False
     for most in range(least.bytes, whole.bytes + 1):

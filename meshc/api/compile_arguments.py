@@ -1,0 +1,422 @@
+"""Checked arguments of `meshc.compile`, immutable: the keys and requests of compilations are derived from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshc.api.options import Options, refuse_others
+from meshc.errors import PlanError, StateError
+from meshc.frontend import admission, call_keys, dynamic_dims, exported, flex
+from meshc.frontend.expert_bias import refuse_without_bias
+from meshc.frontend.expert_slots import copies_per_rank, give_slots, slots_of
+from meshc.frontend.gradient_hooks import Hooks, hooks_in
+from meshc.frontend.listed_experts import looped_expert_counts
+from meshc.frontend.module_watch import ModuleState, ModuleWatch
+from meshc.frontend.read_values import Values
+from meshc.frontend.stock_caches import LENGTH
+from meshc.frontend.train_step import TracedFunction, TrainStep, traced_step
+from meshc.ir import trees
+from meshc.ir.forms import Form, Forms
+from meshc.ir.functions import Function
+from meshc.ir.keys import is_a
+from meshc.ir.mesh import DATA_ROLES, Mesh, role
+from meshc.ir.paths import input_names
+from meshc.optimizer.optimizer import OptimizerSpec
+from meshc.passes.phases.request import JoinedInputs, Request
+from meshc.plan.plan import Plan
+from meshc.plan.recipes import PlanLike, resolve
+from meshc.program.program import BACKENDS, PlainProgram
+from meshc.runtime.state.ownership import refuse_anothers
+from meshc.runtime.state.store import Store
+
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""A call's arguments: those by position, those by name."""
+
+
+
+@dataclass(frozen=True, eq=False)
+class CompilationKey:
+    """What a compilation is kept under, hashed once: structure, shapes and dtypes of a call's inputs, what else of the module decides its
+    program, the optimizer's flags and branches, and what stands where its trace has read Python (None: not known yet)."""
+
+    inputs: call_keys.InputKey
+    module: call_keys.ModuleKey
+    optimizer: tuple[tuple[str, Hashable], ...]
+    values: Values | None = None
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.inputs, self.module, self.optimizer, self.values)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompilationKey):
+            return NotImplemented
+        mine, theirs = ((one.inputs, one.module, one.optimizer, one.values) for one in (self, other))
+        return self is other or (self._hash == other._hash and mine == theirs)
+
+
+class CallArguments(NamedTuple):
+    """A call's arguments, by name where the signature has names.
+
+    leaves  theirs, in their order
+    form    one object for all calls that look alike; None where nobody knows what a call looks like
+    """
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    leaves: list[object]
+    form: Form | None
+
+
+KNOWN = {"inputs": ("global", "local"), "outputs": ("plain", "dtensor"), "backend": BACKENDS}
+
+
+class CompileArguments:
+    """The arguments of `meshc.compile` (which says what each means), checked. Raises PlanError or CaptureError."""
+
+    def __init__(
+        self,
+        what: nn.Module | TrainStep | Function,
+        mesh: Mesh | DeviceMesh,
+        plan: PlanLike,
+        inputs: str,
+        outputs: str,
+        backend: str,
+        names: Mapping[str, Sequence[str | None]] | None,
+        options: Options,
+    ) -> None:
+        for name, value in (("inputs", inputs), ("outputs", outputs), ("backend", backend)):
+            if value not in KNOWN[name]:
+                raise PlanError(f"{name}={value!r} is not known: use {' or '.join(map(repr, KNOWN[name]))}")
+        refuse_others(options)
+        what = exported.prepare_export(what)
+        self.what, self.mesh, self.inputs, self.outputs, self.backend = what, Mesh.of(mesh), inputs, outputs, backend
+        self.names, self.options = names, options
+        self.dynamic = dynamic_dims.parse_dynamic(options.dynamic)
+        self.plan = resolve(plan, self.mesh)
+        self.step = what if isinstance(what, TrainStep) else None
+        admission.refuse_kind(what)
+        self.traced = self._trace()
+        self._watch, self._forms = ModuleWatch(self.module), Forms()
+        self.found_batch: dict[str, int | None] = {}
+        """Of inputs of which each rank has a part, along which dim these are joined, by the programs so far."""
+        self.adds = False
+        self.called: object = what
+        """What runs the program when it is called: the model, or a module of it."""
+        self.path = ""
+        """Where that is in the model."""
+        self.by_hand = False
+        """Whether it is a module in the model that is called by somebody, not by the model's own generate."""
+        self._exported = exported.is_module(self.module)
+        adopted = Store.of(self.module) is not None
+        if not adopted:
+            refuse_anothers(self.module)
+        admission.refuse_module(self.module, adopted)
+        refused = getattr(self.traced.function, "refused", [])
+        if refused:
+            raise PlanError(f"{', '.join(refused)}: both model.forward and the loss take this name; rename it in one of them")
+        if options.expert_bias_update is not None:
+            self._refuse_bias()
+        if self.step is None and (options.keep_gradients or options.accumulate):
+            raise PlanError(
+                "Options(keep_gradients=, accumulate=) are of a training step, and what is compiled is none\n"
+                "  what to do: compile a meshc.TrainStep; a module's own backward leaves and adds up gradients as torch does"
+            )
+        if options.expert_placement is not None:
+            self._make_movable()
+        if options.uneven_rows and inputs == "global":
+            raise PlanError(
+                'Options(uneven_rows=True): each rank passes rows of its own, which is inputs="local"\n'
+                '  what to do: say so, or leave it out: with inputs="global" every rank passes the whole batch, of any number of rows'
+            )
+        if inputs == "local" and not self._data_axes():
+            raise PlanError(
+                f'inputs="local" splits the batch along axes with a data role (dp, dp_shard): the mesh {self.mesh} has none\n'
+                '  what to do: inputs="global", where every rank passes the whole batch; or a mesh with such an axis, of one rank or more: '
+                '"dp=1,tp=2"'
+            )
+
+    def advice_on_attribute(self, name: str) -> str:
+        """Text for an AttributeError on the program when its model has attribute `name`; "" otherwise."""
+        if name.startswith("_") or not (self.step is not None or isinstance(self.what, nn.Module)) or not hasattr(self.module, name):
+            return ""
+        return (
+            f"\n  why: the {type(self.module).__qualname__} that was compiled stays the live object, and has it; meshc.compile returns a "
+            f"handle of its programs\n  what to do: keep both, program = meshc.compile(model, mesh, ...), and write model.{name}"
+        )
+
+    def _trace(self) -> TracedFunction:
+        if self.step is not None:
+            return traced_step(self.step)
+        if isinstance(self.what, nn.Module):
+            return TracedFunction(self.what, call_keys.call_module, self.what.forward)
+        function = cast(Function, self.what)
+        return TracedFunction(nn.Module(), lambda module, *args, **kwargs: function(*args, **kwargs), function)
+
+    def _refuse_bias(self) -> None:
+        """Raises PlanError for `expert_bias_update` without a training step, or without routers' biases."""
+        if self.step is None:
+            raise PlanError(
+                "Options(expert_bias_update=): routers' biases change after a step, and what is compiled is none\n"
+                "  what to do: compile a meshc.TrainStep, or leave the option out"
+            )
+        refuse_without_bias(self.module)
+
+    def _make_movable(self) -> None:
+        """The model's experts say where they lie, unless they do already. Raises PlanError, StateError."""
+        if Store.of(self.module) is None:
+            give_slots(
+                self.module, looped_expert_counts(self.module), prod(axis.size for axis in self.mesh.axes), self.options.expert_copies
+            )
+            return
+        movable = [module for module in self.module.modules() if slots_of(module) is not None]
+        if not movable or copies_per_rank(movable[0]) != self.options.expert_copies:
+            has = f"with places for {copies_per_rank(movable[0])} copies on each rank" if movable else "whose experts stay where they are"
+            raise StateError(
+                f'Options(expert_placement="movable", expert_copies={self.options.expert_copies}): the model has a program already {has}\n'
+                "  what to do: give all programs of the model the same; the first to be compiled decides"
+            )
+
+    def for_accumulation(self) -> CompileArguments:
+        """A copy for calls that accumulate gradients and update nothing."""
+        found = copy.copy(self)
+        found.adds = True
+        return found
+
+    def on_mesh(self, mesh: Mesh, plan: Plan) -> CompileArguments:
+        """A copy with another mesh and plan."""
+        found = copy.copy(self)
+        found.mesh, found.plan = mesh, plan
+        return found
+
+    def part(self, path: str, by_hand: bool = False) -> CompileArguments:
+        """The same for calls of a module inside the model: programs of their own, over the model's parameters. by_hand: whether its user
+        calls it; what the model's inputs are said to be is not of its own then."""
+        found, inner = copy.copy(self), self.module.get_submodule(path)
+        found.path, found.by_hand = path, by_hand
+        found.called, found.traced = inner, TracedFunction(self.module, partial(call_keys.call_inside, path), inner.forward)
+        found._forms, found.found_batch = Forms(), {}
+        return found._for_other_inputs() if by_hand else found
+
+    def with_whole_batch(self) -> CompileArguments:
+        """A copy for calls that pass the whole batch on every rank, as the model's own generate does with gathered prompts."""
+        found = self.of_model() if self.step is not None else copy.copy(self)
+        found.inputs, found._forms = "global", Forms()
+        found.options = replace(found.options, uneven_rows=False)
+        return found
+
+    def _for_other_inputs(self) -> CompileArguments:
+        """Drops the dynamic dims, and `names` of inputs that the function to trace does not take; in place. Returns self."""
+        takes = self.traced.parameters
+        self.names = {name: dims for name, dims in (self.names or {}).items() if takes is None or name in {one.name for one in takes}}
+        self.options, self.dynamic = replace(self.options, dynamic=None), dynamic_dims.parse_dynamic(None)
+        return self
+
+    def of_model(self) -> CompileArguments:
+        """The same for calls of a training step's model: programs of their own, over its parameters. What the step says of its loss's
+        inputs, of its updates and of its schedule is not of these."""
+        found, model = copy.copy(self), self.module
+        found.what = found.called = model
+        found.step, found._forms = None, Forms()
+        found.traced = TracedFunction(model, call_keys.call_module, model.forward)
+        found.options = replace(
+            self.options, schedule=None, keep_gradients=False, accumulate=False, expert_bias_update=None, optimizer_state=None,
+            master_weights=False,
+        )  # fmt: skip
+        return found._for_other_inputs()
+
+    @property
+    def module(self) -> nn.Module:
+        """The model; of a function an empty one."""
+        return self.traced.module
+
+    @property
+    def name(self) -> str:
+        whole = call_keys.name_of(self.what)
+        return f"{self.path} of {whole}" if self.path else whole
+
+    def _data_axes(self) -> list[int]:
+        """Sizes of the data axes."""
+        return [axis.size for axis in self.mesh.axes if role(axis.name) in DATA_ROLES]
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with different parts of a batch."""
+        return prod(self._data_axes())
+
+    # ------------------------------------------------------------------------------------------------------------------- a call
+
+    def by_name(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+        """A call's arguments bound to the signature. Raises InputError."""
+        passed = self.call_arguments(args, kwargs)
+        return passed.args, passed.kwargs
+
+    def call_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> CallArguments:
+        """A call's arguments bound to the signature, with the `form` of equal-looking calls. Raises InputError."""
+        signature = self.traced.signature
+        leaves, form = self._forms.of((args, kwargs))
+        if form is None or not form.keys:  # nothing that looks like it has got as far as to a key
+            flex.masks_as_inputs()
+            call_keys.refuse_inputs(signature, args, kwargs)
+        inputs = call_keys.canonical_call(signature, args, kwargs, self.traced.parameters)
+        if call_keys.has_hooks(self.called):
+            inputs = (args, kwargs)  # hooks see what is passed by position, and what by name
+        if self._exported:
+            names = input_names(signature, *inputs)
+            exported.refuse_other_inputs(self.module, list(zip(names, trees.leaves(self.whole_batch(inputs)), strict=True)))
+        if form is None or args or list(kwargs) != list(inputs[1]):  # they stand in another order now
+            leaves = trees.leaves(inputs)
+        return CallArguments(*inputs, leaves, form)
+
+    @property
+    def state(self) -> ModuleState:
+        """What of the module decides its program now; the same object as before, as long as the same modules and parameters are in it."""
+        return self._watch.state()
+
+    def key(
+        self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, form: Form | None = None,
+        state: ModuleState | None = None,
+    ) -> CompilationKey:  # fmt: skip
+        """What a compilation for this call is kept under. form: of its arguments, which decides what those are kept under; state: the
+        module's, if it was just looked at."""
+        optimizer = spec.key_of(self.step.optimizers) if spec and self.step else ()
+        with torch.set_grad_enabled(self.step is not None or torch.is_grad_enabled()):
+            module = call_keys.module_key(state or self.state)
+        if form is None:
+            return CompilationKey(call_keys.input_key(args, kwargs), module, optimizer)
+        found: CompilationKey | None = form.keys.get((module, optimizer))
+        if found is None:
+            found = form.keys[module, optimizer] = CompilationKey(call_keys.input_key(args, kwargs), module, optimizer)
+        return found
+
+    def general_key(self, args: tuple[object, ...], kwargs: dict[str, object], key: CompilationKey) -> CompilationKey:
+        """Key of the compilation for all sizes: dynamic dims are replaced by their names."""
+        if not self.dynamic:
+            return key
+        names = input_names(self.traced.signature, args, kwargs)
+        spec, leaves = key.inputs
+        return replace(key, inputs=(spec, tuple(self.dynamic.key_with_names(name, leaf) for name, leaf in zip(names, leaves, strict=True))))
+
+    def shapes(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[str, tuple[int, ...]]]:
+        """Path and shape of each tensor that a call passes."""
+        names = input_names(self.traced.signature, args, kwargs)
+        leaves = zip(names, trees.leaves((args, kwargs)), strict=True)
+        return [(name, tuple(leaf.shape)) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def whole_batch(self, inputs: Arguments) -> Arguments:
+        """With inputs="local", examples are a rank's part; tracing sees the whole batch."""
+        return inputs if self.inputs == "global" else self.with_rows(inputs, lambda rows: rows * self.data_ranks)
+
+    def with_rows(self, inputs: Arguments, count: Callable[[int], int]) -> Arguments:
+        """The inputs with `count(rows)` rows in place of `rows`, as shapes, where they have a batch dim."""
+        leaves, spec = trees.flatten(inputs)
+        found = []
+        for leaf, dim in zip(leaves, self.batch_dims(inputs), strict=True):
+            if dim is not None and isinstance(leaf, torch.Tensor):
+                shape = [count(size) if d == dim else size for d, size in enumerate(leaf.shape)]
+                leaf = torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+            found.append(leaf)
+        made: Arguments = trees.unflatten(found, spec)
+        return made
+
+    def batch_dims(self, inputs: Arguments) -> list[int | None]:
+        """Of each leaf the dim along which ranks' parts are joined; None for what has no batch, as numbers have none. What `names=` says;
+        what a compilation has found; before that the first."""
+        names = input_names(self.traced.signature, *inputs)
+        return [self._batch_dim(name, leaf) for name, leaf in zip(names, trees.leaves(inputs), strict=True)]
+
+    def _batch_dim(self, name: str, leaf: object) -> int | None:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+            return None
+        labels = list((self.names or {}).get(name, ()))
+        if "batch" in labels or (labels and all(labels)):
+            return labels.index("batch") if "batch" in labels[: leaf.dim()] else None
+        found = self.found_batch.get(name, 0)
+        return found if found is None or found < leaf.dim() else 0
+
+    def joined_inputs(self, inputs: Arguments) -> JoinedInputs | None:
+        """How the whole batch is concatenated from the ranks' parts, for tracing; None if ranks have no parts."""
+        if self.inputs == "global" or self.data_ranks == 1:
+            return None
+        names = input_names(self.traced.signature, *inputs)
+        tensors = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in trees.leaves(inputs)]
+        rows = zip(names, self.batch_dims(inputs), tensors, strict=True)
+        return JoinedInputs({name: dim for name, dim, there in rows if there}, 0 if self.options.uneven_rows else self.data_ranks)
+
+    def note_batch(self, program: PlainProgram) -> None:
+        """Records the batch dims of a program's inputs, for later calls."""
+        if self.inputs == "local":
+            axes = {axis.name for axis in self.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
+            for port in program.inputs if axes else ():
+                if port.kind == "input":
+                    rows = () if port.sharding is None else port.sharding.parts()
+                    self.found_batch[port.name] = next((dim for dim, _, part in rows if axes & {*part.axes}), None)
+
+    # ---------------------------------------------------------------------------------------------------------------- a request
+
+    def request(
+        self, args: tuple[object, ...], kwargs: dict[str, object], spec: OptimizerSpec | None, store: Store | None, **changes: Any
+    ) -> Request:
+        """What the passes are asked for. store: where the model's state lies already, by which later programs go. changes: fields."""
+        step = self.step
+        grad = step is not None or (torch.is_grad_enabled() and self._takes_gradient(args, kwargs))
+        stored = [] if store is None else [held for key, held in store.held.items() if is_a(key, "parameter")]
+        fixed, offloaded = {held.name: held.sharding for held in stored}, frozenset(held.name for held in stored if held.offloaded)
+        hooks = {} if step is None else hooks_in(self.module)
+        ask: dict[str, Any] = dict(
+            module=self.module, function=self.function(kwargs), signature=self.traced.signature, args=args, kwargs=kwargs,
+            mesh=self.mesh, plan=self.plan, grad=grad, train=step is not None, optimizer=spec,
+            hooks=hooks, adds=self.adds, clip_grad_norm=step.clip_grad_norm if step else None, microbatches=self._microbatches(grad),
+            batch_mix=step.batch_mix if step else "refuse", inputs=self.inputs, joined=self.joined_inputs((args, kwargs)),
+            outputs=self.outputs, names=self.names, autocast=call_keys.autocast_state(), fixed=fixed, offloaded=offloaded,
+            dynamic=self.dynamic, schedule=self.options.schedule,
+            pp_splits=tuple(self.options.pp_splits or ()), stages_per_rank=self.options.stages_per_rank,
+            memory_budget=self.options.memory_budget, host_budget=self.options.host_budget,
+            owners=store.places() if store is not None else {}, check_indices=self.options.check_indices, backend=self.backend,
+            depth="whole" if self._by_name(hooks) else self.options.depth, remat=self.options.remat, attention=self.options.attention,
+            must_pass=self.options.attention in ("ring", "zigzag"), recurrence=self.options.recurrence,
+            expert_bound=self.options.expert_bound, expert_capacity=self.options.capacity,
+            expert_bias_update=self.options.expert_bias_update, expert_dispatch=self.options.expert_dispatch,
+        )  # fmt: skip
+        return Request(**{**ask, **changes})
+
+    def _by_name(self, hooks: Mapping[str, Hooks]) -> bool:
+        """Whether something is said of single parameters that equal layers need not have in common."""
+        return bool(hooks) or (self.step is not None and isinstance(self.step.clip_grad_norm, Mapping))
+
+    def function(self, kwargs: Mapping[str, object]) -> Function:
+        """What is traced; of a call with a cache the model as a function of the cache's buffers."""
+        if LENGTH not in kwargs:
+            return self.traced.function
+        from meshc.frontend import padded_caches
+
+        return partial(padded_caches.call_inside, self.path) if self.path else padded_caches.call
+
+    def _microbatches(self, grad: bool) -> int | None:
+        """Number of microbatches; None: the number predicted to be fastest, chosen for the pipeline."""
+        step = self.step
+        asked = step.microbatches if step is not None else None if grad else self.options.microbatches
+        if asked is not None:
+            return asked
+        if self.mesh.pipeline_axis is None or (grad and step is None) or self.dynamic:
+            return 1
+        return None if step is None or step.batch_mix == "refuse" else 1  # with a mean of parts another number is another meaning
+
+    def _takes_gradient(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        leaves = trees.leaves((args, kwargs))
+        return any(p.requires_grad for p in self.module.parameters()) or any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        )

@@ -1,0 +1,171 @@
+"""Head and loss of the per-rank graph, chunk by chunk, so that the values of a chunk are freed before the next one begins.
+
+    c = coordinate("in chunks")                                  x_0 = slice(x, 0, 0, 4)
+    x_c = shard(x, 0, 2, c)                                      y_0 = mm(x_0, w)
+    y_c = mm(x_c, w)                            becomes          gw_0 = mm(t(y_0), x_0);  gx_0 = mm(y_0, v)
+    gw = all_reduce(mm(t(y_c), x_c), ["in chunks"], "sum")       x_1 = slice(x, 0, 4, 8)
+    gx = all_gather(mm(y_c, v), ["in chunks"], 0)                ...
+                                                                 gw = add(gw_0, gw_1);  gx = cat([gx_0, gx_1], 0)
+
+A chunk is a tile along one more axis of the factor that `place/chunks.py` has taken: what is made of it follows from the operators' rules,
+as for a microbatch (docs/decisions/microbatches-and-means.md). Here its reductions become sums that grow, and its gathers are joined.
+All of it is of backward: forward has ended with what the head reads. From here on nothing knows of the axis; values of a chunk have plain
+types, and its number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import Argument, map_arg
+
+from meshc.errors import MeshcError
+from meshc.ir import KEY, Record, has_record, leaves, record, records, set_record, spmd
+from meshc.ir.graph import call, copied_node, output_of, read_by
+from meshc.ir.sharding import Sharding
+from meshc.ir.spmd import CHUNK
+from meshc.passes.phases.lowered_program import LoweredProgram
+
+aten = torch.ops.aten
+
+
+class NotInChunks(MeshcError):
+    """Why a head cannot run in chunks, in words that name a line of the model: it then runs whole."""
+
+
+def write_chunks(lowered: LoweredProgram) -> LoweredProgram:
+    """Raises NotInChunks where a chunk needs what is made of all of them, or what is made of them is as large as the product itself."""
+    chunked = lowered.placed.chunked
+    if chunked is None:
+        return lowered
+    (stage,) = lowered.stages.values()
+    names = lowered.placed.names.of
+    _Writer(stage.graph, chunked.count, {names[factor] for factor in chunked.features}).run()
+    return replace(lowered, sizes={axis: size for axis, size in lowered.sizes.items() if axis != CHUNK})
+
+
+class _Writer:
+    """
+    own     the chunk's number;  ends  reductions and gathers over chunks, in order
+    varies  what differs from chunk to chunk, in order
+    """
+
+    def __init__(self, graph: Graph, count: int, features: Collection[str]) -> None:
+        self.graph, self.count = graph, count
+        nodes = list(graph.nodes)
+        self.own = [node for node in nodes if node.target is spmd.coordinate and node.args[0] == CHUNK]
+        self.ends = [node for node in nodes if spmd.is_collective(node.target) and CHUNK in node.args[1]]
+        ends = set(self.ends)
+        among = read_by(self.own, through=lambda node: node not in ends) - ends
+        self.varies = [node for node in nodes if node in among]
+        self.done = read_by(self.ends)
+        self._refuse(among, features)
+
+    def _refuse(self, varies: Collection[Node], features: Collection[str]) -> None:
+        if not self.own:
+            raise NotInChunks("no rank has two rows of it to take apart")
+        for node in self.ends:
+            plain = node.args[1] == [CHUNK] and (node.target is spmd.all_gather or node.args[2] == "sum")
+            if not plain or node.target not in (spmd.all_gather, spmd.all_reduce):
+                raise NotInChunks(f"{_operator_text(node)} moves values between tokens of several chunks")
+            if node.target is spmd.all_gather and any(part.factor in features for _, _, part in _gathered_sharding(node).parts()):
+                raise NotInChunks(f"{_operator_text(node)} is wanted whole, which is what the head makes of all tokens")
+        for node in (*self.varies, *(node.all_input_nodes[0] for node in self.ends)):
+            if node in self.done:
+                raise NotInChunks(f"{_operator_text(node)} needs what is made of the tokens of all chunks")
+        for value in output_of(self.graph).all_input_nodes:
+            if value in varies:
+                raise NotInChunks(f"{_operator_text(value)} leaves the step for each token")
+
+    def run(self) -> None:
+        nodes = list(self.graph.nodes)
+        order = {node: turn for turn, node in enumerate(nodes)}
+        late = max((*self.varies, *(node.all_input_nodes[0] for node in self.ends)), key=order.__getitem__)
+        behind = late.next
+        taken = {node: order[node.all_input_nodes[0]] for node in self.ends}  # each part as soon as it is made
+        body = sorted((*self.varies, *self.ends), key=lambda node: (taken.get(node, order[node]), node in taken))
+        parts: dict[Node, list[Node]] = defaultdict(list)
+        for chunk in range(self.count):
+            with self.graph.inserting_before(behind):
+                self._write(chunk, body, parts)
+        for node in nodes[: order[late]]:  # what is made of all chunks comes after the last of them
+            if node in self.done and node not in parts:
+                behind.prepend(node)
+        for node in self.ends:
+            node.replace_all_uses_with(parts[node][-1])
+        for node in reversed(body):
+            self.graph.erase_node(node)
+        for node in self.graph.nodes:  # what all chunks read has the shape of one
+            if has_record(node) and any(one.sharding is not None and CHUNK in one.sharding.axes() for one in records(node)):
+                set_record(node, _records_with(node, sharding=None, of=""))
+
+    def _write(self, chunk: int, body: Sequence[Node], parts: dict[Node, list[Node]]) -> None:
+        """One chunk; `parts`: of each end what has come of it so far."""
+        made: dict[Node, Argument] = dict.fromkeys(self.own, chunk)
+        for node in body:
+            if node in made:
+                continue
+            if node not in parts and node not in self.done:
+                made[node] = self._copy_into_chunk(node, made, chunk)
+                continue
+            (operand,) = node.all_input_nodes
+            part = made.get(operand, operand)
+            assert isinstance(part, Node)
+            parts[node].append(self._accumulate(node, part, parts[node], chunk))
+
+    def _copy_into_chunk(self, node: Node, made: Mapping[Node, Argument], chunk: int) -> Argument:
+        """What a node makes in one chunk, of what has been `made` there."""
+        given = map_arg(node.args, lambda operand: made.get(operand, operand))
+        known = all(not isinstance(leaf, Node) for leaf in leaves(given))
+        if known and node.target in (spmd.tile_start, spmd.tile_count):
+            return node.target(*given)
+        found = _records_with(node, sharding=None, of="", returned_by=(), chunk=chunk)
+        if node.target is spmd.shard and node.args[3] in self.own:
+            return self._slice_rows(node, cast(Node, given[0]), cast(Record, found), chunk)
+        copy = copied_node(self.graph, node, lambda operand: made.get(operand, operand))
+        set_record(copy, found)
+        return copy
+
+    def _slice_rows(self, node: Node, whole: Node, found: Record, chunk: int) -> Node:
+        """A chunk of a dim, which zeros fill up where it is shorter than the others."""
+        dim = cast(int, node.args[1])
+        size, rows = record(whole).shape[dim], found.shape[dim]
+        start, end = min(chunk * rows, size), min((chunk + 1) * rows, size)
+        shape = found.shape[:dim], found.shape[dim + 1 :]
+        piece = call(self.graph, replace(found, shape=(*shape[0], end - start, *shape[1])), aten.slice.Tensor, whole, dim, start, end)
+        if end - start == rows:
+            return piece
+        return call(self.graph, found, aten.constant_pad_nd.default, piece, [0, 0] * len(shape[1]) + [0, rows - end + start], 0)
+
+    def _accumulate(self, end: Node, part: Node, before: Sequence[Node], chunk: int) -> Node:
+        """What has come of an end with one more part of it: a larger sum, or after the last chunk all rows."""
+        last = chunk == self.count - 1
+        whole = replace(record(end), chunk=chunk)
+        if end.target is spmd.all_gather:
+            return call(self.graph, whole, aten.cat.default, [*before, part], end.args[2]) if last else part
+        if not before:
+            return part
+        return call(self.graph, whole if last else replace(whole, sharding=None, of=""), aten.add.Tensor, before[-1], part)
+
+
+def _records_with(node: Node, **changes: Any) -> Record | tuple[Record, ...]:
+    """A node's records with these changes."""
+    found = tuple(replace(one, **changes) for one in records(node))
+    return found if isinstance(node.meta[KEY], tuple) else found[0]
+
+
+def _gathered_sharding(node: Node) -> Sharding:
+    """How what a gather makes lies once it has its shape again."""
+    while (lies := record(node).sharding) is None and len(node.users) == 1 and next(iter(node.users)).op == "call_function":
+        (node,) = node.users
+    return lies or Sharding()
+
+
+def _operator_text(node: Node) -> str:
+    found = record(node)
+    return f"{found.reason.partition(';')[0] or node.name} at {found.source}"

@@ -1,0 +1,283 @@
+"""Changes of a request that keep a memory budget which the request exceeds, each compiled and timed.
+
+    16.8 GB held of 6.0   chunk lm_head: 8             5.6 GB held     12 ms more a call
+                          TrainStep(microbatches=4)    5.9 GB          31 ms more
+                          offload state               16.4 GB          does not do
+
+A change goes through all passes from the plan on, is walked and stands on the clock. What looks as if it did, as the closest program makes
+values again, under the schedule and the number of microbatches that a pipeline came to, or with the choices that a search has made, is done
+once more as it would be for the user. Where no change does alone, those that save most are tried together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from math import ceil, prod
+from typing import Final, TypeAlias
+
+from meshc.cost import memory
+from meshc.cost.devices import for_mesh
+from meshc.cost.program import program_seconds
+from meshc.ir import records
+from meshc.ir.mesh import DATA_ROLES, role
+from meshc.passes import schedules
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.phases.compiler_pass import Hook, report_progress
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.request import Request
+from meshc.passes.stages.attempt import Refusal, attempt
+from meshc.passes.stages.pipeline_memory import DoesNotFit
+from meshc.plan.entries import STORES
+from meshc.plan.offload_lines import PARAMS, STATE
+from meshc.plan.plan import Plan
+from meshc.plan.recipes import PlanLike, resolve
+
+CHUNKS: Final = 8
+WIDEST: Final = "layer"
+"""Of the policies that users name, what recomputes most, a layer at a time."""
+LEAST: Final = "1f1b"
+"""Of the schedules of a pipeline, what has fewest microbatches in flight for stages of one piece."""
+
+Lower: TypeAlias = Callable[[PlacedModel, "Hook | None"], LoweredProgram]
+
+
+@dataclass(frozen=True)
+class TriedChange:
+    """
+    said    what the user writes;  holds  bytes of the rank that needs most
+    more_s  how much longer a call takes than that of the program that holds too much, by the clock of the mesh's device
+    plan, asks  the same as data: the whole plan's text, and of options and of the step what is asked otherwise
+    """
+
+    said: str
+    holds: int
+    more_s: float
+    plan: str = ""
+    asks: Mapping[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        longer = f"{abs(self.more_s) * 1e3:.3g} ms {'more' if self.more_s >= 0 else 'less'} a call"
+        return f"{self.said}: {self.holds:,} bytes, {longer}"
+
+
+def _unchanged(plan: Plan) -> Plan:
+    return plan
+
+
+@dataclass(frozen=True)
+class RequestChange:
+    """`said` of what the user writes has HEAD in the place of the head's module. `asks` other fields of the request, `writes` another
+    plan; `stores`: another store clause of an axis."""
+
+    said: str
+    asks: Mapping[str, object] = field(default_factory=dict)
+    writes: Callable[[Plan], Plan] = _unchanged
+    stores: bool = False
+
+    def of(self, request: Request, plan: Plan) -> Request:
+        return replace(request, plan=self.writes(plan), **self.asks)  # type: ignore[arg-type]
+
+    def and_also(self, other: RequestChange) -> RequestChange:
+        said, asks = f"{self.said} and {other.said}", {**self.asks, **other.asks}
+        return RequestChange(said, asks, lambda plan: other.writes(self.writes(plan)), self.stores or other.stores)
+
+    def text(self, plan: Plan, head: str) -> str:
+        """The plan as the user writes it."""
+        return "\n".join([str(self.writes(plan)), *([f"chunk {head}: {self.asks['chunks']}"] if "chunks" in self.asks else [])])
+
+
+HEAD: Final = "HEAD"
+NEAR: Final = 1.15
+"""How many times the budget what was tried may hold, as the closest program recomputes values, to be tried as the user's own would."""
+AGAIN: Final = 1
+"""Changes of a searched plan that are searched for once more, at most."""
+
+
+@dataclass(frozen=True)
+class FittingChanges:
+    """`fits`: what keeps the budget, the cheapest first. `closest`: where nothing does, what was tried that holds least."""
+
+    fits: Sequence[TriedChange]
+    closest: TriedChange | None = None
+
+
+@dataclass(frozen=True)
+class ChangeTrials:
+    """
+    asked   under the user's own request;  left  the program that holds least of what came of it
+    budget  bytes of a rank
+    lower   all passes from the plan on;  within  likewise, as it would be for the user: with as much recomputed as keeps the budget
+    axes    that were searched: of these, and over a pipeline, the cheapest alone of what looks as if it did is tried as the user's own
+    """
+
+    asked: PlacedModel
+    left: LoweredProgram
+    budget: int
+    lower: Lower
+    within: Lower
+    axes: Collection[str] = ()
+
+    def find_changes(self) -> FittingChanges:
+        closest = replace(self.asked, request=_closest_request(self.left))
+        some = [change for change in changes(self.left, self.asked.request, self.budget) if not (self.axes and change.stores)]
+        looked = self._try_all(some, closest)
+        if not any(found.holds <= self.budget for _, found in looked):
+            held = memory.worst(self.left.as_program()).total
+            saving = sorted((each for each in looked if each[1].holds < held), key=lambda each: each[1].holds)
+            looked += self._try_together([change for change, _ in saving], closest)
+        near = [each for each in looked if each[1].holds <= NEAR * self.budget]
+        if self._differs():
+            near = list(self._try_as_requested(sorted(near, key=lambda each: each[1].more_s)))
+        fits = sorted((found for _, found in near if found.holds <= self.budget), key=lambda one: one.more_s)
+        less = [found for _, found in (*looked, *near) if found.holds > self.budget]
+        return FittingChanges(fits, None if fits else min(less, key=lambda one: one.holds, default=None))
+
+    def _differs(self) -> bool:
+        """Whether the closest program was made under another request than the user's own."""
+        return bool(self.axes) or self.asked.request.remat is None or self.asked.mesh.pipeline_axis is not None
+
+    def _try_as_requested(self, near: Sequence[tuple[RequestChange, TriedChange]]) -> Iterator[tuple[RequestChange, TriedChange]]:
+        for change, _ in near[:AGAIN] if self.axes else near:
+            found = self._try_change(change, self.asked, self.asked.request.plan, self.within)
+            if found is not None:
+                yield change, found
+                if found.holds <= self.budget and (self.axes or self.left.pipeline is not None):
+                    return  # what was searched is searched for once more, which takes long
+
+    def _try_all(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
+        """As the closest program is made."""
+        return [(change, found) for change in some if (found := self._try_change(change, closest, self.left.plan, self.lower)) is not None]
+
+    def _try_together(self, some: Sequence[RequestChange], closest: PlacedModel) -> list[tuple[RequestChange, TriedChange]]:
+        """Those two that save most; where these do not do, all."""
+        found: list[tuple[RequestChange, TriedChange]] = []
+        for count in dict.fromkeys((2, len(some))) if len(some) > 1 else ():
+            found += self._try_all([reduce(RequestChange.and_also, some[:count])], closest)
+            if found and found[-1][1].holds <= self.budget:
+                break
+        return found
+
+    def _try_change(self, change: RequestChange, placed: PlacedModel, plan: PlanLike, lower: Lower) -> TriedChange | None:
+        request = change.of(placed.request, resolve(plan, placed.mesh))
+        report_progress(f"the budget is too small; whether this would do: {change.said.replace(HEAD, 'the head')}")
+        try:
+            found = attempt(lambda: lower(placed.restart_for_request(request), None))
+        except Unequal:
+            return None
+        if isinstance(found, Refusal):
+            if not isinstance(found.error, DoesNotFit) or (cut := found.error.need.cut) is None:
+                return None
+            holds, found = found.error.need.most.total, cut
+        else:
+            holds = memory.worst(found.as_program()).total
+        head = "" if found.placed.chunked is None else records(found.placed.chunked.product)[0].source.module
+        if HEAD in change.said and not head:
+            return None  # there is no head, or it runs whole
+        asks = {name: asked for name, asked in change.asks.items() if name != "chunks"}
+        text = change.text(resolve(plan, placed.mesh), head)
+        return TriedChange(change.said.replace(HEAD, head), holds, _seconds(found) - self._base_s, text, asks)
+
+    @cached_property
+    def _base_s(self) -> float:
+        """What the program takes that is refused."""
+        return _seconds(self.left)
+
+
+def _closest_request(left: LoweredProgram) -> Request:
+    """Of a pipeline, with the schedule that was found, and with all of a layer recomputed where as much may be recomputed as is wanted."""
+    request, pipeline = left.request, left.pipeline
+    if pipeline is None:
+        return request
+    if request.remat is None and request.grad and request.memory_budget is not None:
+        request = replace(request, remat=WIDEST)
+    named = request.schedule is not None or pipeline.schedule.name not in schedules.names()
+    return request if named else replace(request, schedule=pipeline.schedule.name)
+
+
+def _seconds(left: LoweredProgram) -> float:
+    program = left.as_program()
+    return program_seconds(program, for_mesh(program.mesh)).total
+
+
+# ------------------------------------------------------------------------------------------------------------------------- the changes
+
+
+def changes(left: LoweredProgram, asked: Request, budget: int) -> Iterator[RequestChange]:
+    """What the request has not asked for yet. `left`: the program that holds too much, of what was `asked`."""
+    request, plan = left.request, left.plan
+    if request.optimizer is not None and any(port.kind == "state" and port.shape and not port.host for port in left.inputs):
+        if not any(line.what == STATE for line in plan.offloads):
+            yield _offload_change(STATE)
+    if request.optimizer is not None and not any(line.what == PARAMS for line in plan.offloads):
+        yield _offload_change(PARAMS)
+    if request.train:
+        yield from _store_changes(left)
+    if request.train and request.chunks is None and not plan.chunks:
+        yield RequestChange(f"`chunk {HEAD}: {CHUNKS}` in the plan", {"chunks": CHUNKS})
+    if request.grad and request.remat not in (None, WIDEST):
+        yield RequestChange(f"Options(remat={WIDEST!r})", {"remat": WIDEST})
+    count = _microbatch_count(left, budget)
+    if count is not None:
+        yield RequestChange(f"TrainStep(microbatches={count})", {"microbatches": count})
+    if left.pipeline is not None:
+        yield from _pipeline_changes(asked, budget)
+
+
+def _offload_change(what: str) -> RequestChange:
+    return RequestChange(f"`offload {what}` in the plan", writes=lambda plan: Plan(f"{plan}\noffload {what}"))
+
+
+def _pipeline_changes(asked: Request, budget: int) -> Iterator[RequestChange]:
+    """Of what a pipeline is asked for: what leaves the search more to choose, or has fewer microbatches in flight."""
+    if asked.train and asked.schedule not in (None, LEAST):
+        yield RequestChange(f"Options(schedule={LEAST!r})", {"schedule": LEAST})
+    if asked.pp_splits:
+        yield RequestChange("no Options(pp_splits=)", {"pp_splits": ()})
+    if asked.memory_budget is None and asked.grad:
+        yield RequestChange(f"Options(memory_budget={budget}), for which values are recomputed", {"memory_budget": budget})
+
+
+def _store_changes(left: LoweredProgram) -> Iterator[RequestChange]:
+    """Axes that the batch is split over store parameters, gradients and state split too."""
+    could = {
+        entry.axis: replace(entry, store=STORES, source="hand")
+        for entry in left.plan.axes
+        if role(entry.axis) in DATA_ROLES and left.mesh.size(entry.axis) > 1 and set(entry.store) != set(STORES)
+    }
+    if could:
+        lines = " and ".join(f"`{entry}`" for entry in could.values())
+        stored = lambda plan: plan.having([could.get(entry.axis, entry) for entry in plan.axes])  # noqa: E731
+        yield RequestChange(f"{lines} in the plan", writes=stored, stores=True)
+
+
+def _microbatch_count(left: LoweredProgram, budget: int) -> int | None:
+    """As many as leave little enough of what a call makes at a time, at least twice what there are; None where the batch has no such
+    number of parts."""
+    request, holds = left.request, memory.worst(left.as_program())
+    if not request.train or left.parts is not None:
+        return None
+    stays = sum(holds.kept.values()) + holds.peak.gradients
+    over = max(1, budget - stays)
+    least = max(2 * request.count, ceil(request.count * (holds.peak.total - holds.peak.gradients) / over))
+    ranks = prod(axis.size for axis in left.mesh.axes if role(axis.name) in DATA_ROLES)
+    more = [count for count in microbatch_counts(left.placed) if count >= 2 * request.count]
+    even = [count for count in more if not any(rows % (count * ranks) for rows in _rows(left.placed))]
+    return next((count for count in even if count >= least), even[-1] if even else next_divisor(left.placed, least))
+
+
+def next_divisor(placed: PlacedModel, least: int) -> int | None:
+    """The first number of microbatches from `least` on that divides the batch."""
+    return next((count for count in microbatch_counts(placed) if count >= least), None)
+
+
+def microbatch_counts(placed: PlacedModel) -> list[int]:
+    """Numbers of microbatches that divide the batch."""
+    rows = _rows(placed)
+    return [count for count in range(2, min(rows, default=0) + 1) if not any(size % count for size in rows)]
+
+
+def _rows(placed: PlacedModel) -> set[int]:
+    return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}

@@ -1,0 +1,119 @@
+"""Number of token chunks to try for a step's head and loss, where a rank has a memory budget.
+
+    whole         backward recomputes what takes 7 % of a call; logits of 4.2 GB, of 24    try 8
+    in 8 chunks   it takes 4 %; logits of 0.5 GB; chunks take 0.3 %                         that is all
+                  the same with room for 2.1 GB, or chunks take 4 %                         try 2, which take less
+                  the budget is not kept                                                    try 32
+
+Fewer logits leave room for what would be recomputed, and chunks take seconds of their own. What comes of a try is for the clock to say
+(`within_budget.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from meshc.cost import memory
+from meshc.cost.devices import Device, for_mesh
+from meshc.cost.links import collective_seconds
+from meshc.cost.operators import seconds
+from meshc.ir import calls, local_bytes, record, records, spmd
+from meshc.passes.chunks.head_operators import MOST, default_chunked_head
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.program.program import Stage
+
+FEW: Final = 2
+SOME: Final = 8
+MANY: Final = MOST
+TIMES: Final = 3
+"""About how often a loss and its gradients have its logits in memory, in float32."""
+MOST_TIMES: Final = 6
+"""At most likewise."""
+LARGE: Final = 0.05
+"""The share of a budget that a rank's logits must take for more chunks to be tried where the budget is kept."""
+LITTLE: Final = 0.005
+"""The share of a call that recomputing values may take, and no chunks are tried for it."""
+
+
+def logits_bytes(placed: PlacedModel) -> int:
+    """Bytes of a rank's logits in float32, if all ranks share them. 0 where there is no head that could run in chunks, or somebody has said
+    whether it is to."""
+    found = default_chunked_head(placed, SOME)
+    if found is None:
+        return 0
+    product = record(found.product)
+    wide = max(1, torch.float32.itemsize // (product.dtype or torch.float32).itemsize)
+    return wide * local_bytes(product) // (len(placed.mesh.ranks) * placed.request.count)
+
+
+def next_count(count: int) -> int | None:
+    """The number of chunks to try after `count` of them, of which 1 is the whole, where what came of these does not keep the budget."""
+    return {1: SOME, SOME: MANY}.get(count)
+
+
+@dataclass(frozen=True)
+class ChunkTrial:
+    """
+    count    of chunks
+    spare    bytes that are left of the budget; below 0 it is not kept
+    seconds  of a call;  again_s  of recomputing values in it
+    pressed  whether something that would be faster does not fit
+    """
+
+    count: int
+    spare: int
+    seconds: float
+    recompute_s: float
+    pressed: bool = False
+
+
+def may_fit(whole: ChunkTrial | None, last: ChunkTrial, size: int) -> bool:
+    """Whether more chunks than the `last`, which does not keep the budget, may: their logits are a part of what they were, and what else a
+    rank holds is as it was. `size`: bytes of a rank's logits, all at once."""
+    saves = MOST_TIMES * size // last.count
+    if whole is not None and whole.count < last.count:  # what chunks have saved says how often logits are there
+        saves = min(saves, max(0, last.spare - whole.spare) * whole.count // (last.count - whole.count))
+    return last.spare + saves >= 0
+
+
+def next_count_for_time(whole: ChunkTrial | None, last: ChunkTrial, size: int, budget: int) -> int | None:
+    """The number of chunks to try after the `last`, where it keeps the budget: what may take less. `size`: bytes of a rank's logits."""
+    if last.count == SOME and (_has_room(last, size) or (whole is not None and whole.spare >= 0 and _costs_much(whole, last))):
+        return FEW
+    pays = last.pressed or last.recompute_s >= LITTLE * last.seconds
+    return next_count(last.count) if pays and size >= last.count * LARGE * budget else None
+
+
+def _has_room(last: ChunkTrial, size: int) -> bool:
+    """For the logits of fewer chunks."""
+    return TIMES * (size // FEW - size // SOME) <= last.spare
+
+
+def _costs_much(whole: ChunkTrial, last: ChunkTrial) -> bool:
+    """Whether fewer chunks would save more than recomputing values for their logits takes: about half its share of the bytes, as what is
+    cheapest is recomputed first."""
+    chunks_s = last.seconds - last.recompute_s - (whole.seconds - whole.recompute_s)
+    saved_s = chunks_s * (SOME - FEW) / (SOME - 1)
+    return saved_s > 0.5 * (whole.recompute_s - last.recompute_s) * (1 / FEW - 1 / SOME) / (1 - 1 / SOME)
+
+
+def recompute_s(left: LoweredProgram) -> float:
+    """Seconds of a call for what it recomputes, one after another; of a pipeline, of the stage that takes most for it."""
+    device, runs = for_mesh(left.mesh), memory.runs(left.as_program())
+    return max(runs[name] * sum(_recompute_seconds(stage, left, device)) for name, stage in left.stages.items())
+
+
+def has_too_large_candidates(left: LoweredProgram) -> bool:
+    """Whether other ways to run a pipeline hold too much."""
+    return any(one.holds is not None and one.seconds is None and one.dropped for one in left.tried)
+
+
+def _recompute_seconds(stage: Stage, left: LoweredProgram, device: Device) -> Iterator[float]:
+    for node in calls(stage.graph):
+        if records(node)[0].again:
+            yield collective_seconds(node, left.mesh, device) if spmd.is_collective(node.target) else seconds(node, device)

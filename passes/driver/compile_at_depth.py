@@ -1,0 +1,72 @@
+"""Compilation of a few captured layers that stand for all, where that is proved and succeeds; else of the whole model.
+
+Where layers of several kinds take turns, one at each end is tried first, and then one of each kind.
+
+Before `grow` errors would name layers by their numbers among those captured, and what one layer lacks all of them lack: the whole model is
+compiled then, and says what is wrong with it. From `grow` on graphs are the whole model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from meshc.errors import MeshcError
+from meshc.passes.depth.prove_depth import prove, whole_note, with_depth
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.driver.pipeline import GROW
+from meshc.passes.phases.captured_depth import Depth
+from meshc.passes.phases.compilation_phase import CompilationPhase, begin
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.place.batch import WrongJoinDim
+
+Answer = TypeVar("Answer")
+
+
+def is_depth_valid(traced: TracedModel, request: Request) -> bool:
+    """Whether what was left out of a trace stays so under a request with another optimizer."""
+    if traced.depth is None:
+        return True
+    try:
+        return any(_is_same_depth(traced.depth, prove(request, whole_ends)) for whole_ends in (False, True))
+    except Unequal:
+        return False
+
+
+def _is_same_depth(one: Depth, other: Depth | None) -> bool:
+    return other is not None and (one.stretches, one.captured) == (other.stretches, other.captured)
+
+
+def run_at_depth(compiled: Callable[[CompilationPhase, Hook | None], Answer], request: Request, hook: Hook | None) -> Answer:
+    """What `compiled` makes of the request. `hook` may be told of passes more than once, the last time of all."""
+    outset = with_depth(begin(request))
+    whole = False
+
+    def report(name: str, phase: CompilationPhase) -> None:
+        nonlocal whole
+        whole = whole or name == GROW.name
+        if hook is not None:
+            hook(name, phase)
+
+    if outset.depth is None:
+        return compiled(outset, report)
+    try:
+        try:
+            return compiled(outset, report)
+        except Unequal:
+            wider = with_depth(begin(request), whole_ends=True)
+            if wider.depth is None or _is_same_depth(outset.depth, wider.depth):
+                raise
+            return compiled(wider, report)
+    except Unequal as difference:
+        outset = outset.with_notes(whole_note(difference))
+    except (NothingFits, WrongJoinDim):
+        raise
+    except MeshcError:
+        if whole:
+            raise
+    return compiled(replace(outset, depth=None), report)

@@ -1,0 +1,262 @@
+"""Compilation of a request into a program: the passes are run in order, and the searches where there is a choice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from meshc.errors import ArtifactError, CaptureError, CompileError, PlanError
+from meshc.frontend.compilation_cleanup import clean_up_compilation
+from meshc.frontend.dynamic_dims import DynamicDims
+from meshc.frontend.faults import phase as part
+from meshc.frontend.skipped_work import fewer_collections
+from meshc.passes.chunks.write_chunks import NotInChunks
+from meshc.passes.depth.unequal import Unequal
+from meshc.passes.driver import budget_errors, pipeline
+from meshc.passes.driver.axes_by_heads import split_axes_by_heads
+from meshc.passes.driver.choose import choose, open_axes
+from meshc.passes.driver.compile_at_depth import is_depth_valid, run_at_depth
+from meshc.passes.driver.finish_program import finish
+from meshc.passes.driver.joined_batch import run_with_joined_batch
+from meshc.passes.driver.nothing_fits import NothingFits
+from meshc.passes.driver.pass_memo import PassMemo, run_before_recompute, run_to_partition
+from meshc.passes.driver.pass_replay import PassReplay, may_replay
+from meshc.passes.driver.pass_runner import run_pass, run_passes
+from meshc.passes.driver.pipeline_search import has_choice, search_pipeline, settle_microbatches
+from meshc.passes.driver.within_budget import lower_within_budget
+from meshc.passes.lower.specialise import specialise
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compilation_phase import begin as outset_of
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.request import Request
+from meshc.passes.phases.traced_model import Joint, TracedModel
+from meshc.passes.place.batch import refuse_other_joint
+from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
+from meshc.passes.stages.pipeline_memory import DoesNotFit
+from meshc.passes.trace import mean_of_parts
+from meshc.plan.expert_groups import splits
+from meshc.program import instance
+from meshc.program.program import PlainProgram
+
+REFUSED: Final = 6
+"""Beginnings that are remembered while changes are tried of what is refused: about as many as there are changes."""
+
+
+def compile_program(request: Request, hook: Hook | None = None, traced: TracedModel | None = None) -> tuple[PlainProgram, LoweredProgram]:
+    """Run all passes, or with `traced` those that are left. `hook(name, phase)` is called after each one (dumps, verification). Raises
+    MeshcError and nothing else, but for what a hook raises."""
+    with clean_up_compilation(), fewer_collections():
+        if traced is None:
+            return run_with_joined_batch(request, partial(_compile_request, hook), _whole_forward)
+        assert replace(request, optimizer=None) == replace(traced.request, optimizer=None)
+        if is_depth_valid(traced, request):
+            with contextlib.suppress(Unequal):
+                return _compile_trace(traced.copy_for_request(request), hook)
+        return compile_program(replace(request, depth="whole"), hook)
+
+
+def _compile_request(hook: Hook | None, request: Request) -> tuple[PlainProgram, LoweredProgram]:
+    return run_at_depth(lambda outset, told: _compile_trace(_trace_outset(outset, told), told), request, hook)
+
+
+def _compile_trace(traced: TracedModel, hook: Hook | None, following: PassReplay | None = None) -> tuple[PlainProgram, LoweredProgram]:
+    try:
+        return _compile_factors(update_and_factorize(traced, hook), hook, following)
+    except NothingFits as error:
+        raise error.with_changes_tried() from None
+
+
+def _compile_factors(placed: PlacedModel, hook: Hook | None, following: PassReplay | None = None) -> tuple[PlainProgram, LoweredProgram]:
+    placed = split_axes_by_heads(placed)
+    if placed.depth is not None:
+        if rows_to_open(placed) is not None:
+            raise Unequal("its batch has one row, which is to be split")
+        return _compile_by_plan(placed, hook, following)
+    try:
+        again = _open_rows(placed, hook)
+        if again is not None:
+            return _compile_by_plan(again, hook)
+    except (ArtifactError, CaptureError, CompileError, PlanError) as error:
+        placed = replace(placed, kept_whole=why_whole(error))
+    return _compile_by_plan(placed, hook, following)
+
+
+def trace(request: Request) -> TracedModel:
+    """What passes leave that know nothing of the optimizer, for several programs of requests that differ in it alone. Tracing is most of
+    the time of a compilation."""
+    with clean_up_compilation(), fewer_collections():
+        return run_at_depth(_trace_outset, request, None)
+
+
+def trace_open(request: Request, dims: DynamicDims) -> TracedModel:
+    """What a trace of the request leaves with these sizes open, before any pass looks at them as numbers. Which layers stand for all is
+    proved at the request's own sizes."""
+
+    def trace_with_dims(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
+        wanted = replace(outset, request=replace(outset.request, dynamic=dims))
+        return run_passes(pipeline.OPERATORS, run_pass(pipeline.CAPTURE, wanted, hook), hook)
+
+    with clean_up_compilation(), fewer_collections(), torch.set_grad_enabled(request.grad):
+        return run_at_depth(trace_with_dims, request, None)
+
+
+def compile_traced(
+    traced: TracedModel, hook: Hook | None = None, following: PassReplay | None = None
+) -> tuple[PlainProgram, LoweredProgram] | None:
+    """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced. `following`: what they did
+    at other sizes."""
+    with clean_up_compilation(), fewer_collections():
+        if not is_depth_valid(traced, traced.request):
+            return None
+        with contextlib.suppress(Unequal):
+            return _compile_trace(traced, hook, following)
+    return None
+
+
+def partition_traced(traced: TracedModel) -> LoweredProgram:
+    """The passes behind a trace up to `partition`, of a request that leaves nothing open."""
+    with fewer_collections():
+        return run_to_partition(split_axes_by_heads(update_and_factorize(traced)), None)
+
+
+def place(request: Request) -> PlacedModel:
+    """What passes leave that know of no mesh and no plan, for `compile_beside`."""
+    with clean_up_compilation(), fewer_collections():
+        return run_with_joined_batch(request, _place_request, _whole_forward)
+
+
+def _place_request(request: Request) -> PlacedModel:
+    return run_at_depth(lambda outset, hook: update_and_factorize(_trace_outset(outset, hook), hook), request, None)
+
+
+def compile_for_mesh(placed: PlacedModel, request: Request) -> tuple[PlainProgram, LoweredProgram]:
+    """What has its factors, on a mesh and by a plan of this request."""
+    wanted = outset_of(request)
+    with clean_up_compilation(), fewer_collections():
+        if splits(wanted.plan, wanted.sizes) != splits(placed.plan, placed.sizes):  # its experts were traced in other groups
+            return compile_program(request)
+        with contextlib.suppress(Unequal):
+            return _compile_factors(placed.restart_for_request(request), None)
+        return compile_program(replace(request, depth="whole"))
+
+
+def whole_view(request: Request) -> Joint:
+    """The global view of a model with its update, all of its layers captured."""
+    return run_pass(pipeline.UPDATE, trace(replace(request, depth="whole"))).operators()
+
+
+def update_and_factorize(traced: TracedModel, hook: Hook | None = None) -> PlacedModel:
+    """With its update and its factors."""
+    return run_pass(pipeline.FACTORIZE, run_pass(pipeline.UPDATE, traced, hook), hook)
+
+
+def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgram:
+    """By the request's plan; of a pipeline, in the way that is found to be best."""
+    request = settle_microbatches(placed.request)
+    placed = placed.with_request(request) if request is not placed.request else placed
+    if open_axes(placed.plan):
+        return choose(placed, _within_budget, hook, _lower_or_unchunk)
+    try:
+        left = _within_budget(placed, hook)
+    except DoesNotFit as error:
+        raise budget_errors.no_stages_error(placed, error, _lower_or_unchunk) from None
+    budget_errors.refuse_over_budget(placed, left, partial(_lower_or_unchunk, begun=PassMemo(REFUSED)))
+    return left
+
+
+def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
+    """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
+    again = placed.request.memory_budget is not None
+    return lower_within_budget(placed, hook, partial(_lower_or_unchunk, begun=PassMemo()) if again else _lower_or_unchunk)
+
+
+def _lower_or_unchunk(placed: PlacedModel, hook: Hook | None, begun: PassMemo | None = None) -> LoweredProgram:
+    """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why. `begun`: what may have begun alike."""
+    try:
+        return _lower_request(placed, hook, begun)
+    except NotInChunks as why:
+        whole = _lower_request(placed.restart_for_request(replace(placed.request, chunks=1)), hook, begun)
+        return whole.with_notes(f"the head and loss run whole, and not in chunks: {why}")
+
+
+def _lower_request(placed: PlacedModel, hook: Hook | None, begun: PassMemo | None) -> LoweredProgram:
+    request = placed.request
+    if has_choice(request):
+        cut = search_pipeline(placed, hook)
+    else:
+        cut = _recompute_and_cut(run_before_recompute(placed, hook) if begun is None else begun.run_before_recompute(placed, hook), hook)
+    return run_passes(pipeline.LOWER, run_pass(pipeline.CUT, cut, hook), hook)
+
+
+def _recompute_and_cut(grown: LoweredProgram, hook: Hook | None) -> LoweredProgram:
+    return run_passes((pipeline.RECOMPUTE, *pipeline.PARTS, pipeline.STAGES), grown, hook)
+
+
+def _lower_by_replay(placed: PlacedModel, hook: Hook | None, following: PassReplay) -> LoweredProgram:
+    """As `lowered`, of what leaves nothing to choose."""
+
+    def rest(left: LoweredProgram) -> LoweredProgram:
+        cut = _recompute_and_cut(run_passes(pipeline.GROWN, left, hook), hook)
+        return run_passes(pipeline.LOWER, run_pass(pipeline.CUT, cut, hook), hook)
+
+    return following.lower(run_to_partition(placed, hook), rest)
+
+
+def _trace_outset(outset: CompilationPhase, hook: Hook | None) -> TracedModel:
+    if mean_of_parts.means(outset.request):
+        with part("finding the batch"):
+            forward = _whole_forward(outset.request)
+            refuse_other_joint(outset.request, forward.names.batch)
+            outset = replace(outset, parts=mean_of_parts.find_parts(forward, outset.request))
+    return run_passes(pipeline.TRACE, run_pass(pipeline.CAPTURE, outset, hook), hook)
+
+
+def _whole_forward(request: Request) -> PlacedModel:
+    """The forward graph of the whole batch with its factors, for a step that is traced for one microbatch."""
+    with torch.no_grad():
+        return update_and_factorize(_trace_outset(outset_of(mean_of_parts.whole_forward(request)), None))
+
+
+def _open_rows(placed: PlacedModel, hook: Hook | None) -> PlacedModel | None:
+    """Where a batch has one row that is to be split, of a trace with its size open, which must mean the same; None where none has."""
+    rows = rows_to_open(placed)
+    if rows is None:
+        return None
+    again = update_and_factorize(_trace_outset(begin_with_open_rows(placed.request, rows), hook), hook)
+    with part("comparing one row with several"):
+        compare(placed.traced, again.traced)
+    return again
+
+
+def _compile_by_plan(placed: PlacedModel, hook: Hook | None, following: PassReplay | None = None) -> tuple[PlainProgram, LoweredProgram]:
+    """The passes that read the plan."""
+    left = _lower_by_replay(placed, hook, following) if following is not None and may_replay(placed) else lower_by_plan(placed, hook)
+    with part("putting the program together"):
+        program = finish(left)
+        if left.opened is None:
+            return program, left
+        return instance.put(program, left.opened.values), settle(left)
+
+
+def specialise_backward(program: PlainProgram, left: LoweredProgram, received: Collection[str]) -> PlainProgram:
+    """The program whose backward begins at the outputs named in `received` alone; its forward stage is `program`'s own.
+
+    `left` is what the last pass left of `program`. Tangents of other outputs are no inputs any more, and gradients that depend on none of
+    those received are no outputs.
+    """
+    if left.backward is None:
+        return program
+    backward = run_passes(pipeline.LOWER, replace(left, stages={"backward": specialise(left.backward, received)})).stages["backward"]
+    return replace(
+        program,
+        stages={**program.stages, "backward": backward},
+        inputs=tuple(port for port in program.inputs if port.kind != "tangent" or port.name in received),
+        outputs=tuple(port for port in program.outputs if port.kind != "gradient" or port.key in backward.outputs),
+    )

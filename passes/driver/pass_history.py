@@ -1,0 +1,32 @@
+"""Record of the passes of a candidate, replayed to the hook only for the candidate that is taken."""
+
+from __future__ import annotations
+
+from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.compiler_pass import Hook
+
+
+class PassHistory:
+    """Passes that have run, each with the phase that it left."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, CompilationPhase]] = []
+
+    def hook(self, name: str, phase: CompilationPhase) -> None:
+        self.steps.append((name, phase))
+
+    def replay(self, hook: Hook | None) -> None:
+        if hook is not None:
+            for name, phase in self.steps:
+                hook(name, phase)
+
+    def copy(self) -> PassHistory:
+        other = PassHistory()
+        other.steps = list(self.steps)
+        return other
+
+    def before_pass(self, name: str) -> PassHistory:
+        """What was heard until a pass ran."""
+        other = PassHistory()
+        other.steps = self.steps[: next((at for at, (heard, _) in enumerate(self.steps) if heard == name), None)]
+        return other

@@ -1,0 +1,305 @@
+"""Passes after `partition` at another input size, replayed from a run on numbers that record their expressions.
+
+    seq 768    annotate .. partition, then   grow recompute .. memory   on numbers that remember how they were made
+    seq 896    annotate .. partition, then   as at 768, with 896's numbers in: 6144 is 7168 now, 25600 is 29696, ...
+
+What `partition` leaves is of the layers that were captured, and takes the same time for any depth; what comes behind it goes through all
+layers. So it is followed once (`meshc/ir/trail.py`): at another size whatever the passes asked of a number is asked again, and where all
+answers are the same they have done the same, with other numbers. What is open in it is found by comparing with a second size, of which
+nothing behind `partition` is made.
+
+It holds for a size at which `partition` leaves the same but for numbers, those numbers agree with what was open, and layers are equal as
+before (`passes/depth/grow.py`). Anything else goes through the passes as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+from torch.fx import Graph, Node
+
+from meshc.errors import MeshcError
+from meshc.frontend.skipped_work import collect_garbage
+from meshc.ir import KEY, Record, Source
+from meshc.ir.graph import copied_node
+from meshc.ir.likeness import like
+from meshc.ir.trail import NotAlike, Trail, is_followed
+from meshc.passes.depth.grow import pairs_of
+from meshc.passes.depth.mentions import Mentions
+from meshc.passes.driver.pipeline_search import has_choice
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.program.program import Stage
+
+MOST: Final = 4
+"""Sizes that are followed, of one trace: of other structures (tiles that are even or not), or with other decisions."""
+SIZES: Final = "sizes"
+"""What putting a size in is called among the passes, where seconds are told."""
+
+
+def may_replay(placed: PlacedModel) -> bool:
+    """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves."""
+    request, plan = placed.request, placed.plan
+    budget = request.memory_budget is not None or request.host_budget is not None
+    lines = plan.kept or plan.offloads or any(entry.auto for entry in plan.axes)
+    cut = has_choice(request) or request.mesh.pipeline_axis is not None or request.microbatches != 1
+    return not (budget or lines or cut or request.offloaded or placed.opened is not None or placed.parts is not None)
+
+
+class PassReplay:
+    """What was followed of one trace. `near`: what `partition` leaves at another size, near one; None where there is none to be had."""
+
+    def __init__(self, near: Callable[[LoweredProgram], LoweredProgram | None]) -> None:
+        self.near = near
+        self.followed: list[_RecordedPasses] = []
+
+    def lower(self, partitioned: LoweredProgram, rest: Callable[[LoweredProgram], LoweredProgram]) -> LoweredProgram:
+        """What `rest`, the passes behind `partition`, would leave."""
+        if partitioned.placed.chunked is not None:
+            return rest(partitioned)
+        apart = _separate_numbers(partitioned)
+        for one in self.followed:
+            with contextlib.suppress(NotAlike):
+                return one.at(partitioned, apart)
+        if len(self.followed) < MOST:
+            with contextlib.suppress(NotAlike, MeshcError):  # run plainly they say what is wrong
+                near = self.near(partitioned)
+                if near is not None:
+                    one = _RecordedPasses(partitioned, apart, _separate_numbers(near), rest)
+                    found = one.at(partitioned, apart)
+                    self.followed.append(one)
+                    del near
+                    collect_garbage()
+                    return found
+        return rest(partitioned)
+
+
+class _RecordedPasses:
+    """
+    apart   what was followed
+    open    of its numbers, which open number each is, if any
+    left    what the passes have left of it, with followed numbers
+    """
+
+    def __init__(
+        self, partitioned: LoweredProgram, apart: NumberedSkeleton, near: NumberedSkeleton, rest: Callable[[LoweredProgram], LoweredProgram]
+    ) -> None:
+        """Raises NotAlike."""
+        self.apart, self.trail = apart, Trail()
+        if apart.skeleton != near.skeleton:
+            raise NotAlike("near sizes leave another program")
+        opened: dict[tuple[Any, Any], int] = {}
+        for pair in zip(apart.numbers, near.numbers, strict=True):
+            if not _same(*pair):
+                opened.setdefault(pair, len(opened))
+        self.open = [opened.get(pair) for pair in zip(apart.numbers, near.numbers, strict=True)]
+        numbers = [self.trail.number(value) for value, _ in opened]
+        given = iter(value if place is None else numbers[place] for value, place in zip(apart.numbers, self.open, strict=True))
+        self.given, self.left = len(partitioned.notes), _ReplayTemplate(rest(_with_numbers(partitioned, given)))
+        self.plain = {value for value, place in zip(apart.numbers, self.open, strict=True) if place is None}
+
+    def at(self, partitioned: LoweredProgram, apart: NumberedSkeleton) -> LoweredProgram:
+        """What the passes would leave of what `partition` has left at another size. Raises NotAlike, or Unequal of layers."""
+        start = time.process_time()
+        if apart.skeleton != self.apart.skeleton:
+            raise NotAlike("partition leaves another program")
+        values: dict[int, Any] = {}
+        for before, now, place in zip(self.apart.numbers, apart.numbers, self.open, strict=True):
+            if not _same(now, before if place is None else values.setdefault(place, now)):
+                raise NotAlike(f"{before} is {now}")
+        if partitioned.depth is not None:
+            for stretch in partitioned.depth.stretches:
+                pairs_of(partitioned.placed.joint, Mentions(stretch))
+        steps = self.trail.at([values[place] for place in range(len(values))], self.plain)
+        like = self.left.left
+        model = replace(partitioned.model, output_tree=like.model.output_tree, random_calls=like.model.random_calls)
+        notes = (*partitioned.notes, *like.notes[self.given :])
+        made = replace(partitioned, model=model, schedule=like.schedule, sizes=like.sizes, notes=notes, **self.left.at(steps))
+        return replace(made, seconds={**partitioned.seconds, SIZES: time.process_time() - start})
+
+
+@dataclass(frozen=True)
+class NumberedSkeleton:
+    """What `partition` has left, in two: its numbers, in their order, and all else."""
+
+    skeleton: object
+    numbers: Sequence[Any]
+
+
+def _separate_numbers(lowered: LoweredProgram) -> NumberedSkeleton:
+    numbers: list[Any] = []
+    known: Known = {}
+    stages = [
+        (stage.name, stage.inputs, stage.outputs, [
+            (node.op, node.target, node.name, *(_skeleton(each, numbers, known) for each in (node.args, node.kwargs, node.meta[KEY])))
+            for node in stage.graph.nodes if node.op != "output"
+        ], [node.name for node in stage.graph.find_nodes(op="output")[0].args[0]])
+        for stage in lowered.stages.values()
+    ]
+    ports = [_skeleton(port, numbers, known) for port in (*lowered.inputs, *lowered.outputs)]
+    request = lowered.request
+    settled = (dict(request.fixed), dict(request.owners), lowered.depth and (lowered.depth.stretches, lowered.depth.captured))
+    return NumberedSkeleton((stages, ports, lowered.schedule, tuple(lowered.placed.names.of.values()), settled), numbers)
+
+
+def _skeleton(value: Any, numbers: list[Any], known: Known) -> object:
+    """A value without its numbers, which are told in the order in which `_renumbered` meets them."""
+    kind: Any = type(value)
+    if kind is int or kind is float:
+        numbers.append(value)
+        return kind
+    if kind is str or value is None or kind is bool:
+        return value
+    if kind is Node:
+        return Node, value.name
+    if isinstance(value, tuple | list):
+        return [kind, *(_skeleton(one, numbers, known) for one in value)]
+    if isinstance(value, dict):
+        return {key: _skeleton(one, numbers, known) for key, one in value.items()}
+    names = _fields(kind)
+    if names is None:
+        return value
+    if id(value) not in known:
+        own: list[Any] = []
+        with_sizes, others = names
+        row = [_skeleton(getattr(value, name), own, known) for name in with_sizes]
+        known[id(value)] = value, (kind, *row, *(getattr(value, name) for name in others)), own
+    _, found, own = known[id(value)]
+    numbers.extend(own)
+    return found
+
+
+Known = dict[int, tuple[object, object, list[Any]]]
+"""By a record's number as an object: the record, which lives as long, its skeleton, and its numbers. Most shardings are many values'."""
+
+
+def _replace_numbers(value: Any, number: Callable[[Any], Any], among: Callable[[Any], bool]) -> Any:
+    """A value with other numbers; itself where it has none."""
+    if among(value):
+        return number(value)
+    if isinstance(value, str) or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        row = [_replace_numbers(one, number, among) for one in value]
+        return value if all(map(_is, row, value)) else tuple(row) if isinstance(value, tuple) else row
+    if isinstance(value, dict):
+        table = {key: _replace_numbers(one, number, among) for key, one in value.items()}
+        return value if all(map(_is, table.values(), value.values())) else table
+    kind: Any = type(value)
+    names = _fields(kind)
+    if names is None:
+        return value
+    made = {name: _replace_numbers(getattr(value, name), number, among) for name in names[0]}
+    changed = {name: one for name, one in made.items() if one is not getattr(value, name)}
+    return replace(value, **changed) if changed else value
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+SIZES_IN: Final[dict[object, tuple[str, ...]]] = {Record: ("shape", "sharding")}
+"""Where a class has sizes, if not in all of its fields."""
+
+
+@cache
+def _fields(kind: Hashable) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Of a class of records the fields that may hold sizes, and the others; None of what holds no sizes."""
+    if kind is Source or not isinstance(kind, type) or not is_dataclass(kind):
+        return None
+    names = [each.name for each in fields(kind)]
+    sizes = SIZES_IN.get(kind, tuple(names))
+    return sizes, tuple(name for name in names if name not in sizes)
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) is int or type(value) is float
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _with_numbers(lowered: LoweredProgram, numbers: Iterator[Any]) -> LoweredProgram:
+    """What `partition` has left with other numbers, in the order in which `_apart` tells them."""
+
+    def renumber(value: Any) -> Any:
+        return _replace_numbers(value, lambda _: next(numbers), _is_plain)
+
+    stages = {name: replace(stage, graph=_copy_graph(stage.graph, renumber)) for name, stage in lowered.stages.items()}
+    inputs, outputs = (tuple(map(renumber, ports)) for ports in (lowered.inputs, lowered.outputs))
+    return replace(lowered, stages=stages, inputs=inputs, outputs=outputs)
+
+
+def _copy_graph(graph: Graph, put: Callable[[Any], Any]) -> Graph:
+    copy, there = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        made = there[node] = copied_node(copy, node, there.__getitem__)
+        if node.op != "output":
+            made.args, made.kwargs = put(made.args), put(made.kwargs)
+            made.meta[KEY] = put(made.meta[KEY])
+    return copy
+
+
+class _ReplayTemplate:
+    """What passes have left, with followed numbers in it; `held`: where these are."""
+
+    def __init__(self, left: LoweredProgram) -> None:
+        self.left = left
+        stages = [*left.stages.values(), *([] if left.backward is None else [left.backward])]
+        nodes = [node for stage in stages for node in stage.graph.nodes if node.op != "output"]
+        self.args = {node for node in nodes if _has_followed_number((node.args, node.kwargs))}
+        self.records = {node for node in nodes if _has_followed_number(node.meta[KEY])}
+
+    def at(self, steps: Sequence[Any]) -> dict[str, Any]:
+        """Its fields, with the values of these steps."""
+        put = _NumberSubstitution(steps)
+        stages = {name: self._stage(stage, put) for name, stage in self.left.stages.items()}
+        backward = None if self.left.backward is None else self._stage(self.left.backward, put)
+        inputs, outputs = (tuple(map(put.record, ports)) for ports in (self.left.inputs, self.left.outputs))
+        return {"stages": stages, "backward": backward, "inputs": inputs, "outputs": outputs}
+
+    def _stage(self, stage: Stage, put: _NumberSubstitution) -> Stage:
+        graph, there = Graph(), dict[Node, Node]()
+
+        def leaf(argument: Any) -> Any:
+            return there[argument] if type(argument) is Node else put.number(argument) if is_followed(argument) else argument
+
+        for node in stage.graph.nodes:
+            made = there[node] = copied_node(graph, node, there.__getitem__, leaf if node in self.args else None)
+            if node in self.records:
+                found = node.meta[KEY]
+                made.meta[KEY] = tuple(map(put.record, found)) if isinstance(found, tuple) else put.record(found)
+        return replace(stage, graph=graph)
+
+
+class _NumberSubstitution:
+    """Values of steps in the place of followed numbers. Most shapes and shardings are many values'."""
+
+    def __init__(self, steps: Sequence[Any]) -> None:
+        self.steps = steps
+        self._known: dict[int, Any] = {}
+
+    def number(self, followed: Any) -> Any:
+        return self.steps[followed.place]
+
+    def record(self, held: Any) -> Any:
+        """A record, or a port."""
+        return like(held, shape=self._other(held.shape), sharding=self._other(held.sharding))
+
+    def _other(self, value: Any) -> Any:
+        if id(value) not in self._known:  # what is put into is there as long as this is
+            self._known[id(value)] = _replace_numbers(value, self.number, is_followed)
+        return self._known[id(value)]
+
+
+def _has_followed_number(value: Any) -> bool:
+    """Whether there is a followed number in it."""
+    found: list[Any] = []
+    _replace_numbers(value, found.append, is_followed)
+    return bool(found)

@@ -1,0 +1,355 @@
+"""Pipeline search: microbatches, schedule and cuts of the fastest candidate that keeps the memory budget.
+
+    microbatches  gathered once  schedule  cuts       predicted     holds
+    4             yes            zb_v      3, 7, 11                  9.1 MB    more than a rank may hold, 8 MB
+    4             yes            zb_h1     7           1.3 ms        7.9 MB    taken
+    8             yes            zb_v      3, 7, 11    1.4 ms        7.6 MB    slower than what is taken
+
+A candidate is a number of microbatches, whether stored parameters are gathered once a call, a schedule, and where to cut. Its cost is the
+seconds that a call's microbatches are predicted to take; the budget is what a rank may hold. For each number of microbatches the candidates
+come in the order in which they are expected to be better (schedules over stages of equal time, the one that is estimated to be fastest
+first; stages that hold less and take longer; all of that with parameters gathered more often), and the first that fits stands for
+the number. Of these the fastest is taken. A candidate that cannot be, or does not fit, is an entry of the table with the reason.
+
+One number of microbatches is lowered, and the others are priced by it: their microbatches are the same but for their rows. The next to be
+lowered is always the one whose best estimate is least, until all that are left are estimated to be MARGIN slower than what fits. What is
+not lowered, and schedules that are not cut, are entries of the table with their estimates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf, prod
+from typing import Final, TypeAlias, TypeVar
+
+from meshc.cost.devices import for_mesh
+from meshc.cost.operators import price
+from meshc.cost.predict import costs_of
+from meshc.frontend.faults import phase as part
+from meshc.ir import calls, records
+from meshc.ir.mesh import DATA_ROLES, role
+from meshc.passes.driver import pipeline
+from meshc.passes.driver.no_faster_plan import BY_STAGES, NoFasterPlan
+from meshc.passes.driver.pass_history import PassHistory
+from meshc.passes.driver.pass_runner import run_pass, run_passes
+from meshc.passes.driver.recomputed_stages import StageRecomputation
+from meshc.passes.driver.within_budget import BY_LAST, LAST
+from meshc.passes.phases.compiler_pass import Hook
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.phases.request import Request
+from meshc.passes.stages.attempt import Refusal, attempt
+from meshc.passes.stages.cut_stages import UncutProgram
+from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, append_need, budget_of, least_need, memory_need
+from meshc.passes.stages.pipeline_shape import PipelineShape, PipelineShapes
+from meshc.pipelining.schedule import parse
+from meshc.pipelining.timing import simulate
+from meshc.pipelining.tried import Tried
+
+Answer = TypeVar("Answer")
+
+SLOWER: Final = "slower than what is taken"
+
+MARGIN: Final = 0.05
+"""How much slower a number of microbatches may be estimated to be than what is known to fit, and be lowered all the same: its
+cuts have not been moved yet."""
+
+RECOMPUTED: Final = 3
+"""Of a number of microbatches the shapes of which values are recomputed."""
+
+TIMES_RANKS: Final = (1, 2, 4, 8)
+"""Numbers of microbatches that are tried: one, and these multiples of the number of ranks, as far as they divide the batch. More of them
+fill the pipeline better and cost more launches and messages."""
+
+
+def settle_microbatches(request: Request) -> Request:
+    """With the number of microbatches that follows from the rest of the request, where one does."""
+    if request.microbatches is not None:
+        return request
+    if request.mesh.pipeline_axis is None:
+        return replace(request, microbatches=1)
+    if isinstance(request.schedule, str) and ":" in request.schedule:
+        return replace(request, microbatches=parse(request.schedule, ()).microbatches)
+    return request
+
+
+def has_choice(request: Request) -> bool:
+    """Whether there is anything to search: the number of microbatches, or what fits."""
+    return request.mesh.pipeline_axis is not None and (request.microbatches is None or budget_of(request) is not None)
+
+
+def search_pipeline(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
+    """What `stages` leaves, of what `factorize` left. `hook` is told of the passes that led there, in their order.
+
+    Raises DoesNotFit, or what is in the way of the first candidate, if nothing can be; Beaten if nothing is estimated to be as fast as what
+    is known.
+    """
+    start = time.process_time()
+    request = placed.request
+    found = PipelineSearch(placed, budget_of(request), inf if request.beaten_s is None else request.beaten_s)
+    with part("searching for the stages"):
+        answers = found.search_counts(_counts(placed))
+    fitting = [answer for answer in answers.values() if isinstance(answer, FittingCandidate)]
+    if not fitting and found.needs and may_recompute(request):
+        return _search_by_policy(placed, hook, least_need(found.needs))
+    if not fitting:
+        found.last.replay(hook)
+        if found.needs:
+            raise DoesNotFit(least_need(found.needs), request)
+        if request.beaten_s is not None and any(each.estimated for each in found.tried):
+            raise NoFasterPlan(min(each.seconds for each in found.tried if each.seconds is not None), request.beaten_s, BY_STAGES)
+        raise next(answer.error for _, answer in sorted(answers.items()) if isinstance(answer, Refusal))
+    taken = min(fitting, key=lambda each: (each.seconds, each.lowered.request.count))
+    taken.heard.replay(hook)
+    left = replace(taken.lowered, tried=tuple(_mark_dropped(found.tried, taken)))
+    if len(left.tried) == 1:
+        return left
+    spent = sum(left.seconds.values()) - sum(placed.seconds.values())
+    return replace(left, seconds={**left.seconds, "search": max(0.0, time.process_time() - start - spent)})
+
+
+def may_recompute(request: Request) -> bool:
+    """Whether values are recomputed to keep the budget: one that the user said, without a policy."""
+    return request.remat is None and request.grad and request.memory_budget is not None
+
+
+def _search_by_policy(placed: PlacedModel, hook: Hook | None, need: MemoryNeed) -> LoweredProgram:
+    """What is tried last: cuts follow from what a policy recomputes, and may be others. Raises DoesNotFit."""
+    request = placed.request
+    try:
+        return search_pipeline(placed.restart_for_request(replace(request, remat=LAST)), hook).with_notes(BY_LAST)
+    except DoesNotFit as error:
+        if request.double:  # it is compared with the model, and runs on no rank
+            return search_pipeline(placed.restart_for_request(replace(request, memory_budget=None)), hook)
+        raise DoesNotFit(least_need([need, error.need]), request) from None
+
+
+def _counts(placed: PlacedModel) -> list[int]:
+    """Numbers of microbatches to try: what is said, or those that divide the batch."""
+    axis, request = placed.mesh.pipeline_axis, placed.request
+    assert axis is not None
+    if request.microbatches is not None:
+        return [request.microbatches]
+    sizes = _batches(placed)
+    return [1, *(n for times in TIMES_RANKS if (n := times * axis.size) > 1 and not any(size % n for size in sizes))]
+
+
+def _batches(placed: PlacedModel) -> set[int]:
+    return {int(placed.factors.size[factor]) for factor, names in placed.names.also.items() if "batch" in names}
+
+
+def _likely_count(placed: PlacedModel, counts: list[int]) -> int:
+    """The number to be lowered first, of several: the one that would be fastest if the model fell into equal stages without messages, each
+    rank did its share of the arithmetic, and operators took their launch however little they did."""
+    axis, device = placed.mesh.pipeline_axis, for_mesh(placed.mesh)
+    assert axis is not None
+    prices = [price(node, device) for node in calls(placed.graph) if records(node)[0].phase != "update"]
+    launched_s = sum(one.launch_s for one in prices)
+    work_s = axis.size * (sum(one.seconds() for one in prices) - launched_s) / len(placed.mesh.ranks)
+    split = prod(one.size for one in placed.mesh.axes if role(one.name) in DATA_ROLES)
+    rows = max(1, min(_batches(placed), default=1) // split)  # of a rank: with more microbatches the rest of each is padding
+    return min((n for n in counts if n > 1), key=lambda n: (n + axis.size - 1) * (work_s / min(n, rows) + launched_s))
+
+
+def _mark_dropped(tried: list[Tried], taken: FittingCandidate) -> Iterator[Tried]:
+    for each in sorted(tried, key=lambda each: each.microbatches):
+        yield replace(each, dropped=SLOWER) if not each.dropped and each is not taken.tried else each
+
+
+@dataclass(frozen=True)
+class FittingCandidate:
+    """A candidate that fits, and the passes that led to it."""
+
+    lowered: LoweredProgram
+    tried: Tried
+    seconds: float
+    heard: PassHistory
+
+
+PipelineAnswer: TypeAlias = FittingCandidate | Refusal | None
+
+
+@dataclass(frozen=True)
+class CountEstimate:
+    """What a number of microbatches that has not been lowered would come to. `shapes`: None if nothing is known of it."""
+
+    gathered: bool
+    shapes: PipelineShapes | Refusal | None
+
+    @property
+    def least(self) -> float:
+        return self.shapes.can[0][1] if isinstance(self.shapes, PipelineShapes) else 0.0
+
+    def candidates(self, count: int) -> Iterator[Tried]:
+        if isinstance(self.shapes, Refusal):
+            yield Tried(count, self.gathered, dropped=str(self.shapes))
+            return
+        assert self.shapes is not None
+        yield from refused_candidates(self.shapes, count, self.gathered)
+        for shape, seconds in self.shapes.can:
+            yield estimated_candidate(count, self.gathered, shape, seconds)
+
+
+def estimated_candidate(count: int, once: bool, shape: PipelineShape, seconds: float) -> Tried:
+    """A candidate that has not been cut."""
+    return Tried(count, once, shape.name, shape.cuts, seconds, None, SLOWER, estimated=True)
+
+
+def refused_candidates(shapes: PipelineShapes, count: int, once: bool) -> list[Tried]:
+    return [Tried(count, once, schedule, dropped=str(why)) for schedule, why in shapes.cannot.items()]
+
+
+@dataclass
+class PipelineSearch:
+    """
+    budget  bytes that a rank may hold; None: whatever it takes, so that the first candidate of a number of microbatches stands for it
+    beaten_s  seconds of a plan elsewhere: what is estimated to be slower is not cut
+    tried   so far, in order;  needs  of those that do not fit;  last  the passes of the candidate that came last
+    _lowered  the first number of microbatches that could be, by which the others are estimated;  _asked  that number
+    _step     what `recompute` left of the one that came last
+    """
+
+    placed: PlacedModel
+    budget: int | None
+    beaten_s: float = inf
+    tried: list[Tried] = field(default_factory=list)
+    needs: list[MemoryNeed] = field(default_factory=list)
+    last: PassHistory = field(default_factory=PassHistory)
+    _lowered: UncutProgram | None = None
+    _asked: int = 0
+    _step: LoweredProgram | None = None
+
+    def search_counts(self, counts: list[int]) -> dict[int, PipelineAnswer]:
+        """What came of the numbers of microbatches that have been lowered."""
+        first = counts[0] if len(counts) == 1 else _likely_count(self.placed, counts)
+        answers = {first: self.of_count(first, self.beaten_s)}
+        left, by = set(counts) - {first}, self._lowered
+        estimates = self._estimates(sorted(left))
+        while left and not self._is_one():
+            if by is not self._lowered:
+                by, estimates = self._lowered, self._estimates(sorted(left))
+            count = min(left, key=lambda each: (estimates[each].least, each))
+            best = min((answer.seconds for answer in answers.values() if isinstance(answer, FittingCandidate)), default=self.beaten_s)
+            if estimates[count].least > best * (1 + MARGIN):
+                break
+            left.remove(count)
+            answers[count] = self.of_count(count, best)
+        for count in sorted(left & estimates.keys()):
+            self.tried += estimates[count].candidates(count)
+        return answers
+
+    def _is_one(self) -> bool:
+        """Whether no rank has rows to take apart, so that any number of microbatches comes to the same program."""
+        return self._lowered is not None and self._lowered.lowered.request.count != self._asked
+
+    def _estimates(self, counts: list[int]) -> dict[int, CountEstimate]:
+        """By what has been lowered; where nothing has, or it says that a number cannot be, that is for the passes to say. So it is where
+        only one microbatch has: it does not say whether the batch may be taken apart."""
+        found = {}
+        for count in counts:
+            request = replace(self.placed.request, microbatches=count)
+            shapes = None if self._lowered is None or self._asked == 1 else attempt(partial(self._lowered.estimate_shapes, request))
+            found[count] = CountEstimate(self._lowered is not None and self._lowered.gathered and count > 1, shapes)
+        return found
+
+    def of_count(self, count: int, bound: float = inf) -> PipelineAnswer:
+        """The best candidate with so many microbatches that fits; None if none does that is faster than `bound`."""
+        request = replace(self.placed.request, microbatches=count)
+        for once in dict.fromkeys((request.gather_once, False)):
+            self.last = PassHistory()
+            uncut = attempt(partial(self._uncut, replace(request, gather_once=once)))
+            if isinstance(uncut, Refusal):
+                return self._note(Tried(count, once, dropped=str(uncut)), uncut)
+            if self._lowered is None:
+                self._lowered, self._asked = uncut, count
+            answer = self._best_of_shapes(uncut, bound)
+            if answer is not None or not uncut.gathered or uncut.shapes.can[0][1] >= bound:
+                return answer  # gathered more often they take longer
+        return None
+
+    def _uncut(self, request: Request) -> UncutProgram:
+        placed = run_passes(pipeline.PLACE, self.placed.restart_for_request(request), self.last.hook)
+        partitioned = run_pass(pipeline.PARTITION, placed, self.last.hook)
+        self._step = run_passes(pipeline.RECOMPUTED, partitioned, self.last.hook)
+        lowered = run_passes(pipeline.PARTS, self._step, self.last.hook)
+        with part(f"the pass {pipeline.STAGES.name}"):
+            uncut = UncutProgram(lowered)
+            self.tried += refused_candidates(uncut.shapes, request.count, uncut.gathered)
+        return uncut
+
+    def _best_of_shapes(self, uncut: UncutProgram, bound: float) -> PipelineAnswer:
+        """The schedules over stages of equal time; then, unless the user has said where to cut, stages that hold less. What is estimated to
+        be faster than what fits is cut as well."""
+        large: list[tuple[PipelineShape, MemoryNeed]] = []
+        best: FittingCandidate | None = None
+
+        def candidates() -> Iterator[tuple[PipelineShape, float]]:
+            yield from uncut.shapes.can
+            if best is not None or self.budget is None or uncut.lowered.request.pp_splits:
+                return
+            seen, most = {(shape.name, shape.cuts) for shape, _ in large}, 2 * len(large) + 2
+            for shape, need in large:  # which grows by those that hold more than they were estimated to
+                for within in uncut.shapes_within_budget(shape, need.most.total, self.budget) if len(seen) < most else ():
+                    if (within.name, within.cuts) not in seen:
+                        seen.add((within.name, within.cuts))
+                        yield within, within.seconds(uncut.work)
+
+        for shape, seconds in candidates():
+            if seconds >= (bound if best is None else best.seconds):
+                self.tried.append(estimated_candidate(uncut.lowered.request.count, uncut.gathered, shape, seconds))
+                continue
+            answer = self._cut_candidate(uncut, shape, self.last.copy())
+            if isinstance(answer, Refusal) and best is None and not large:
+                return answer  # what comes first and cannot be is no matter of memory
+            if isinstance(answer, MemoryNeed):
+                large.append((shape, answer))
+            elif isinstance(answer, FittingCandidate):
+                best = answer if best is None or answer.seconds < best.seconds else best
+        return self._best_recomputed(uncut, large, bound, best) if large and may_recompute(uncut.lowered.request) else best
+
+    def _best_recomputed(
+        self, uncut: UncutProgram, large: list[tuple[PipelineShape, MemoryNeed]], bound: float, best: FittingCandidate | None
+    ) -> FittingCandidate | None:
+        """The fastest of what holds too much, and what holds least of it, with values recomputed, unless it is slower in any case."""
+        assert self._step is not None and self.budget is not None
+        recomputing = StageRecomputation(self._step, uncut, self.last, self.budget, self._cut_candidate)
+        timed = sorted(((shape.seconds(uncut.work), shape, need) for shape, need in large), key=lambda one: one[0])
+        smallest = min(timed, key=lambda one: one[2].most.total)
+        for seconds, shape, need in [one for one in timed if one is not smallest][: RECOMPUTED - 1] + [smallest]:
+            if seconds < (bound if best is None else best.seconds):
+                fitting = [*recomputing.best(shape, need), *([best] if best is not None else [])]
+                best = min(fitting, key=lambda one: one.seconds, default=None)
+        return best
+
+    def _cut_candidate(
+        self, uncut: UncutProgram, shape: PipelineShape, heard: PassHistory, again: int = 0
+    ) -> FittingCandidate | Refusal | MemoryNeed:
+        """One candidate: cut, predicted, held against the budget. `heard`: the passes that led to it; `again`: how many values it makes
+        again."""
+        request = uncut.lowered.request
+        tried = Tried(request.count, uncut.gathered, shape.name, shape.cuts, again=again)
+        stages = replace(pipeline.STAGES, run=lambda lowered: uncut.cut(shape))
+        lowered = attempt(partial(run_pass, stages, uncut.lowered, heard.hook))
+        if isinstance(lowered, Refusal):
+            return self._note(replace(tried, dropped=str(lowered)), lowered)
+        need = None if self.budget is None else memory_need(lowered)
+        if need is not None and self.budget is not None and need.most.total > self.budget:
+            self.needs = append_need(self.needs, need)
+            return self._note(replace(tried, holds=need.most.total, dropped=f"more than a rank may hold, {self.budget:,} bytes"), need)
+        seconds = predicted_s(lowered)
+        tried = replace(tried, seconds=seconds, holds=None if need is None else need.most.total)
+        return self._note(tried, FittingCandidate(lowered, tried, seconds, heard))
+
+    def _note(self, tried: Tried, answer: Answer) -> Answer:
+        self.tried.append(tried)
+        return answer
+
+
+def predicted_s(lowered: LoweredProgram) -> float:
+    """Seconds of a call's microbatches."""
+    pipelined = lowered.pipeline
+    assert pipelined is not None
+    return simulate(pipelined.schedule, costs_of(pipelined, lowered.stages, lowered.mesh)).makespan_s

@@ -1,0 +1,127 @@
+"""Copies to the host and back, inserted in a graph, of values of forward that backward reads.
+
+    forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
+    backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
+
+A copy to the host starts behind the last reader in forward of whatever lies in the value's memory; views of it are taken again of what
+comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.cost.devices import Device
+from meshc.cost.links import copy_seconds
+from meshc.cost.operators import seconds
+from meshc.ir import KEY, Record, is_getitem, local_bytes, record, records, set_record, spmd, value_of
+from meshc.ir.graph import call, copied_node
+from meshc.program.packing import is_view
+
+
+def roots_of(calls: Sequence[Node]) -> dict[Node, Node]:
+    """The value in whose memory each lies, of those that these calls make: themselves, or what they are views of."""
+    found: dict[Node, Node] = {}
+    for node in calls:
+        if isinstance(node.meta[KEY], tuple) or record(node).dtype is None:
+            continue
+        under = _viewed_value(node)
+        if under is None:
+            found[node] = node
+        elif under in found:
+            found[node] = found[under]
+    return found
+
+
+def _viewed_value(node: Node) -> Node | None:
+    """What a value is a view of; None if it has memory of its own."""
+    if not is_getitem(node):
+        return node.all_input_nodes[0] if is_view(node) else None
+    producer = value_of(node)[0]
+    target = producer.target
+    shares = isinstance(target, torch._ops.OpOverload) and any(one.alias_info is not None for one in target._schema.returns)
+    return producer.all_input_nodes[0] if shares else None
+
+
+def has_known_size(made: Record) -> bool:
+    """Whether a value takes memory, of a size that is known."""
+    return bool(made.shape) and made.used is None
+
+
+def start_seconds(graph: Graph, device: Device) -> dict[Node, float]:
+    """When each node begins, if a device computes one after another and waits for nothing."""
+    at: dict[Node, float] = {}
+    now = 0.0
+    for node in graph.nodes:
+        at[node] = now
+        now += seconds(node, device) if node.op == "call_function" else 0.0
+    return at
+
+
+def read_too_soon(graph: Graph, values: Collection[Node], home: Mapping[Node, Node], device: Device) -> set[Node]:
+    """Those of these values that backward reads before a link could have them there and back, with nothing else on it. A device whose host
+    is itself hides no copy in any case. `home`: as `roots_of` has it."""
+    if device.host is None or not values:
+        return set()
+    at = start_seconds(graph, device)
+    last: dict[Node, float] = {}
+    first: dict[Node, float] = {}
+    for node, root in home.items():
+        for user in node.users if root in values else ():
+            if user.op == "call_function" and records(user)[0].phase == "backward":
+                first[root] = min(first.get(root, at[user]), at[user])
+            elif user.op == "call_function":
+                last[root] = max(last.get(root, at[user]), at[user])
+    there_and_back = {node: 2 * copy_seconds(local_bytes(record(node)), device) for node in values}
+    return {node for node in values if first[node] - last.get(node, at[node]) < there_and_back[node]}
+
+
+def offload_values(graph: Graph, values: Mapping[Node, str], home: Mapping[Node, Node], backward: Sequence[Node]) -> None:
+    """In place: each of these lies on the host while nobody reads it, with the reason that it is given; `backward` reads what has come
+    back. `home`: as `roots_of` has it."""
+    inside: dict[Node, set[Node]] = {node: set() for node in values}
+    for node, root in home.items():
+        if root in inside:
+            inside[root].add(node)
+    for node, why in values.items():
+        _offload_value(graph, node, inside[node], backward, why)
+
+
+def _offload_value(graph: Graph, node: Node, inside: set[Node], backward: Sequence[Node], why: str) -> None:
+    """`inside`: what lies in the value's memory, itself included."""
+    late = set(backward)
+    readers = [user for one in inside for user in one.users if user.op == "call_function" and user not in late]
+    last = max([node, *inside, *readers])
+    while last.next.op == "call_function" and is_getitem(last.next):  # results stand behind what gives them
+        last = last.next
+    made = record(node)
+    with graph.inserting_after(last):
+        offloaded = call(graph, replace(made, host=True, reason=why, returned_by=()), spmd.to_host, node)
+    again: dict[Node, Node] = {}
+    for reader in backward:
+        for operand in reader.all_input_nodes:
+            if operand not in inside:
+                continue
+            with graph.inserting_before(reader):
+                if not again:
+                    again[node] = call(graph, replace(made, phase="backward", reason=why, returned_by=()), spmd.from_host, offloaded)
+                reader.replace_input_with(operand, _copy_view(graph, operand, again))
+
+
+def _copy_view(graph: Graph, node: Node, again: dict[Node, Node]) -> Node:
+    """A view as it is of what has come back. What it reads beside that is there all the same."""
+    if node not in again:
+        above = [node, value_of(node)[0]] if is_getitem(node) else [node]
+        under = _viewed_value(node)
+        assert under is not None
+        _copy_view(graph, under, again)
+        for one in reversed(above):
+            if one not in again:
+                again[one] = copied_node(graph, one, lambda operand: again.get(operand, operand))
+                own = tuple(replace(each, phase="backward", returned_by=()) for each in records(one))
+                set_record(again[one], own if isinstance(one.meta[KEY], tuple) else own[0])
+    return again[node]

@@ -1,0 +1,353 @@
+"""Search space of a graph with factors: decisions of computing operators, stored parameters and states, and who reads whom.
+
+Axes that the plan gives entries to are held to what the plan would have them do (`baseline`, its own propagation), so that a search of one
+axis is a search beside the others. Pins hold what they name; storage that another program of the model has settled stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TypeAlias
+
+from torch.fx import Node
+
+from meshc.ir import is_getitem, leaves, op_name, records, value_of
+from meshc.ir.graph import placeholders
+from meshc.ir.keys import is_a
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.depth.multiplicity import multiplicity_of
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.choices import Directive
+from meshc.passes.phases.factors import Instance, Token, Value
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.deferral import deferring, may_defer
+from meshc.passes.place.storage import in_names_of
+from meshc.passes.place.stored_updates import computed_whole, where_stored
+from meshc.passes.place.token_shardings import backward_map, sharding_by_tokens
+from meshc.passes.planner.decision_counts import count_values, neighbours, storage_neighbours, twin_decisions
+from meshc.passes.planner.decision_options import OptionRules
+from meshc.passes.planner.search_space import Axes, DecidedValue, Decision, Form, Key, Landing, LayoutCopy, Option, Reading, SearchSpace
+from meshc.program import packing
+from meshc.program.program import Port
+
+FREE = ("constant", "random", "buffer", "number")
+
+Base: TypeAlias = Callable[[Decision], Option]
+"""What a plan takes of each decision, whatever its options."""
+
+
+def searched_axes(placed: PlacedModel) -> Axes:
+    """The axes of a mesh that split values: not those of size 1, and not the pipeline's."""
+    pipeline = placed.mesh.pipeline_axis
+    return tuple(axis.name for axis in placed.mesh.axes if axis.size > 1 and axis is not pipeline)
+
+
+def build_space(placed: PlacedModel, open_axes: Collection[str], baseline: Assignment | None, around: Base | None = None) -> SearchSpace:
+    """`open_axes` are searched; of the others `baseline` says what they do (None: there are no others). With `around` options are those
+    that differ from it along few axes. Raises Unequal where layers that stand for others may not decide alike."""
+    return _SpaceBuilder(placed, open_axes, baseline, around).run()
+
+
+@dataclass
+class _SpaceBuilder:
+    placed: PlacedModel
+    open_axes: Collection[str]
+    baseline: Assignment | None
+    around: Base | None
+    free: set[Node] = field(default_factory=set)
+    possible: dict[Key, OptionRules] = field(default_factory=dict)
+    decisions: dict[Key, Decision] = field(default_factory=dict)
+    made: dict[Value, DecidedValue] = field(default_factory=dict)
+    updates: dict[Node, tuple[Key, dict[object, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        placed = self.placed
+        self.graph, self.factors, self.names = placed.graph, placed.factors, placed.names
+        self.axes = searched_axes(placed)
+        self.sizes = {axis: placed.sizes[axis] for axis in self.axes}
+        self.ports: dict[Node, Port] = dict(zip(placeholders(self.graph), placed.joint.inputs, strict=True))
+        self.parameters = {port.name: node for node, port in self.ports.items() if port.kind == "parameter"}
+        self.position = {node: at for at, node in enumerate(self.graph.nodes)}
+        self.whole_updates = computed_whole(placed.joint.updates, self.factors.instances)
+        self.standing = multiplicity_of(placed.joint, placed.depth)
+
+    def run(self) -> SearchSpace:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._add_placeholder(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                self._add_operator(self.factors.instances[node])
+        self._add_output_readings()
+        self._list_options()
+        count_values(self.made, self.standing)
+        twins = twin_decisions(self.decisions, self.standing, self.parameters)
+        stored = storage_neighbours(self.decisions, self.standing, self.parameters)
+        near = neighbours(self.made, self.standing, twins, stored)
+        return SearchSpace(self.axes, self.sizes, self.decisions, tuple(self.made.values()), self.updates, twins, near)
+
+    # -------------------------------------------------------------------------------------------------------------------- decisions
+
+    def _add_decision(self, key: Key, labels: tuple[tuple[object, int], ...], possible: OptionRules, count: int = 1) -> None:
+        self.decisions[key] = Decision(key, labels, possible.sizes, (), count)
+        self.possible[key] = possible
+
+    def _list_options(self) -> None:
+        """What may be alike has the same options: around what any of them does, where they are around something."""
+        alike: dict[Hashable, list[Key]] = defaultdict(list)
+        for key, decision in self.decisions.items():
+            what = key[0] if isinstance(key, tuple) else (op_name(key) if key.op == "call_function" else key.op, records(key)[0].phase)
+            alike[what, decision.labels, self.possible[key]].append(key)
+        for keys in alike.values():
+            possible = self.possible[keys[0]]
+            if self.around is None or not possible.legal:
+                found = possible.options()
+            else:
+                found = possible.options_around(dict.fromkeys(self.around(self.decisions[key]) for key in keys))
+            for key in keys:
+                self.decisions[key] = replace(self.decisions[key], options=found)
+
+    # ---------------------------------------------------------------------------------------------------------- what enters and leaves
+
+    def _add_placeholder(self, node: Node) -> None:
+        port = self.ports[node]
+        floating = port.dtype.is_floating_point or port.dtype.is_complex
+        if port.kind in FREE or (port.kind == "input" and not floating):
+            self.free.add(node)
+        if port.kind == "parameter":
+            self._add_storage(port.name, node)
+        elif node not in self.free and port.kind != "state":
+            labels = tuple(_slots(self.factors.dims[(node, 0)]))
+            held = {at: axes for at, axes in enumerate(self._input_axes(port, node)) if axes}
+            sizes = tuple(self.factors.size[factor] for row in self.factors.dims[(node, 0)] for factor in row)
+            self._add_decision(node, labels, OptionRules(sizes, (), tuple(held.items()), (), tuple(self.sizes.items())))
+            self._add_value(node, (node, 0), tuple(range(len(labels))))
+
+    def _input_axes(self, port: Port, node: Node) -> list[Axes]:
+        """How an input lies: whole, or a rank's part of the batch."""
+        local = self.placed.local_batch if port.kind in ("input", "tangent") else ()
+        batch = [factor for row in self.factors.dims[(node, 0)] for factor in row]
+        return [local if "batch" in self.names.also[factor] else () for factor in batch]
+
+    def _add_storage(self, name: str, node: Node) -> None:
+        """A parameter as it lies between steps, and its state, if there is one, on its own."""
+        dims = self.factors.dims[(node, 0)]
+        labels = tuple(_slots(dims))
+        sizes = tuple(self.factors.size[factor] for row in dims for factor in row)
+        settled = self.placed.request.fixed.get(name)
+        if settled is not None:
+            own = Sharding(tuple(tuple(Part(self.names.of[factor], self.factors.size[factor]) for factor in row) for row in dims))
+            settled = in_names_of(own, name, settled, self.placed.sizes)
+        everything: dict[str, list[int | None]] = {axis: [None, *range(len(labels))] for axis in self.axes}
+        for kind in ("parameter", "state"):
+            pins = {**self.placed.pins.storage.get(name, {}), **self.placed.pins.stored.get((name, kind), {})}
+            held: dict[int, Axes] = {}
+            legal = {axis: places for axis, places in everything.items() if axis in self.open_axes}
+            if kind == "parameter" and settled is not None:
+                held = {at: part.axes for at, (_, _, part) in enumerate(settled.parts()) if part.axes}
+                legal = {}
+            elif self.baseline is not None:
+                stored = self.baseline.storage[(name, kind)]
+                held = {at: axes for at, (_, _, part) in enumerate(stored.parts()) if (axes := self._held_axes(part.axes))}
+            for slot, axes in pins.items() if legal else ():
+                at = labels.index(slot)
+                legal = {axis: [place for place in places if place != at] for axis, places in legal.items()}
+                legal.update({axis: [at] for axis in axes if axis in legal})
+            key: Key = (kind, name)
+            self._add_decision(key, labels, OptionRules(
+                sizes, _as_items(legal), tuple(held.items()), (), tuple(self.sizes.items()), ordered=False,
+                pinned=tuple((labels.index(slot), axes) for slot, axes in pins.items()),
+            ), self.standing.count.get(node, 1))  # fmt: skip
+            if not self.placed.joint.updates:
+                break  # of a module a gradient lies as its parameter does
+        self._add_value(("parameter", name), (node, 0), tuple(range(len(labels))))
+
+    def _held_axes(self, axes: Axes) -> Axes:
+        return tuple(axis for axis in axes if axis in self.axes and axis not in self.open_axes)
+
+    def _add_output_readings(self) -> None:
+        """What the program leaves is read too: new parameters as they are stored, gradients likewise, outputs as the caller wants them."""
+        for port, node in zip(self.placed.joint.outputs, self.placed.joint.results(), strict=True):
+            value = value_of(node)
+            slots = tuple(_slots(self.factors.dims[value]))
+            if port.kind == "parameter" or (port.kind == "gradient" and not is_a(port.name, "input")):
+                landing: Landing = tuple(range(len(slots)))
+                self._add_reading(("parameter", port.name), None, -1, value, _with_labels(self._whole_sharding(value), landing), "update")
+            elif port.kind in ("output", "metric", "gradient"):
+                if port.name in self.placed.traced.model.output_tree.caches() or self.placed.request.outputs == "dtensor":
+                    continue
+                local = self.placed.local_batch
+                batch = [local if "batch" in self.names.also[factor] else () for row in self.factors.dims[value] for factor in row]
+                marked = _with_labels(self._whole_sharding(value), tuple(range(len(slots))))
+                self._add_reading(("output", port.name), None, -1, value, marked, "backward", wants=(tuple(batch), ()))
+
+    # -------------------------------------------------------------------------------------------------------------------- operators
+
+    def _add_operator(self, instance: Instance) -> None:
+        node = instance.node
+        updated = self.placed.joint.updates.get(node)
+        recomputed = updated is None and not instance.rule.accumulates
+        if recomputed and all(value[0] in self.free for value in instance.values):
+            self.free.add(node)
+            return
+        if instance.kind == "layout":
+            return
+        labels = tuple(instance.size)
+        at: dict[object, int] = {token: index for index, token in enumerate(labels)}
+        key: Key = node
+        if updated is not None:
+            key = ("state", updated)
+            at = self._where_stored(instance, updated)
+            self.updates[node] = key, at
+        else:
+            self._add_decision(node, labels, self._operator_options(instance, labels), self.standing.count.get(node, 1))
+        phase = records(node)[0].phase
+        defers = updated is None and may_defer(instance)
+        riding = deferring(instance) if defers else ()
+        for index, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
+            marks = {token: (f"{label}",) for token, label in at.items()}
+            want = sharding_by_tokens(self._whole_sharding(value), dims, marks)  # type: ignore[arg-type]
+            self._add_reading(key, node, index, value, want, phase, value in riding)
+        for index, dims in enumerate(instance.results):
+            landing = tuple(at.get(token) for row in dims for token in row)
+            sums = tuple((at[token], how) for token, how in instance.sums[index].items() if token in at)
+            self._add_value(key, (node, index), landing, sums, defers)
+
+    def _where_stored(self, instance: Instance, name: str) -> dict[object, int]:
+        """Which slot of a parameter's state each letter of its update goes with."""
+        if instance.node in self.whole_updates:
+            return {}
+        parameter = (self.parameters[name], 0)
+        slots = list(_slots(self.factors.dims[parameter]))
+        marked = _with_labels(self._whole_sharding(parameter), tuple(range(len(slots))))
+        return {token: int(axes[0]) for token, axes in where_stored(instance, marked, self.factors.dims[parameter]).items()}
+
+    def _operator_options(self, instance: Instance, labels: tuple[Token, ...]) -> OptionRules:
+        sizes = tuple(instance.size[token] for token in labels)
+        held, deferred = self._planned_axes(instance, labels)
+        told = (self.placed.pins.operators.get(instance.node) or Directive()).along(self.open_axes)
+        for token, axes in told.tokens.items():
+            held[labels.index(token)] = (*axes, *held.get(labels.index(token), ()))
+        deferred = (*deferred, *told.deferred)
+        legal: dict[str, list[int | None]] = {}
+        pinned = self._pinned_tokens(instance)
+        for axis in self.axes:
+            if axis in self.open_axes and axis not in told.axes:
+                legal[axis] = self._legal(instance, labels, axis, pinned)
+        if instance.kind == "unknown":
+            legal = {}
+        tied = ((labels.index(one), labels.index(other)) for one, other in instance.tied.items())
+        return OptionRules(
+            sizes, _as_items(legal), tuple(held.items()), deferred, tuple(self.sizes.items()), defers=may_defer(instance),
+            tied=tuple((a, b) for a, b in tied if a < b),
+        )  # fmt: skip
+
+    def _legal(self, instance: Instance, labels: tuple[Token, ...], axis: str, pinned: Mapping[Token, Axes]) -> list[int | None]:
+        held = [at for at, token in enumerate(labels) if axis in pinned.get(token, ())]
+        if held:
+            return [held[0]]
+        second = {max(one, other, key=labels.index) for one, other in instance.tied.items()}  # a tied pair is one choice
+        can = [at for at, t in enumerate(labels) if t not in instance.whole and t not in pinned and t not in second]
+        local = self.placed.local_batch
+        rows = [at for at in can if "batch" in self.names.also[instance.factor[labels[at]]]]
+        if local and axis in local and rows:
+            return [*rows]  # a rank's part of the batch stays where its role says
+        if local and axis not in local:
+            can = [at for at in can if at not in rows]
+        wanted = [at for at in can if axis in self.placed.pins.spread.get(instance.factor[labels[at]], ())]
+        return [*wanted] if wanted else [None, *can]
+
+    def _pinned_tokens(self, instance: Instance) -> dict[Token, Axes]:
+        """The tokens that a pin of a result holds, with their axes; none: whole."""
+        found: dict[Token, Axes] = {}
+        for index, dims in enumerate(instance.results):
+            for (dim, position), axes in self.placed.pins.values.get((instance.node, index), {}).items():
+                token = dims[dim][position]
+                found[token] = axes
+                if token in instance.tied:
+                    found[instance.tied[token]] = axes
+        return found
+
+    def _planned_axes(self, instance: Instance, labels: tuple[Token, ...]) -> tuple[dict[int, Axes], Axes]:
+        """What the axes do that are not searched."""
+        if self.baseline is None:
+            return {}, ()
+        chosen = self.baseline.chosen[instance.node]
+        held = {labels.index(token): mine for token, axes in chosen.items() if (mine := self._held_axes(axes))}
+        partial = {axis for want in self.baseline.wanted[instance.node] for axis, _ in want.partial}
+        return held, self._held_axes(tuple(axis for axis in self.axes if axis in partial))
+
+    # ---------------------------------------------------------------------------------------------------------------------- values
+
+    def _add_value(
+        self, key: Key, value: Value, landing: Landing, sums: tuple[tuple[int, str], ...] = (), defers: bool = False
+    ) -> None:  # fmt: skip
+        found = records(value[0])[value[1]]
+        sizes = tuple(self.factors.size[factor] for row in self.factors.dims[value] for factor in row)
+        itemsize = 0 if found.dtype is None else found.dtype.itemsize
+        place = self.position[value[0]], self.standing.seam(value[0])
+        self.made[value] = DecidedValue(value, key, landing, sums, defers, sizes, itemsize, found.phase, *place)
+
+    def _add_reading(
+        self, key: Key, node: Node | None, operand: int, value: Value, want: Sharding, phase: str, defers: bool = False,
+        wants: Form | None = None,
+    ) -> None:  # fmt: skip
+        """Notes a reading at the root of the value. `want` has the reader's labels for axes."""
+        through: list[LayoutCopy] = []
+        shape: list[object] = []
+        while value[0].op == "call_function" and (instance := self.factors.instances[value[0]]).kind == "layout":
+            if value[0] in self.free:
+                return
+            if not packing.is_view(value[0]):
+                through.insert(0, self._layout_copy(instance))
+            shape.append((str(value[0].target), value[1], tuple(map(str, leaves_of(value[0])))))
+            want, _ = backward_map(instance, value[1], want, self._whole_sharding(instance.values[0]))
+            defers = defers and not instance.rule.settles
+            value = instance.values[0]
+        if value[0] in self.free or value not in self.made:
+            return
+        landing = tuple(int(part.axes[0]) if part.axes else None for _, _, part in want.parts())
+        if wants is not None:
+            wants = tuple(() if at is None else wants[0][at] for at in landing), ()
+        position, seam = (len(self.position), None) if node is None else (self.position[node], self.standing.seam(node))
+        self.made[value].readings.append(
+            Reading(key, node, operand, landing, defers, phase, position, tuple(through), tuple(shape), wants, seam)
+        )
+
+    def _layout_copy(self, instance: Instance) -> LayoutCopy:
+        source, index = instance.values[0]
+        node, read = instance.node, records(source)[index]
+        makes = sum(_bytes(one.shape, one.dtype) for one in records(node))
+        taken = sum(_bytes(one.shape, read.dtype) for one in records(node))  # a part of what is there, or all of it as another dtype
+        return LayoutCopy(node, min(_bytes(read.shape, read.dtype), taken), makes, self.position[node], self.standing.seam(node))
+
+    def _whole_sharding(self, value: Value) -> Sharding:
+        return Sharding(tuple(tuple(Part(self.names.of[f], self.factors.size[f]) for f in row) for row in self.factors.dims[value]))
+
+
+def _slots(dims: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:
+    """(dim, position) of each slot, in order."""
+    return ((dim, position) for dim, row in enumerate(dims) for position in range(len(row)))
+
+
+def _as_items(legal: Mapping[str, list[int | None]]) -> tuple[tuple[str, tuple[int | None, ...]], ...]:
+    return tuple((axis, tuple(may)) for axis, may in legal.items())
+
+
+def _with_labels(whole: Sharding, labels: Landing) -> Sharding:
+    """A sharding whose axes are the labels of its slots, as text: layout operators move them as they do axes."""
+    for label, (dim, position, _) in zip(labels, list(whole.parts()), strict=True):
+        whole = whole.with_axes(dim, position, (f"{label}",))
+    return whole
+
+
+def leaves_of(node: Node) -> tuple[object, ...]:
+    """The arguments of a call that are no values."""
+    found = (one for argument in (*node.args, *node.kwargs.values()) for one in leaves(argument))
+    return tuple(None if isinstance(one, Node) else one for one in found)
+
+
+def _bytes(shape: tuple[int, ...], dtype: object) -> int:
+    return 0 if dtype is None else prod(shape) * dtype.itemsize  # type: ignore[attr-defined]

@@ -1,0 +1,287 @@
+"""Lower bound on every choice by dual ascent: messages between classes, and the least cost of each option above the bound.
+
+Each leg sends its maker's class a message for each form that is given, and its reader's a message for each form that is wanted. What they
+take from each other is never more than the change of sharding costs, of legs that share a change together:
+
+    sum over legs of max(0, to_maker[a] + to_reader[b])  <=  price[a, b]                  to_maker, to_reader: of any sign
+
+Then no choice costs less than the sum over classes of the least of (own + messages). A sweep goes through the classes in the order of
+the graph and back: each takes from its legs behind all that there is, and gives to those ahead what it has beyond its least, in equal
+shares. The bound never falls. (Kolmogorov: Convergent tree-reweighted message passing, PAMI 28(10), 2006; of shared changes it is the dual
+ascent of facility location: Erlenkotter, Operations Research 26(6), 1978.)
+
+An option with which the bound is above what some choice costs is in no better one: it is dropped, and sweeps become shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from meshc.passes.planner.cost_model import ValueGroup
+from meshc.passes.planner.lagrangian import Lagrangian
+from meshc.passes.planner.search_space import Floats, Numbers
+from meshc.passes.planner.unique_numbers import unique_with_inverse
+
+
+@dataclass
+class Side:
+    """One end of a leg.
+
+    number  its class;  forms  those of the group that its options take
+    at      of each option, which of them;  message  of each of them
+    """
+
+    number: int
+    forms: Numbers
+    at: Numbers
+    message: Floats
+
+    def without_messages(self) -> Side:
+        """With no message yet."""
+        found = copy(self)
+        found.message = np.zeros(len(self.forms))
+        return found
+
+    def __post_init__(self) -> None:
+        self.order = np.argsort(self.at, kind="stable")
+        counts = np.bincount(self.at, minlength=len(self.forms))
+        self.starts = counts.cumsum() - counts
+
+    def least(self, costs: Floats) -> Floats:
+        """Of each form the least of its options."""
+        found: Floats = np.minimum.reduceat(costs[self.order], self.starts)
+        return found
+
+
+@dataclass
+class Edge:
+    """A leg between two classes, of the options that are left.
+
+    price   seconds of each given form and each wanted form, and what memory that it alone keeps alive costs (`extra`)
+    share   of a change that others may pay for too: what this leg takes of it
+    columns of what all legs of the group take: those of the forms that this one wants
+    mine    that in this leg's phase;  others  in the other phases;  lasting  which changes are paid once for all phases (none: None)
+    """
+
+    group: int
+    leg: int
+    maker: Side
+    reader: Side
+    price: Floats
+    extra: Floats | None
+    phase: str
+    share: Floats | None = None
+    columns: slice | Numbers = field(default_factory=lambda: slice(None))
+    mine: Floats | None = None
+    others: Sequence[Floats] = ()
+    lasting: Floats | None = None
+
+
+@dataclass
+class SharedChanges:
+    """What legs of a group take together of each change, by phase: what gathers is paid in each. `lasting`: what does not."""
+
+    taken: dict[str, Floats]
+    lasting: Floats
+
+
+class DualAscent:
+    """Messages of a weighed model, some options of each class being left."""
+
+    def __init__(self, weighed: Lagrangian, left: Sequence[Numbers], start: DualAscent | None = None) -> None:
+        self.weighed, self.left = weighed, list(left)
+        self.own = [own[row] for own, row in zip(weighed.own, self.left, strict=True)]
+        self.edges: list[Edge] = []
+        self.common: dict[int, SharedChanges] = {}
+        for number, group in enumerate(weighed.model.groups):
+            self._add_edges(number, group)
+        self._index_edges()
+        if start is not None:
+            self._resume(start)
+
+    def _index_edges(self) -> None:
+        self.late: dict[int, dict[int, Edge]] = {number: {} for number in self.common}
+        self.at: list[list[tuple[Edge, Side, Side]]] = [[] for _ in self.own]
+        for edge in self.edges:
+            self.at[edge.maker.number].append((edge, edge.maker, edge.reader))
+            self.at[edge.reader.number].append((edge, edge.reader, edge.maker))
+        self.behind = [
+            [[one for one in row if (one[2].number < number) == forward] for number, row in enumerate(self.at)] for forward in (False, True)
+        ]
+        self.least = np.array([own.min() for own in self.own])
+        self.keep = [np.ones(len(own), dtype=bool) for own in self.own]
+
+    def without_messages(self) -> DualAscent:
+        """Over the same options, with no messages yet."""
+        found = copy(self)
+        found.common = {
+            number: SharedChanges({phase: np.zeros_like(taken) for phase, taken in common.taken.items()}, common.lasting)
+            for number, common in self.common.items()
+        }
+        found.edges = []
+        for edge in self.edges:
+            one = replace(edge, maker=edge.maker.without_messages(), reader=edge.reader.without_messages())
+            if edge.share is not None:
+                taken = found.common[edge.group].taken
+                one.share, one.mine = np.zeros_like(edge.share), taken[edge.phase]
+                one.others = [other for phase, other in taken.items() if phase != edge.phase] if edge.others else ()
+            found.edges.append(one)
+        found._index_edges()
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------------------- set up
+
+    def _add_edges(self, number: int, group: ValueGroup) -> None:
+        legs = [(at, leg) for at, leg in enumerate(group.legs) if leg.reader != group.maker]
+        given, given_at = unique_with_inverse(group.given[self.left[group.maker]])
+        edges: list[Edge] = []
+        for at, leg in legs:
+            wanted, wanted_at = unique_with_inverse(leg.forms[self.left[leg.reader]])
+            price = self.weighed.price[number][at][np.ix_(given, wanted)]
+            more = self.weighed.extra[number][at]
+            extra = None if more is None else more[np.ix_(given, wanted)]
+            if price.any():
+                maker = Side(group.maker, given, given_at, np.zeros(len(given)))
+                reader = Side(leg.reader, wanted, wanted_at, np.zeros(len(wanted)))
+                edges.append(Edge(number, at, maker, reader, price, extra, leg.phase))
+        if len(edges) > 1:
+            self.common[number] = self._share_changes(group, given, edges)
+        self.edges += edges
+
+    def _share_changes(self, group: ValueGroup, given: Numbers, edges: Sequence[Edge]) -> SharedChanges:
+        """Memory that several legs keep alive each alone is taken in equal parts."""
+        covering = [(edge, edge.extra) for edge in edges if edge.extra is not None]
+        for edge, extra in covering:
+            part = extra / len(covering)
+            edge.price, edge.extra = edge.price - extra + part, part
+        for edge in edges:
+            edge.share = np.zeros_like(edge.price)
+        shape = len(given), len(group.wants)
+        gathers = group.legs[0].gathers[given]
+        common = SharedChanges(
+            {phase: np.zeros(shape) for phase in dict.fromkeys(edge.phase for edge in edges)}, np.where(gathers, 0.0, 1.0)
+        )
+        for edge in edges:
+            edge.columns = _as_slice(edge.reader.forms)
+            edge.mine = common.taken[edge.phase]
+            lasting = common.lasting[:, edge.columns]
+            if len(common.taken) > 1 and lasting.any():
+                edge.others = [taken for phase, taken in common.taken.items() if phase != edge.phase]
+                edge.lasting = None if lasting.all() else lasting
+        return common
+
+    def _resume(self, start: DualAscent) -> None:
+        """Messages of another ascent of the same model, as far as they are still allowed."""
+        known = {(edge.group, edge.leg): edge for edge in start.edges}
+        for edge in self.edges:
+            was = known.get((edge.group, edge.leg))
+            if was is None:
+                continue
+            for mine, other in ((edge.maker, was.maker), (edge.reader, was.reader)):
+                place = np.minimum(np.searchsorted(other.forms, mine.forms), len(other.forms) - 1)
+                mine.message = np.where(other.forms[place] == mine.forms, other.message[place], 0.0)
+            edge.reader.message = np.minimum(edge.reader.message, (self.room(edge) - edge.maker.message[:, None]).min(axis=0))
+            self.take(edge)
+        self.settle()
+
+    def settle(self) -> None:
+        """The bound of the messages as they are."""
+        for number in range(len(self.own)):
+            self.least[number] = self.costs(number).min()
+
+    # ---------------------------------------------------------------------------------------------------------------------------- bound
+
+    @property
+    def bound(self) -> float:
+        """No choice of the options that are left costs less."""
+        return float(self.least.sum())
+
+    def costs(self, number: int) -> Floats:
+        """What the options of a class cost with the messages that it has; beyond the least of them it is beyond the bound."""
+        found = self.own[number].copy()
+        for _, mine, _ in self.at[number]:
+            found += mine.message[mine.at]
+        return found
+
+    def sweep(self, known: float = np.inf) -> None:
+        """Marks the options with which nothing costs less than what is `known`."""
+        for forward in (True, False):
+            numbers = range(len(self.own))
+            for number in numbers if forward else reversed(numbers):
+                self._visit(number, forward, known)
+
+    def _visit(self, number: int, forward: bool, known: float) -> None:
+        behind, ahead = self.behind[forward][number], self.behind[not forward][number]
+        for edge, mine, other in behind:
+            room = self.room(edge)
+            mine.message = (room - other.message).min(axis=1) if mine is edge.maker else (room - other.message[:, None]).min(axis=0)
+            self.take(edge)
+        costs = self.costs(number)
+        self.least[number] = costs.min()
+        beyond = costs - self.least[number]
+        self.keep[number] &= beyond <= known - self.bound
+        if ahead:
+            part = beyond / max(len(behind), len(ahead))
+            for edge, mine, _ in ahead:
+                mine.message = mine.message - mine.least(part)
+                self.take(edge)
+
+    def room(self, edge: Edge) -> Floats:
+        """What there is for a leg's two messages together."""
+        if edge.share is None or edge.mine is None:
+            return edge.price
+        late = self.late[edge.group]
+        own = late.pop(edge.leg, None)
+        while late:
+            self._take(late.popitem()[1])
+        if own is not None:
+            late[edge.leg] = own  # whatever it takes is not others'
+        room: Floats = edge.price - edge.mine[:, edge.columns]
+        room += edge.share
+        return room
+
+    def take(self, edge: Edge) -> None:
+        """With new messages it takes another share, when another leg asks what there is: until then they may change again."""
+        if edge.share is not None:
+            self.late[edge.group][edge.leg] = edge
+
+    def _take(self, edge: Edge) -> None:
+        assert edge.share is not None and edge.mine is not None, "a leg that is late has a share"
+        share: Floats = edge.maker.message[:, None] + edge.reader.message
+        if edge.extra is not None:
+            share -= edge.extra
+        np.maximum(share, 0.0, out=share)
+        change = share - edge.share
+        edge.share = share
+        edge.mine[:, edge.columns] += change
+        if edge.others:
+            if edge.lasting is not None:
+                change *= edge.lasting
+            for taken in edge.others:
+                taken[:, edge.columns] += change
+
+    # --------------------------------------------------------------------------------------------------------------------------- dropped
+
+    def beyond(self) -> list[Floats]:
+        """Of each class's options, what a choice with it costs at least beyond the bound."""
+        return [self.costs(number) - self.least[number] for number in range(len(self.own))]
+
+    def pairs(self) -> dict[tuple[int, int], Floats]:
+        """Likewise of each given form and each wanted form of a leg, by group and leg."""
+        beyond = self.beyond()
+        found: dict[tuple[int, int], Floats] = {}
+        for edge in self.edges:
+            slack = self.room(edge) - edge.maker.message[:, None] - edge.reader.message
+            ends = edge.maker.least(beyond[edge.maker.number])[:, None] + edge.reader.least(beyond[edge.reader.number])
+            found[edge.group, edge.leg] = slack + ends
+        return found
+
+
+def _as_slice(numbers: Numbers) -> slice | Numbers:
+    """Numbers in a row as a slice, which makes no copy of what it picks."""
+    first, last = int(numbers[0]), int(numbers[-1])
+    return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers

@@ -1,0 +1,43 @@
+"""Linear programs by HiGHS; where one method ends without an answer, as with numbers of very different size, another is tried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from meshc.errors import CompileError
+from meshc.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    from scipy import optimize
+else:
+    optimize = LazyModule("scipy.optimize")
+
+ITERATIONS: Final = 20
+"""Of each way, at most so many for each row and column: one that has no answer by then goes round in circles."""
+ANSWERED, INFEASIBLE = 0, 2
+WAYS: Final[tuple[dict[str, Any], ...]] = (
+    {"method": "highs"},
+    {"method": "highs-ds", "options": {"presolve": False}},
+    {"method": "highs-ipm"},
+)
+
+
+class UnsolvedProgram(CompileError):
+    """No way of solving a program has come to an answer."""
+
+
+def solve_program(*program: Any, bounds: Any) -> optimize.OptimizeResult | None:
+    """What `scipy.optimize.linprog` says of a program; None if no choice keeps it. Raises Unsolved."""
+    said = []
+    most = ITERATIONS * sum(len(program[place]) for place in (0, 2, 4) if place < len(program) and program[place] is not None)
+    for way in WAYS:
+        found = optimize.linprog(*program, bounds=bounds, method=way["method"], options={"maxiter": most, **way.get("options", {})})
+        if found.status == ANSWERED:
+            return found
+        if found.status == INFEASIBLE:
+            return None
+        said.append(found.message)
+    raise UnsolvedProgram(
+        f"the search's linear program was not solved: {'; '.join(said)}. Give a plan, or another `Options(memory_budget=)`, in place of "
+        "the one that is searched"
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Estimated seconds of a choice with overlap: a simulated clock over the model's operators and messages.
+
+    computing   |mm|mm|..wait..|mm|         a reduction starts where its operand is made, a stored parameter is gathered a window ahead,
+    link           |all_reduce |gather |    everything else where it is read; a rank's messages go one after another
+
+The objective of a search adds all seconds up, each message alone. On a clock a message costs what computing has to wait for it, which goes
+by what else is on the link: behind the reduction of a large gradient an activation waits for both. What travels together
+(`program/bucket.py`) waits once for a message's first byte.
+
+Of layers that were not captured nothing is played: where they stand, computing and the link go on by what the layer before took, as often.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, sqrt
+from typing import Final, TypeAlias
+
+from meshc.cost.devices import Device
+from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
+from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
+from meshc.passes.planner.search_space import Key
+from meshc.program.bucket import ALONE, BUCKET
+
+At: TypeAlias = "dict[int, list[_ReshardMessage]]"
+
+LAST: Final = 1 << 60
+"""A position behind all others."""
+
+
+@dataclass(eq=False)
+class _ReshardMessage:
+    """A change of sharding.
+
+    seconds  that the link takes, of which `latency_s` whatever its bytes;  late_s  by how much the last rank comes to it later
+    read     the position that waits for it, in this phase
+    size     bytes that a rank gets, or has of what is reduced;  count  how many the whole model has
+    ready_s  when it is there, once it has started
+    """
+
+    seconds: float
+    latency_s: float
+    read: int
+    phase: str
+    size: float
+    count: int
+    ready_s: float | None = None
+    late_s: float = 0.0
+
+
+@dataclass
+class _OverlapTimeline:
+    """What happens where, by position in the graph.
+
+    computes  seconds;  starts  messages that start before a position computes, `behind` after it
+    stored    what brings stored parameters;  late  reductions that nothing but an update reads: both in no order
+    """
+
+    stored: list[_ReshardMessage] = field(default_factory=list)
+    late: list[_ReshardMessage] = field(default_factory=list)
+    computes: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    starts: At = field(default_factory=lambda: defaultdict(list))
+    behind: At = field(default_factory=lambda: defaultdict(list))
+
+
+def overlapped_seconds(model: CostModel, pick: Sequence[int]) -> float:
+    line = _OverlapTimeline()
+    _compute(model, pick, line)
+    for group in model.groups:
+        _send(model, group, pick, line)
+    _gather(line)
+    small = [one for one in line.late if one.size < ALONE]  # there are two buckets at least
+    _share_latency(small, min(BUCKET, sum(one.size * one.count for one in small) / 2))
+    return _run_timeline(line, _layer_repeats(model), model.operators.device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- what there is to do
+
+
+def _compute(model: CostModel, pick: Sequence[int], line: _OverlapTimeline) -> None:
+    at = _positions(model)
+    for number, members in enumerate(model.folded.members):
+        each = float(model.own[number][pick[number]]) / model.count(number)
+        for key in members if each else ():
+            line.computes[at.get(key, LAST)] += each
+
+
+def _positions(model: CostModel) -> dict[Key, int]:
+    """Where each decision is carried out."""
+    found: dict[Key, int] = {}
+    for made in model.space.made:
+        first = min((reading.position for reading in made.readings), default=made.position)
+        found.setdefault(made.decision, made.position if made.root[0].op == "call_function" else first)
+    return found
+
+
+def _send(model: CostModel, group: ValueGroup, pick: Sequence[int], line: _OverlapTimeline) -> None:
+    """The messages of a group's values."""
+    lies = int(group.given[pick[group.maker]])
+    paid: dict[tuple[int, str], list[Leg]] = {}
+    for leg in group.legs:
+        wants = int(leg.forms[pick[leg.reader]])
+        if leg.price[lies, wants]:
+            paid.setdefault((wants, leg.phase if leg.gathers[lies, wants] else ""), []).append(leg)
+    for value in group.values if paid else ():
+        for (wants, _), legs in paid.items():
+            first = min((value.readings[at] for leg in legs for at in leg.readings), key=lambda reading: reading.position)
+            stored, settled = value.root[0].op == "placeholder", not group.lies[lies][1]
+            alone = (first.seam if stored or settled else value.seam) is None  # of all layers, where only some have their place
+            times = value.count if alone else 1
+            message = _ReshardMessage(
+                times * float(legs[0].price[lies, wants]), times * model.moves.seconds(group.lies[lies], group.wants[wants], 0.0),
+                first.position, first.phase, float(group.brought[wants] if settled else group.held[lies]), value.count,
+            )  # fmt: skip
+            if stored:
+                line.stored.append(message)
+            elif settled:
+                line.starts[first.position].append(message)
+            else:
+                line.behind[value.position].append(message)
+                if value.phase == "backward" and first.phase == "update":
+                    line.late.append(message)
+
+
+def _gather(line: _OverlapTimeline) -> None:
+    """A window ahead of where they are read (`lower/prefetch_windows.py`), within a phase. Windows themselves are not made, since one may
+    be of several layers, of which each is to have its part."""
+    total, small = (sum(one.size * one.count for one in line.stored if one.size < most) for most in (inf, ALONE))
+    limit = min(WINDOW, max(LEAST, total // WINDOWS))
+    ahead: list[_ReshardMessage] = []
+    for one in sorted(line.stored, key=lambda one: one.read):
+        if ahead and ahead[0].phase != one.phase:
+            ahead = []
+        line.starts[ahead[0].read if ahead else one.read].append(one)
+        ahead.append(one)
+        while len(ahead) > 1 and sum(each.size for each in ahead) > limit:
+            ahead.pop(0)
+    _share_latency([one for one in line.stored if one.size < ALONE], min(limit, total) * small / max(total, 1.0))
+
+
+def _share_latency(messages: Sequence[_ReshardMessage], room: float) -> None:
+    """These wait for one first byte with as many bytes of them as travel together."""
+    for one in messages if room else ():
+        one.seconds -= one.latency_s * max(0.0, 1.0 - one.size / room)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ on a clock
+
+
+@dataclass(frozen=True)
+class _LayerRepeat:
+    """From `start` to `seam` a layer is played; behind it come `times` more that are not there."""
+
+    start: int
+    seam: int
+    times: int
+
+
+def _layer_repeats(model: CostModel) -> list[_LayerRepeat]:
+    starts: dict[int, int] = {}
+    times: dict[int, int] = {}
+    for made in model.space.made:
+        if made.seam is not None:
+            times[made.seam] = max(times.get(made.seam, 0), made.count - 1)
+            if made.position < made.seam:
+                starts[made.seam] = min(starts.get(made.seam, made.position), made.position)
+    return [_LayerRepeat(start, seam, times[seam]) for seam, start in sorted(starts.items()) if times[seam]]
+
+
+def _run_timeline(line: _OverlapTimeline, repeats: Sequence[_LayerRepeat], device: Device) -> float:
+    clock, left = _OverlapClock(device.contention, device.uneven), list(repeats)
+    begun: dict[int, tuple[float, float]] = {}
+    sent = (message for where in (line.starts, line.behind) for row in where.values() for message in row)
+    for position in sorted({*line.computes, *line.starts, *line.behind, *(message.read for message in sent)}):
+        for one in left:
+            if one.start <= position:
+                begun.setdefault(one.seam, (clock.now_s, clock.free_s))
+        while left and left[0].seam <= position:
+            one = left.pop(0)
+            clock.repeat(begun[one.seam], one.times)
+        for message in line.starts.get(position, ()):
+            clock.send(message)
+        clock.wait(position)
+        clock.compute(line.computes.get(position, 0.0))
+        for message in line.behind.get(position, ()):
+            clock.send(message)
+    return max(clock.now_s, clock.free_s)
+
+
+@dataclass
+class _OverlapClock:
+    """now_s: until when the rank has computed; met_s: when it last waited for others; free_s: until when its link is taken; waiting: what
+    has not been read, by position."""
+
+    contention: float = 0.0
+    uneven: float = 0.0
+    met_s: float = 0.0
+    now_s: float = 0.0
+    free_s: float = 0.0
+    waiting: At = field(default_factory=lambda: defaultdict(list))
+
+    def compute(self, seconds: float) -> None:
+        """Beside the link, each slower by the other where they share cores (`cost/clock.py`)."""
+        begun_s, self.now_s = self.now_s, self.now_s + seconds
+        if not self.contention or self.free_s <= begun_s or not seconds:
+            return
+        done_s = begun_s + min(self.free_s - begun_s, seconds / max(self.contention, 1 - self.contention))
+        self.now_s += self.contention * (done_s - begun_s)
+        if self.free_s > done_s:
+            behind_s = self.now_s - done_s
+            self.free_s += behind_s
+            for message in (one for row in self.waiting.values() for one in row):
+                if message.ready_s is not None and message.ready_s > done_s:
+                    message.ready_s += behind_s
+
+    def send(self, message: _ReshardMessage) -> None:
+        self.free_s = message.ready_s = max(self.now_s, self.free_s) + message.seconds
+        message.late_s = self.uneven * sqrt(self.now_s - self.met_s)
+        self.waiting[message.read].append(message)
+
+    def wait(self, position: int) -> None:
+        for message in self.waiting.pop(position, ()):
+            ready_s = (message.ready_s or 0.0) + message.late_s
+            if ready_s > self.now_s:
+                self.now_s = self.met_s = ready_s
+
+    def repeat(self, since: tuple[float, float], times: int) -> None:
+        """As from then to now, so many times more."""
+        now_s, free_s = (times * (mine - was) for mine, was in zip((self.now_s, self.free_s), since, strict=True))
+        self.met_s += now_s if self.met_s > since[0] else 0.0
+        for message in (one for row in self.waiting.values() for one in row):
+            if message.ready_s is not None and message.ready_s > self.now_s:
+                message.ready_s += free_s
+        self.now_s += now_s
+        self.free_s += free_s

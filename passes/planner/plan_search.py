@@ -1,0 +1,255 @@
+"""Search over the axes that a plan leaves open: choices, best first, each with a certificate of its gap.
+
+Messages between classes give a bound, and with it which options a best choice may have (`narrow_options.py`); a linear program decides
+between those that are left (`relaxation.py`). Within a budget a byte at the fullest moments has a price (`budget_search.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from meshc.cost.devices import Device
+from meshc.passes.phases.assignment import Assignment
+from meshc.passes.phases.choices import AxisChoices
+from meshc.passes.phases.compiler_pass import report_progress
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.annotate import annotate
+from meshc.passes.place.assign import assign
+from meshc.passes.planner import fold, overlap
+from meshc.passes.planner.axis_choices import axis_choices
+from meshc.passes.planner.budget_search import search_within_budget
+from meshc.passes.planner.build_space import Base, build_space, searched_axes
+from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.cost_model import CostModel, Pick, build_model
+from meshc.passes.planner.fewest_bytes import FewestBytes, find_fewest_bytes
+from meshc.passes.planner.lagrangian import Lagrangian
+from meshc.passes.planner.memory_model import MemoryModel
+from meshc.passes.planner.narrow_options import NarrowedModel, close_gap, narrow_options
+from meshc.passes.planner.plainest_storage import plainest
+from meshc.passes.planner.plan_options import add_plan_options, option_of
+from meshc.passes.planner.relaxation import Allowance
+from meshc.passes.planner.reshard_prices import ReshardPrices
+from meshc.passes.planner.search_space import Key, Option, SearchSpace
+from meshc.passes.planner.tile_prices import OperatorPrices
+from meshc.plan.entries import AxisEntry, Term
+from meshc.plan.recipes import by_role
+
+ALL_OF: Final = 3
+"""Axes of which every option of every decision is known. Of more it is those around a plan, then around what is found, and so on,"""
+STEPS: Final = 6
+"""so often. (Within a budget with small linear programs, and only at the end with all.)"""
+ANSWERS: Final = 8
+"""Choices that a search within a budget answers with at most."""
+
+
+@dataclass(frozen=True)
+class FoundChoice:
+    """`pick` is of `model`; `options` of all decisions."""
+
+    choices: AxisChoices
+    certificate: Certificate
+    pick: Pick
+    model: CostModel
+    options: tuple[Option, ...]
+
+
+@dataclass
+class PlanSearch:
+    """One model, asked for several budgets. `placed` has been annotated. `beside`: plans that have a price by it too."""
+
+    placed: PlacedModel
+    device: Device
+    open_axes: Collection[str] | None = None
+    beside: Sequence[Assignment] = ()
+    near: bool = False
+    """Whether layers beside those that were not captured are held to decide as these, where they hand each other values."""
+    again: bool = False
+    """Whether backward may recompute values: what is held is the least that this comes to."""
+    least: float | None = None
+    """The fewest bytes that any choice holds by the model, of those that were found. Where nothing keeps a budget, it is looked for."""
+    allowed: Allowance = field(default_factory=Allowance)
+    """What linear programs within budgets may come to, of this and of all searches that are made of it."""
+
+    def __post_init__(self) -> None:
+        placed = self.placed
+        self._open = searched_axes(placed) if self.open_axes is None else tuple(self.open_axes)
+        self._baseline = _baseline(placed, self._open)
+        sizes = {axis: placed.sizes[axis] for axis in searched_axes(placed)}
+        self._operators = OperatorPrices(placed.factors, placed.mesh, sizes, self.device)
+        self._moves = ReshardPrices(placed.mesh, sizes, self.device)
+        self._hidden: float | None = None
+        self.some = len(self._open) > ALL_OF
+        """Whether options are those around a plan: there are too many axes for all."""
+        self._survey(_options_of_plan(searched_axes(placed), by_roles(placed, self._open)) if self.some else None)
+        if self.some:
+            self._refine_options(lambda: self._search_unbounded().pick)
+
+    def with_plans(self, plans: Sequence[Assignment]) -> PlanSearch:
+        """The same search, in which plans have a price too. Where they do nothing that is no option yet, its model is the same."""
+        if self.some:
+            return replace(self, beside=plans)
+        other = copy(self)
+        other.beside, space = plans, add_plan_options(self.space, plans)
+        if space.decisions != self.space.decisions:
+            other._build(space)
+        other._known, other._free = [other.pick_of(plan) for plan in plans], None
+        return other
+
+    def _survey(self, around: Base | None) -> None:
+        self._build(add_plan_options(build_space(self.placed, self._open, self._baseline, around), self.beside))
+
+    def _build(self, space: SearchSpace) -> None:
+        self.space = space
+        self.folded = fold.fold(self.space, self.near)
+        self.plain = self.model = build_model(self.space, self.folded, self._operators, self._moves)
+        if self._hidden is not None:
+            self.model = overlap.with_hidden_communication(self.plain, self._hidden)
+        self.memory = MemoryModel(self.model, self.placed, self.again)
+        self.everything = [np.arange(len(own)) for own in self.model.own]
+        self._known = [self.pick_of(plan) for plan in self.beside]
+        self._free: NarrowedModel | None = None
+        self._fewest: list[FewestBytes] = []
+        """The fewest bytes, once they have been looked for; for all questions about the same choices."""
+        self.smallest: FoundChoice | None = None
+        """The choice that holds least, where it had to be looked for."""
+        self._begun: NarrowedModel | None = None
+        """What another question about the same choices has come to."""
+
+    def _refine_options(self, best: Callable[[], Pick]) -> None:
+        """Around what is best around what was best before, until that is the same."""
+        before = None
+        for _ in range(STEPS):
+            found = self._options(best())
+            if found == before:
+                break
+            before = found
+            self._survey(lambda decision: found[decision.key])  # noqa: B023
+
+    def find_choices(self, budget: float | None = None) -> list[FoundChoice]:
+        """Choices that hold no more than the budget by the model, the cheapest ANSWERS first; none where none was found."""
+        free = self._search_unbounded()
+        if budget is None or self.held_bytes(free.pick) <= budget:
+            return [self._with_certificate(free.pick, free.bound, budget)]
+        near = copy(self) if self.some else self
+        if self.some:
+            near._refine_options(lambda: near._nearest(near._search_budget(budget, near=True)[0], budget))
+        picks, bound = near._search_budget(budget)
+        if not any(near.held_bytes(one) <= budget for one in picks):
+            smallest = min([near._find_fewest_bytes(picks).best, *picks], key=near.held_bytes)
+            self.smallest, picks = near._with_certificate(smallest, bound, budget), [*picks, smallest]
+        fitting = [one for one in picks if near.held_bytes(one) <= budget]
+        self.least = near.least
+        best = sorted(fitting, key=lambda one: (near.model.seconds(one), one))[:ANSWERS]
+        return [near._with_certificate(one, bound, budget) for one in best]
+
+    def _search_budget(self, budget: float, near: bool = False) -> tuple[list[Pick], float]:
+        """`near`: whether one small linear program will do."""
+        with self.allowed.half() as allowed:
+            return search_within_budget(
+                self.model,
+                self.memory,
+                budget,
+                self._search_unbounded(),
+                self._known,
+                near,
+                allowed,
+                None if near else self._find_fewest_bytes,
+            )
+
+    def _find_fewest_bytes(self, picks: Sequence[Pick]) -> FewestBytes:
+        """The fewest bytes, from choices that are known: the same for any budget, and whatever counts of seconds."""
+        if not self._fewest:
+            report_progress("the fewest bytes of a plan")
+            with self.allowed.half() as allowed:
+                self._fewest.append(find_fewest_bytes(self.model, self.memory, self.everything, picks, allowed))
+        return self._fewest[0]
+
+    def _nearest(self, picks: Sequence[Pick], budget: float) -> Pick:
+        """The fastest that fits, or else the one that holds least."""
+        return min(picks, key=lambda one: (max(self.held_bytes(one), budget), self.model.seconds(one), one))
+
+    def with_overlap(self, part: float = overlap.HIDDEN) -> PlanSearch:
+        """The same search, in which what can be hidden behind computing counts for this part of its price. It begins where this one has
+        come to."""
+        other = copy(self)
+        other._hidden, other.model = part, overlap.with_hidden_communication(self.plain, part)
+        other.memory = MemoryModel(other.model, self.placed, self.again)
+        other._begun, other._free = self._free, None
+        return other
+
+    def with_equal_layers(self) -> PlanSearch:
+        """The same search, in which layers beside those that were not captured decide as these."""
+        if self.some:
+            return replace(self, near=True)
+        other = copy(self)
+        other.near = True
+        other._build(self.space)
+        return other
+
+    def with_recompute(self) -> PlanSearch:
+        """The same search, where backward may recompute values."""
+        other = copy(self)
+        other.again, other.least, other.smallest, other._fewest = True, None, None, []
+        other.memory = MemoryModel(other.model, self.placed, True)
+        return other
+
+    @property
+    def least_s(self) -> float:
+        """No choice takes fewer seconds, whatever it holds. (Of more axes than those whose options are all known nothing is said.)"""
+        return 0.0 if self.some else self._search_unbounded().bound
+
+    def pick_of(self, plan: Assignment) -> Pick:
+        """The options that a plan takes, one of those `beside`: of a class what its first member does."""
+        first = (self.space.decisions[members[0]] for members in self.folded.members)
+        return tuple(one.options.index(option_of(self.space.axes, one, plan)) for one in first)
+
+    def options_of(self, plan: Assignment) -> tuple[Option, ...]:
+        """What a plan decides of everything."""
+        return tuple(option_of(self.space.axes, one, plan) for one in self.space.decisions.values())
+
+    def held_bytes(self, pick: Pick) -> float:
+        """Bytes that a rank holds at the fullest moment of a choice."""
+        found = float(self.memory.walk(pick).max())
+        self.least = found if self.least is None else min(found, self.least)
+        return found
+
+    def _options(self, pick: Pick) -> dict[Key, Option]:
+        """What a choice takes of each decision."""
+        return {key: decision.options[pick[self.folded.of[key]]] for key, decision in self.space.decisions.items()}
+
+    def _with_certificate(self, pick: Pick, bound: float, budget: float | None) -> FoundChoice:
+        count, pick = sum(map(len, self.everything)), plainest(self.model, self.memory, pick)
+        certificate = Certificate(self.model.seconds(pick), bound, self.held_bytes(pick), budget, len(self.everything), count, self.some)
+        options = tuple(self._options(pick).values())
+        return FoundChoice(axis_choices(self.placed, self.space, self.folded, pick), certificate, pick, self.plain, options)
+
+    def _search_unbounded(self) -> NarrowedModel:
+        if self._free is None:
+            self._free = close_gap(narrow_options(Lagrangian(self.model, self.memory), self.everything, self._known, self._begun))
+        return self._free
+
+
+def by_roles(placed: PlacedModel, axes: Sequence[str]) -> Assignment:
+    """What axes do by their names, those that stand for nothing with the batch."""
+    entries = [by_role(axis) or AxisEntry(axis, ((Term("batch"),),)) for axis in axes]
+    kept = [entry for entry in placed.plan.axes if entry.axis not in axes]
+    request = replace(placed.request, plan=placed.plan.having((*kept, *entries)))
+    return assign(annotate(placed.with_request(request))).require_assignment()
+
+
+def _options_of_plan(axes: Sequence[str], plan: Assignment) -> Base:
+    return lambda decision: option_of(axes, decision, plan)
+
+
+def _baseline(placed: PlacedModel, open_axes: Sequence[str]) -> Assignment | None:
+    """What the plan has the other axes do, the searched ones doing nothing."""
+    if set(searched_axes(placed)) <= set(open_axes):
+        return None
+    kept = [entry for entry in placed.plan.axes if entry.axis not in open_axes]
+    idle = [AxisEntry(axis) for axis in open_axes]
+    return assign(replace(placed, plan=placed.plan.having((*kept, *idle)))).require_assignment()

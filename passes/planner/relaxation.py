@@ -1,0 +1,368 @@
+"""Linear relaxation and branch and bound over the options that messages leave open (HiGHS, by scipy).
+
+Columns, each in [0, 1]: an option of a class; for a leg, a pair of the form that is given and the form that is wanted; a change of
+sharding that several legs share; a form that several legs keep alive at a moment. Rows: each class takes one option; a leg's pairs that
+begin with a form add up to the options that give it, those that end with one to the options that want it; a shared change is there for
+each leg that uses it; what a rank holds at some moments is within the budget.
+
+Everything ends by iterations, nodes, a gap or an allowance of rows times columns, never by seconds: one version of scipy gives one answer
+on every machine. (Nodes do not end branch and bound soon: before the first it makes cuts, and solves programs of its own. The size of what
+it is given does.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshc.lazy_module import LazyModule
+from meshc.passes.planner.cost_model import CostModel, Leg, Pick, ValueGroup
+from meshc.passes.planner.linear_program import UnsolvedProgram, solve_program
+from meshc.passes.planner.memory_model import MemoryModel
+from meshc.passes.planner.search_space import Floats, Numbers
+from meshc.passes.planner.unique_numbers import unique_with_inverse
+
+if TYPE_CHECKING:
+    from scipy import optimize, sparse
+else:
+    optimize, sparse = LazyModule("scipy.optimize"), LazyModule("scipy.sparse")
+
+MILLI: Final = 1e3
+"""Seconds are solved as milliseconds: tolerances of solvers are absolute."""
+NODES: Final = 50
+GAP: Final = 1e-3
+BRANCHES: Final = 10
+"""So many programs of its size branch and bound amounts to, with memory, where it has nodes to spare: three to nine seconds for a hundred
+million of rows times columns, of which a linear program takes a second at most."""
+SHARE: Final = 1e-6
+"""What a column that is whole may lack of it."""
+
+
+@dataclass
+class Allowance:
+    """What a search may still do, with those that it is asked for once more.
+
+    left        rows times columns of linear programs within budgets, all together
+    candidates  choices that go through all passes
+    """
+
+    left: float = 4e9
+    candidates: int = 18
+
+    def take_candidate(self) -> bool:
+        """Whether one more choice may go through all passes, which then counts."""
+        self.candidates -= 1
+        return self.candidates >= 0
+
+    def spend(self, columns: ProgramColumns, times: int = 1) -> bool:
+        """Whether there is enough for so many programs of this size, which then counts."""
+        size = float(len(columns.rows)) * len(columns.cost) * times
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+    @contextmanager
+    def half(self) -> Iterator[Allowance]:
+        """Half of what is left, for one question: what it leaves is for those that follow."""
+        own = Allowance(self.left / 2)
+        given = own.left
+        yield own
+        self.left -= given - own.left
+
+
+@dataclass(frozen=True)
+class Charges:
+    """Seconds that a leg charges its maker for each given form, and its reader for each wanted form: its messages."""
+
+    given: Numbers
+    maker: Floats
+    wanted: Numbers
+    reader: Floats
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """
+    bound    no choice costs less (seconds), within the options and pairs that were given
+    shares   of each class, how much of each option the relaxation takes
+    weights  seconds that a byte is worth at each moment
+    charges  by group and leg, what its rows charge
+    """
+
+    bound: float
+    shares: tuple[Floats, ...]
+    weights: tuple[float, ...]
+    charges: Mapping[tuple[int, int], Charges]
+
+    @property
+    def is_integral(self) -> bool:
+        return all(part.max() > 1 - SHARE for part in self.shares)
+
+
+Pairs: TypeAlias = tuple[Numbers, Numbers, Numbers]
+"""Of pairs of forms the given form, the wanted one, and the column."""
+NONE: Final = np.zeros(0, dtype=np.int64)
+NOWHERE: Final = -1
+
+
+@dataclass
+class ChangeUse:
+    """A leg's use of one change of sharding: the columns that add up to it."""
+
+    leg: Leg
+    columns: list[int]
+
+
+@dataclass(frozen=True)
+class AliveShares:
+    """What legs that share a change of sharding keep alive of it at a moment.
+
+    everyone  how many of the group's values, all legs together
+    alone     of each leg the part of that which it keeps alive by itself
+    both      of two legs, where they keep more together than either does
+    """
+
+    everyone: float
+    alone: tuple[float, ...] = ()
+    both: tuple[tuple[int, int, float], ...] = ()
+
+
+@dataclass
+class ProgramColumns:
+    """The columns and rows of a model.
+
+    left     the options of each class;  pairs  which forms may go together, by group and leg: where it is missing, all
+    moments  positions at which memory is bounded by `budget` bytes
+    near     charges from which those of the answer are to be no farther than `reach` (seconds); its bound is then somewhat lower
+    """
+
+    model: CostModel
+    memory: MemoryModel
+    left: Sequence[Numbers]
+    pairs: Mapping[tuple[int, int], NDArray[np.bool_]] = field(default_factory=dict)
+    moments: Sequence[int] = ()
+    budget: float = np.inf
+    near: Mapping[tuple[int, int], Charges] = field(default_factory=dict)
+    reach: float = np.inf
+
+    def __post_init__(self) -> None:
+        self.part = 1.0 / max(1.0, self.budget) if self.moments else 1.0
+        """Bytes are solved as parts of the budget."""
+        self.cost: list[float] = []
+        self.rows: list[tuple[float, float]] = []
+        self.entries: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self.held = [dict[int, float]() for _ in self.moments]
+        self.first: list[int] = []
+        self._kept: dict[tuple[tuple[int, ...], ...], list[AliveShares]] = {}
+        """Of the group at hand by its legs' readings; the last says whether what is given is partial."""
+        self.legs: dict[tuple[int, int], tuple[int, Numbers, Numbers]] = {}
+        """Of each leg with pairs, the first of its rows, and the forms that these are about."""
+        for number, own in enumerate(self.model.own):
+            self.first.append(len(self.cost))
+            columns = [self._column(own[option]) for option in self.left[number]]
+            self._row(1.0, 1.0, [(column, 1.0) for column in columns])
+            for row in self.held:
+                for column, option in zip(columns, self.left[number], strict=True):
+                    _add_entry(row, column, self.memory.stored[number][option])
+        self.options = len(self.cost)
+        for at, group in enumerate(self.model.groups):
+            self._group(at, group)
+        for row in self.held:
+            most = (self.budget - self.memory.fixed) * self.part
+            self._row(-np.inf, most, [(column, size * self.part) for column, size in sorted(row.items())])
+
+    def _column(self, cost: float = 0.0) -> int:
+        self.cost.append(float(cost))
+        return len(self.cost) - 1
+
+    def _columns(self, costs: Floats) -> Numbers:
+        self.cost += costs.tolist()
+        return len(self.cost) - len(costs) + np.arange(len(costs))
+
+    def _costs(self, columns: Numbers, more: Floats) -> None:
+        for column, cost in zip(columns.tolist(), more.tolist(), strict=True):
+            self.cost[column] += cost
+
+    def _enter(self, rows: Numbers, columns: Numbers, value: float) -> None:
+        self.entries[0].extend(rows.tolist())
+        self.entries[1].extend(columns.tolist())
+        self.entries[2].extend([value] * len(rows))
+
+    def _row(self, least: float, most: float, entries: Sequence[tuple[int, float]]) -> None:
+        at = len(self.rows)
+        self.rows.append((least, most))
+        for column, value in entries:
+            self.entries[0].append(at)
+            self.entries[1].append(column)
+            self.entries[2].append(value)
+
+    def _forms(self, number: int, forms: Numbers) -> tuple[Numbers, Numbers]:
+        """The forms that a class's options give or want, in order, and of each option which of them."""
+        return unique_with_inverse(forms[self.left[number]])
+
+    def _group(self, number: int, group: ValueGroup) -> None:
+        lies = self._forms(group.maker, group.given)
+        for row, moment in zip(self.held, self.moments, strict=True):
+            alive = self.memory.held_at(moment, group)
+            for at, form in enumerate(lies[0][lies[1]].tolist()) if alive else ():
+                if not group.lies[form][1]:
+                    _add_entry(row, self.first[group.maker] + at, alive * group.held[form])
+        same = {form: at for at, form in enumerate(group.wants)}
+        stays = np.array([same.get(form, NOWHERE) for form in group.lies])
+        found = [
+            self._own_pairs(group, leg) if leg.reader == group.maker else self._pairs((number, at), group, leg, *lies)
+            for at, leg in enumerate(group.legs)
+        ]  # fmt: skip
+        moved = [stays[rows] != forms for rows, forms, _ in found]
+        if not self.moments and len(group.legs) == 1 and group.legs[0].reader != group.maker:
+            (rows, forms, columns), (changes,) = found[0], moved
+            self._costs(columns[changes], group.legs[0].price[rows[changes], forms[changes]] * group.count)
+            return
+        used: dict[tuple[int, int, str], list[ChangeUse]] = {}
+        for leg, (rows, forms, columns), changes in zip(group.legs, found, moved, strict=True):
+            alike: dict[tuple[int, int], list[int]] = {}
+            for a, b, column in zip(rows[changes].tolist(), forms[changes].tolist(), columns[changes].tolist(), strict=True):
+                alike.setdefault((a, b), []).append(column)
+            for (a, b), each in alike.items():
+                used.setdefault((a, b, leg.phase if leg.gathers[a, b] else ""), []).append(ChangeUse(leg, each))
+        self._kept.clear()
+        for (a, b, _), legs in used.items():
+            self._change(group, a, b, legs)
+
+    def _own_pairs(self, group: ValueGroup, leg: Leg) -> Pairs:
+        """Of a leg whose reader decides with the maker: its options."""
+        left = self.left[group.maker]
+        return group.given[left], leg.forms[left], self.first[group.maker] + np.arange(len(left))
+
+    def _pairs(self, key: tuple[int, int], group: ValueGroup, leg: Leg, lies: Numbers, given: Numbers) -> Pairs:
+        wants, wanted = self._forms(leg.reader, leg.forms)
+        if not self.moments and not leg.price[np.ix_(lies, wants)].any():
+            return NONE, NONE, NONE
+        allowed = self.pairs.get(key)
+        rows, places = np.nonzero(np.ones((len(lies), len(wants)), dtype=bool) if allowed is None else allowed)
+        columns = self._columns(np.zeros(len(rows)))
+        first = len(self.rows)
+        self.legs[key] = first, lies, wants
+        self.rows += [(0.0, 0.0)] * (len(lies) + len(wants))
+        for side, number, options, of_pairs in ((first, group.maker, given, rows), (first + len(lies), leg.reader, wanted, places)):
+            self._enter(side + options, self.first[number] + np.arange(len(options)), -1.0)
+            self._enter(side + of_pairs, columns, 1.0)
+        if key in self.near:
+            now = self.near[key]
+            for side, forms, known, charged in ((first, lies, now.given, now.maker), (first + len(lies), wants, now.wanted, now.reader)):
+                place = np.searchsorted(forms, known)
+                there = np.flatnonzero(forms[np.minimum(place, len(forms) - 1)] == known)
+                for sign in (1.0, -1.0):
+                    self._enter(side + place[there], self._columns(self.reach + sign * charged[there]), sign)
+        return lies[rows], wants[places], columns
+
+    def _change(self, group: ValueGroup, a: int, b: int, used: list[ChangeUse]) -> None:
+        """One change of sharding, by one leg or by several that share it."""
+        price = min(one.leg.price[a, b] for one in used) * group.count
+        if price:
+            for column in used[0].columns if len(used) == 1 else [self._shared_column([(one, 1.0) for one in used])]:
+                self.cost[column] += price
+        for row, alive in zip(self.held, self._alive_shares(group, used, bool(group.lies[a][1])), strict=True):
+            if alive.everyone:
+                for column in used[0].columns if len(used) == 1 else [self._alive_column(used, alive)]:
+                    _add_entry(row, column, alive.everyone * group.brought[b])
+
+    def _shared_column(self, used: Sequence[tuple[ChangeUse, float]]) -> int:
+        """A column that is at least each of these, times its part."""
+        found = self._column()
+        for one, part in used:
+            self._row(0.0, np.inf, [(found, 1.0), *((column, -part) for column in one.columns)])
+        return found
+
+    def _alive_column(self, used: Sequence[ChangeUse], alive: AliveShares) -> int:
+        """How much of what all legs together keep alive at a moment those do that use the change: alone, or two together."""
+        found = self._shared_column([(one, part) for one, part in zip(used, alive.alone, strict=True) if part])
+        for one, other, both in alive.both:
+            columns = (*used[one].columns, *used[other].columns)
+            self._row(-both, np.inf, [(found, 1.0), *((column, -both) for column in columns)])
+        return found
+
+    def _alive_shares(self, group: ValueGroup, used: Sequence[ChangeUse], partial: bool) -> list[AliveShares]:
+        """At each moment."""
+        key = *(one.leg.readings for one in used), (int(partial),)
+        if key not in self._kept:
+            self._kept[key] = [self._alive_at(moment, group, [one.leg for one in used], partial) for moment in self.moments]
+        return self._kept[key]
+
+    def _alive_at(self, moment: int, group: ValueGroup, legs: Sequence[Leg], partial: bool) -> AliveShares:
+        everyone = self.memory.resharded_at(moment, group, legs, partial)
+        if not everyone or len(legs) == 1:
+            return AliveShares(everyone)
+        alone = tuple(self.memory.resharded_at(moment, group, [leg], partial) / everyone for leg in legs)
+        two = [
+            (one, other, self.memory.resharded_at(moment, group, [legs[one], legs[other]], partial) / everyone)
+            for one, other in combinations(range(len(legs)), 2)
+        ]  # fmt: skip
+        return AliveShares(everyone, alone, tuple(each for each in two if each[2] > max(alone[each[0]], alone[each[1]])))
+
+    # -------------------------------------------------------------------------------------------------------------------------- solved
+
+    @property
+    def matrix(self) -> sparse.csr_matrix:
+        rows, columns, values = self.entries
+        return sparse.csr_matrix((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
+
+    def solve_relaxation(self) -> Relaxation | None:
+        """The linear relaxation; None if not even that keeps the budget, or has no answer. (That no column is more than 1 follows from the
+        rows: a limit of its own would take part of what these charge.)"""
+        matrix, least, most = self.matrix, np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
+        equal = least == most
+        above, below = ~equal & np.isfinite(least), ~equal & np.isfinite(most)
+        limits = np.concatenate([-least[above], most[below]])
+        try:
+            found = solve_program(
+                np.array(self.cost) * MILLI, sparse.vstack([-matrix[above], matrix[below]]) if len(limits) else None,
+                limits if len(limits) else None, matrix[equal], least[equal], bounds=(0, None),
+            )  # fmt: skip
+        except UnsolvedProgram:
+            return None
+        if found is None:
+            return None
+        weights = -found.ineqlin.marginals[len(limits) - len(self.moments) :] * self.part / MILLI if self.moments else ()
+        charged = np.zeros(len(self.rows))
+        charged[equal] = found.eqlin.marginals / MILLI
+        return Relaxation(float(found.fun) / MILLI, self._of_classes(found.x), tuple(map(float, weights)), self._charges(charged))
+
+    def _charges(self, charged: Floats) -> dict[tuple[int, int], Charges]:
+        found: dict[tuple[int, int], Charges] = {}
+        for key, (first, given, wanted) in self.legs.items():
+            middle, last = first + len(given), first + len(given) + len(wanted)
+            found[key] = Charges(given, charged[first:middle], wanted, charged[middle:last])
+        return found
+
+    def solve_integer(self, nodes: int = NODES, gap: float = GAP) -> tuple[Pick | None, float | None]:
+        """An integer choice by branch and bound, and its bound; no choice where none was found."""
+        integral = np.zeros(len(self.cost))
+        integral[: self.options] = 1
+        least, most = np.array([row[0] for row in self.rows]), np.array([row[1] for row in self.rows])
+        found = optimize.milp(
+            np.array(self.cost) * MILLI, integrality=integral, bounds=optimize.Bounds(0, 1),
+            constraints=optimize.LinearConstraint(self.matrix, least, most),
+            options={"node_limit": nodes, "mip_rel_gap": gap},
+        )  # fmt: skip
+        bound = None if found.mip_dual_bound is None else float(found.mip_dual_bound) / MILLI
+        return None if found.x is None else self.round_shares(self._of_classes(found.x)), bound
+
+    def _of_classes(self, values: Floats) -> tuple[Floats, ...]:
+        return tuple(values[start : start + len(row)] for start, row in zip(self.first, self.left, strict=True))
+
+    def round_shares(self, shares: Sequence[Floats]) -> Pick:
+        """Of each class the option of which there is most."""
+        return tuple(int(row[int(np.argmax(part))]) for row, part in zip(self.left, shares, strict=True))
+
+
+def _add_entry(row: dict[int, float], column: int, value: float) -> None:
+    if value:
+        row[column] = row.get(column, 0.0) + float(value)

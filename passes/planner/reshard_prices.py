@@ -1,0 +1,266 @@
+"""Seconds of a change of sharding, by the steps that `partition` would take.
+
+    [batch/dp, ffn/tp] -> [batch/dp/tp, ffn]     all_to_all over tp, of 1/4 of the bytes
+
+The steps depend on which axes move from where to where, not on what the slots are called, nor on slots and sums that stay as they are:
+those make the value smaller and are left out. Slots are taken as large enough for every axis, so that one list of steps serves all values.
+Padding in messages is not counted.
+
+A search asks for a table of all forms at once: pairs of forms are numbered by what moves, each list of steps is made once, and what it
+takes is read off for all bytes together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from math import prod
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshc.cost.devices import Device
+from meshc.cost.links import link_of, ways
+from meshc.ir.mesh import Mesh
+from meshc.ir.sharding import Part, Sharding
+from meshc.passes.partition.reshard import merge, steps
+from meshc.passes.planner.search_space import Axes, Floats, Form, Numbers
+
+Message: TypeAlias = tuple[str, Axes, float]
+"""Kind, axes, and the part of the whole value's elements that the collective takes (of a gather: gives)."""
+Moved: TypeAlias = tuple[tuple[tuple[Axes, Axes], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+"""Of each slot that changes, its axes before and after; what is partial before, and after."""
+
+Level: TypeAlias = tuple[int, ...]
+Number: TypeAlias = tuple[Level, int]
+"""Of all that moves between two forms: equal numbers, equal moves."""
+
+WAYS: Final = 3
+"""A collective is done in as many ways at most."""
+KINDS: Final = 1 << 12
+"""Changes of one slot, and of what is partial, have numbers below."""
+ROOM: Final = 1 << 62
+"""Of numbers that stand for pairs of forms."""
+UNKNOWN: Final = -1
+
+
+@dataclass
+class ReshardPrices:
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    device: Device
+    _lists: dict[Moved, int] = field(default_factory=dict)
+    _steps: dict[Moved, tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=dict)
+    """Of axes that are called by their number, in the order in which they come: steps do not depend on what axes are called."""
+    _prices: dict[Message, tuple[list[float], list[float]]] = field(default_factory=dict)
+    _latency: _MessageRows = field(default_factory=lambda: _MessageRows())
+    """Of each list of steps, by message and way: seconds whatever the bytes; `_per_byte` seconds for each byte of the whole value."""
+    _per_byte: _MessageRows = field(default_factory=lambda: _MessageRows())
+    _pairs: dict[object, tuple[Numbers, Floats, Floats]] = field(default_factory=dict)
+    _known: dict[Level, tuple[NDArray[np.int64], Numbers]] = field(default_factory=dict)
+    """By level the numbers of pairs of forms, in order, and of each its list of steps."""
+    _codes: dict[Axes, int] = field(default_factory=dict)
+    _owed: dict[tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]], int] = field(default_factory=dict)
+    """What is partial before and after, by number."""
+    _begun: dict[Number, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows = (row for count in range(len(self.sizes) + 1) for row in permutations(self.sizes, count))
+        self._codes.update({row: at for at, row in enumerate(rows)})
+        self._ranks = {row: prod(self.sizes[axis] for axis in row) for row in self._codes}
+        self._changes = np.full(len(self._codes) ** 2, UNKNOWN)
+        """Numbers of changes of a slot, those that have come up from 1 on."""
+        self._changes[:: len(self._codes) + 1] = 0
+
+    def seconds(self, source: Form, target: Form, size: float) -> float:
+        """Of a value of so many bytes, if whole."""
+        return float(self.table((source,), (target,), size)[0, 0])
+
+    def table(self, sources: Sequence[Form], targets: Sequence[Form], size: float) -> Floats:
+        """Likewise from each source to each target."""
+        if not sources or not targets:
+            return np.zeros((len(sources), len(targets)))
+        key = tuple(sources), tuple(targets)
+        if key not in self._pairs:
+            self._pairs[key] = self._number_pairs(*key)
+        place, latency, per_byte = self._pairs[key]
+        taken: Floats = (latency + per_byte * size).min(axis=2).sum(axis=1)
+        return taken[place]
+
+    def _number_pairs(self, sources: tuple[Form, ...], targets: tuple[Form, ...]) -> tuple[Numbers, Floats, Floats]:
+        """Each pair's kind; of each kind, by message and way, seconds whatever the bytes, and for each of them."""
+        before, after = (
+            np.array([[self._codes[axes] for axes in form[0]] for form in forms], dtype=np.int64) for forms in (sources, targets)
+        )
+        ranks = np.array(list(self._ranks.values()), dtype=np.int64)
+        pairs, slots = _Pairs(len(sources), len(targets), self._begun), before.shape[1]
+        for slot in range(slots):
+            one, other = before[:, slot, None], after[None, :, slot]
+            pairs.slot(self._change(one * len(ranks) + other), np.where(one == other, ranks[one], 1), slots - slot)
+        pairs.note(self._partial(sources, targets))
+        _, first, place = np.unique(pairs.tail, return_index=True, return_inverse=True)
+        rows, columns = np.unravel_index(first, pairs.stay.shape)
+        lists = self._step_lists(pairs.level, pairs.tail.ravel()[first], sources, targets, rows, columns)
+        kinds, place = np.unique(place.reshape(pairs.stay.shape) * (pairs.stay.max() + 1) + pairs.stay, return_inverse=True)
+        lists, stay = lists[kinds // (pairs.stay.max() + 1)], kinds % (pairs.stay.max() + 1)
+        lists, each = np.unique(lists, return_inverse=True)
+        latency, per_byte = self._latency.of(lists)[each], self._per_byte.of(lists)[each]
+        return place.reshape(pairs.stay.shape), latency, per_byte / stay[:, None, None]
+
+    def _partial(self, sources: Sequence[Form], targets: Sequence[Form]) -> NDArray[np.int64]:
+        before, after = ({form[1]: at for at, form in enumerate(reversed(forms))} for forms in (sources, targets))
+        found = np.array([[self._owed.setdefault((a, b), len(self._owed)) for b in after] for a in before], dtype=np.int64)
+        rows, columns = ([list(owed).index(form[1]) for form in forms] for owed, forms in ((before, sources), (after, targets)))
+        return found[np.ix_(rows, columns)]
+
+    def _change(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = self._changes[raw]
+        fresh = np.unique(raw[found == UNKNOWN])
+        if len(fresh):
+            self._changes[fresh] = np.arange(len(fresh)) + self._changes.max() + 1
+            found = self._changes[raw]
+        return found
+
+    def _step_lists(
+        self, level: Level, keys: NDArray[np.int64], sources: Sequence[Form], targets: Sequence[Form], rows: Numbers, columns: Numbers
+    ) -> Numbers:  # fmt: skip
+        """The lists of steps of pairs of forms, by the pairs' numbers, which are in order: pairs with one number have the same."""
+        known, lists = self._known.get(level, (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.intp)))
+        place = np.searchsorted(known, keys)
+        fresh = np.flatnonzero(known[np.minimum(place, len(known) - 1)] != keys) if len(known) else np.arange(len(keys))
+        if len(fresh):
+            ends = zip(rows[fresh].tolist(), columns[fresh].tolist(), strict=True)
+            new = [self._step_list(sources[row], targets[column]) for row, column in ends]
+            known, lists = np.insert(known, place[fresh], keys[fresh]), np.insert(lists, place[fresh], new)
+            self._known[level] = known, lists
+            place = np.searchsorted(known, keys)
+        return lists[place]
+
+    def _step_list(self, source: Form, target: Form) -> int:
+        """The number of the steps of a pair of forms."""
+        moved = _changed_slots(source, target)
+        number = self._lists.setdefault(moved, len(self._lists))
+        if number == len(self._latency):
+            found = [self._message(one) for one in self.messages(*moved) if one[0] != "slice"]
+            self._latency.add([one for one, _ in found])
+            self._per_byte.add([one for _, one in found])
+        return number
+
+    def messages(
+        self, moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
+    ) -> tuple[Message, ...]:
+        names: dict[str, str] = {}
+        part = 1.0
+        for pair in moved:
+            for axis in pair[0]:
+                part /= self.sizes[axis]
+            for axes in pair:
+                for axis in axes:
+                    if axis not in names:
+                        names[axis] = f"{len(names)}"
+        for axis, _ in (*before, *after):
+            if axis not in names:
+                names[axis] = f"{len(names)}"
+        renamed = (
+            tuple([(tuple([names[axis] for axis in one]), tuple([names[axis] for axis in other])) for one, other in moved]),
+            tuple([(names[axis], how) for axis, how in before]), tuple([(names[axis], how) for axis, how in after]),
+        )  # fmt: skip
+        found = self._steps.get(renamed)
+        if found is None:
+            found = self._steps[renamed] = _steps(*renamed)
+        axes_of = list(names)
+        listed: list[Message] = []
+        for kind, numbers in found:
+            over = tuple([axes_of[number] for number in numbers])
+            count = self._ranks[over]
+            if kind == "all_gather":
+                part *= count
+            listed.append((kind, over, part))
+            if kind in ("slice", "reduce_scatter"):
+                part /= count
+        return tuple(listed)
+
+    def _message(self, message: Message) -> tuple[list[float], list[float]]:
+        """Seconds whatever the bytes, and for each byte of the whole value, in each way."""
+        if message in self._prices:
+            return self._prices[message]
+        kind, axes, part = message
+        if kind == "first":
+            return [self.device.launch_s] * WAYS, [2 * part / self.device.bytes_per_s] * WAYS
+        link = link_of(self.mesh, axes, self.device)
+        known = ways(kind, prod(self.sizes[axis] for axis in axes), 1.0)
+        known = [*known, *known[-1:] * (WAYS - len(known))]
+        latency = [self.device.collective_s + way.steps * link.latency_s for way in known]
+        self._prices[message] = latency, [part * way.moved / link.bandwidth_Bps for way in known]
+        return self._prices[message]
+
+
+class _Pairs:
+    """A number for each pair of forms: of one level equal numbers, equal moves. `stay`: ranks by which slots that do not change split the
+    value. `begun`: what numbers begin with where there was no more room for all of it, by its own number, for all tables."""
+
+    def __init__(self, sources: int, targets: int, begun: dict[Number, int]) -> None:
+        self.tail = np.zeros((sources, targets), dtype=np.int64)
+        self.stay = np.ones((sources, targets), dtype=np.int64)
+        self.begun = begun
+        self.level: Level = ()
+        """How many slots were left each time that there was no more room."""
+
+    def slot(self, change: NDArray[np.int64], stays: NDArray[np.int64], left: int) -> None:
+        """Changes are numbers, 0 being none: as long as there is room, slots that do not change make no difference."""
+        assert change.max() < KINDS
+        self._make_room(KINDS, left)
+        more = self.tail * KINDS + change
+        self.tail = more if self.level else np.where(change == 0, self.tail, more)
+        self.stay = self.stay * stays
+
+    def note(self, what: NDArray[np.int64]) -> None:
+        assert what.max() < KINDS
+        self._make_room(KINDS, 0)
+        self.tail = self.tail * KINDS + what
+
+    def _make_room(self, kinds: int, left: int) -> None:
+        if int(self.tail.max()) < ROOM // kinds:
+            return
+        known, place = np.unique(self.tail, return_inverse=True)
+        names = [self.begun.setdefault((self.level, one), len(self.begun)) for one in known.tolist()]
+        self.tail, self.level = np.array(names)[place].reshape(self.tail.shape), (*self.level, left)
+
+
+def _steps(
+    moved: tuple[tuple[Axes, Axes], ...], before: tuple[tuple[str, str], ...], after: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Kinds of steps with the numbers of their axes."""
+    source, target = (Sharding(tuple((Part("", 0, pair[at]),) for pair in moved), owed) for at, owed in enumerate((before, after)))
+    return tuple((step.kind, tuple(map(int, step.axes))) for step in merge(steps(source, target)))
+
+
+class _MessageRows:
+    """Lists of messages as one array that grows, [list, message, way]: nothing where a list is shorter."""
+
+    def __init__(self) -> None:
+        self._table, self._count = np.zeros((64, 1, WAYS)), 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, row: Sequence[Sequence[float]]) -> None:
+        count, most, _ = self._table.shape
+        more = count if self._count == count else 0, max(0, len(row) - most), 0
+        if any(more):
+            self._table = np.pad(self._table, [(0, one) for one in more])
+        if row:
+            self._table[self._count, : len(row)] = row
+        self._count += 1
+
+    def of(self, numbers: Numbers) -> Floats:
+        """So many messages as the longest of these has at least."""
+        return self._table[numbers]
+
+
+def _changed_slots(source: Form, target: Form) -> Moved:
+    slots = tuple((a, b) for a, b in zip(source[0], target[0], strict=True) if a != b)
+    before, after = (tuple(owed for owed in one[1] if owed not in other[1]) for one, other in ((source, target), (target, source)))
+    return slots, before, after

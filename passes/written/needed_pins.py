@@ -1,0 +1,72 @@
+"""Operators that need a pin: what each would do by the plan alone, if all operators before it did what is decided.
+
+Choices are walked as `propagate` walks them. At each operator it is asked what it would do without being told; where that is something
+else, along which axes it must be told. Pins of those operators are enough: each sees before it what has been decided. But one that need not
+be told some axes may do something else along the others if it is (what waits together then does not): that is asked of pins that are there.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from torch.fx import Node
+
+from meshc.passes.phases.choices import Directive
+from meshc.passes.phases.factors import Instance
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.assign import propagator
+from meshc.passes.place.propagate import Decision, Propagator
+
+
+class NeededPins(Propagator):
+    """
+    needs  of operators that must be told: sets of axes, each of which is enough, the smallest first
+    """
+
+    needs: dict[Node, tuple[frozenset[str], ...]]
+
+    def decision(self, instance: Instance) -> Decision:
+        wanted = super().decision(instance)
+        told = self.choices.directive(instance.node)
+        if told is not None and instance.node not in self.updates:
+            enough = self._enough(instance, told, wanted)
+            if frozenset() not in enough:
+                self.needs[instance.node] = enough
+        return wanted
+
+    def does(self, instance: Instance, axes: frozenset[str]) -> bool:
+        """Whether an operator does what is decided if pins tell it what these axes do, and all before it do what is decided."""
+        told = self.directive(instance.node)
+        return is_same_decision(self.decide(instance, told.along(axes | self._by_pins(instance))), self.decide(instance, told))
+
+    def _by_pins(self, instance: Instance) -> set[str]:
+        return set((self.pins.operators.get(instance.node) or Directive()).axes)
+
+    def _enough(self, instance: Instance, told: Directive, wanted: Decision) -> tuple[frozenset[str], ...]:
+        by_pins = self._by_pins(instance)
+        free = [axis for axis in told.axes if axis not in by_pins]
+        found: list[frozenset[str]] = []
+        for count in range(len(free) + 1):
+            for axes in map(frozenset, combinations(free, count)):
+                if not any(fewer <= axes for fewer in found) and is_same_decision(
+                    self.decide(instance, told.along(axes | by_pins)), wanted
+                ):
+                    found.append(axes)
+        return tuple(found)
+
+
+def find_needed_pins(placed: PlacedModel) -> NeededPins:
+    """Of choices, under the plan's entries and pins. `placed` has been annotated."""
+    found = propagator(placed, NeededPins)
+    found.needs = {}
+    found.run()
+    return found
+
+
+def is_same_decision(one: Decision, other: Decision) -> bool:
+    """Whether an operator does the same by both."""
+    return _nonempty_decision(one) == _nonempty_decision(other)
+
+
+def _nonempty_decision(decision: Decision) -> object:
+    return {token: axes for token, axes in decision[0].items() if axes}, {value: how for value, how in decision[1].items() if how}
