@@ -26,7 +26,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 import meshc  # noqa: E402
-from meshc.passes.updates import divide  # noqa: E402
+from meshc.passes.lower import divide_updates as divide
 
 
 def compiled(model: nn.Module, plan: str | None, *batch: torch.Tensor) -> meshc.Program:

@@ -98,7 +98,7 @@ def load(
 
     With `allow_edited`, `program.json` and the stages' texts may differ from their hashes; they are parsed and checked (`meshc.check`) in
     any case. `allow` names libraries beside torch's and meshc's whose operators programs may name in this process from now on (`mylib`,
-    `mylib=package.module`); their modules are imported. With the operators' `rules` (`meshc.passes.rules`) every line's sharding is checked
+    `mylib=package.module`); their modules are imported. With the operators' `rules` (`meshc.rules`) every line's sharding is checked
     against what its operator makes of its operands'; without them, what collectives make. `own`: it is this user's own, in a folder that
     nobody else can write: its lines are read as ever and compared with their hashes, and not with each other.
     Raises ArtifactError for a folder that is missing, damaged, edited, of another version, or holds what no program may.

@@ -1,6 +1,6 @@
 """Settings from environment variables, read here and nowhere else.
 
-    MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.driver.dump)
+    MESHC_DUMP=dir      write the program's text after each pass into dir, numbered (meshc.passes.dump)
     MESHC_VERIFY=1      simulate the program on all ranks after each pass, and name the pass that broke it
     MESHC_LOG=info      print what each pass took and noted; `debug` also what it left, and tracebacks on the command line
     MESHC_DEVICES=file  where `meshc calibrate` writes what it measures, and the cost model looks for it

@@ -12,10 +12,11 @@ import torch
 import meshc
 from meshc import environment
 from meshc.errors import PlanError, VerifyError
-from meshc.passes.driver import hooks, pipeline
+from meshc.passes import pipeline
+from meshc.passes.driver import hooks
 from meshc.passes.driver.compile_program import compile_program
-from meshc.passes.driver.pipeline import NAMES
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.pipeline import NAMES
 from meshc.text import show
 from tests.models import mlp
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 LARGE = ("scipy", "sympy", "tabulate", "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "meshc.api")
 NOT_FOR_COMPILING = ("scipy.optimize", "scipy.sparse", "transformers", "torch._dynamo", "torch._inductor")
-COMPILES = ("meshc.passes.driver", "meshc.passes.rules", "meshc.passes.partition", "meshc.check.program", "meshc.report.page")
+COMPILES = ("meshc.passes.driver", "meshc.rules", "meshc.passes.partition", "meshc.check.program", "meshc.report.page")
 SCRIPT = f"""
 import sys
 import torch

@@ -1,7 +1,7 @@
 """`program.explain` of a forward value: kept, recomputed or offloaded for backward, by whose choice, its cost, and plan lines to change it.
 
 Prices are of the graph of all layers before anything is recomputed: operators and collectives one by one, as
-`passes/recompute/recompute_within_budget.py` has them. A line is named where the minimum cut under it decides otherwise for this value.
+`passes/memory/recompute_within_budget.py` has them. A line is named where the minimum cut under it decides otherwise for this value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, copy_seconds
 from meshc.ir import Record, calls_of, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
 from meshc.ir.graph import made_of
-from meshc.passes.driver import pipeline
-from meshc.passes.driver.pass_runner import run_pass, run_passes
-from meshc.passes.offload.host_copies import roots_of
+from meshc.passes import pipeline
+from meshc.passes.memory.host_copies import roots_of
+from meshc.passes.memory.kept_values import least_kept
+from meshc.passes.memory.recomputable import recomputable_of_stage
+from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.passes.recompute.kept_values import least_kept
-from meshc.passes.recompute.recomputable import recomputable_of_stage
 from meshc.plan.remat_lines import RematLine
 from meshc.report.explained import Instead, Remembered
 from meshc.report.tables import bytes_text, placement

@@ -18,10 +18,10 @@ from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.ir import has_record, op_name, records
 from meshc.ir.sharding import Sharding
+from meshc.passes import pipeline
 from meshc.passes.depth.captured_names import captured_name
-from meshc.passes.driver import pipeline
 from meshc.passes.driver.choose import open_axes
-from meshc.passes.driver.pass_runner import run_pass
+from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.planner.alternatives import Alternatives, collectives, decision_text
 from meshc.passes.planner.plan_search import PlanSearch

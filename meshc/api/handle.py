@@ -48,11 +48,11 @@ LOOKED_AT = "values looked at in a call"
 
 if TYPE_CHECKING:
     from meshc.api import explaining
+    from meshc.passes import dump
     from meshc.passes.driver import compile_program as driver
-    from meshc.passes.driver import dump
     from meshc.report import explained, html, page, searched, summary
 else:  # what looks into a program is imported when somebody looks
-    explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.driver.dump"))
+    explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
     explained, html, page, searched, summary = (
         LazyModule(f"meshc.report.{name}") for name in ("explained", "html", "page", "searched", "summary")
     )

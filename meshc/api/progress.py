@@ -22,9 +22,9 @@ from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook, report_progress_to
 
 if TYPE_CHECKING:
-    from meshc.passes.driver import pipeline
+    from meshc.passes import pipeline
 else:
-    pipeline = LazyModule("meshc.passes.driver.pipeline")
+    pipeline = LazyModule("meshc.passes.pipeline")
 
 AFTER_S: Final = 2.0
 """A compilation that is over before is no long one."""

@@ -7,10 +7,10 @@ from typing import Any, Final
 from meshc.errors import CompileError
 from meshc.ir.functions import Function, Target
 from meshc.ops.registered import RULES, Registered, overload_of
-from meshc.passes.rules import FAMILIES
-from meshc.passes.rules.registered import parts_of, tensor_arguments
-from meshc.passes.rules.rule import ROLES
 from meshc.private import OpOverload
+from meshc.rules import FAMILIES
+from meshc.rules.registered import parts_of, tensor_arguments
+from meshc.rules.rule import ROLES
 
 CHOICES: Final = {"kind": ("compute", "layout", "carry"), "linear": ("", "each", "all")}
 FIELDS: Final = (

@@ -49,7 +49,7 @@ SHOWN = 10
 def check_program(program: PlainProgram, where: str, rules: Rules | None = None) -> None:
     """Raises ArtifactError naming what is wrong in a program, `where` being the file that holds its signature and schedule.
 
-    `rules` are the operators' (`meshc.passes.rules`); without them shardings are followed only through what moves between ranks.
+    `rules` are the operators' (`meshc.rules`); without them shardings are followed only through what moves between ranks.
     """
     found = list(islice(_all_faults(program, where, rules), SHOWN + 1))
     if not found:

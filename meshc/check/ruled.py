@@ -28,7 +28,7 @@ ONE = "_"
 
 
 class Relation(Protocol):
-    """Dims of the operand and of the result that hold the same elements in the same order (`meshc.passes.rules.rule`)."""
+    """Dims of the operand and of the result that hold the same elements in the same order (`meshc.rules.rule`)."""
 
     @property
     def inside(self) -> Dims: ...
@@ -39,7 +39,7 @@ class Relation(Protocol):
 
 
 class Rule(Protocol):
-    """What is asked of an operator's rule (`meshc.passes.rules.rule`)."""
+    """What is asked of an operator's rule (`meshc.rules.rule`)."""
 
     @property
     def operands(self) -> tuple[Dims, ...]: ...
@@ -66,7 +66,7 @@ class Rule(Protocol):
 
 
 class Deferral(Protocol):
-    """Operands that may come in partial together, and what their result is then partial for (`meshc.passes.rules.partial`)."""
+    """Operands that may come in partial together, and what their result is then partial for (`meshc.rules.partial`)."""
 
     @property
     def positions(self) -> tuple[int, ...]: ...

@@ -8,13 +8,12 @@ from contextlib import nullcontext
 
 import torch
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.api import compile
 from meshc.commands.target import harmless, load_target, read_plan
 from meshc.errors import PlanError
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.report import diff
 from meshc.report.figures import figures

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.commands.target import harmless
 from meshc.cost import devices
-from meshc.passes import rules
 from meshc.report import html
 from meshc.report.page import page
 from meshc.report.tables import bytes_text, seconds_text

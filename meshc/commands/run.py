@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from meshc.passes import rules
+from meshc import rules
 from meshc.program.program import BACKENDS
 from meshc.runtime.saved.run_saved import RunRequest, run_saved
 

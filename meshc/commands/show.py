@@ -6,12 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.commands.target import harmless
 from meshc.cost import call, devices
 from meshc.errors import PlanError
 from meshc.ir import bounds
-from meshc.passes import rules
 from meshc.pipelining import draw, trace
 from meshc.report import summary, tables
 from meshc.report.figures import figures

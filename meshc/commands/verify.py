@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.api import compile, verification
 from meshc.api.options import EXPERTS, Options
 from meshc.commands.target import load_target
@@ -19,7 +19,6 @@ from meshc.frontend.double_copy import double_by_default
 from meshc.frontend.one_device import one_device
 from meshc.frontend.train_step import TrainStep
 from meshc.ir.mesh import Mesh
-from meshc.passes import rules
 from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import PlainProgram

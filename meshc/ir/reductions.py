@@ -1,7 +1,7 @@
 """Reductions: how summands that lie on several ranks, or come from several microbatches, become one value.
 
 A new one begins here, with what it does to two tensors. What the table cannot say of it stands elsewhere: which operators let it wait
-(`passes/rules/partial.py`), what padding must hold (`neutral` of the rules in `passes/rules/reduction.py` and `statistics.py`), the words
+(`meshc/rules/partial.py`), what padding must hold (`neutral` of the rules in `meshc/rules/reduction.py` and `statistics.py`), the words
 of what microbatches give (`program/accumulate.py`, and their kinds in `ir/keys.py`), and its plain definition (`testing/tiles.py`).
 """
 

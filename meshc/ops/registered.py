@@ -1,6 +1,6 @@
 """Rules that users have given to operators of their own, as they were said.
 
-They lie below the compiler, which reads them (`meshc.passes.rules.registered`), and below the runtime, which compares them between ranks.
+They lie below the compiler, which reads them (`meshc.rules.registered`), and below the runtime, which compares them between ranks.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Instance, Token
 from meshc.passes.place.factorize import factorize
 from meshc.passes.place.token_shardings import sharding_by_tokens
-from meshc.passes.rules.partial import Deferral, deferrals
-from meshc.passes.rules.roles import check_roles
-from meshc.passes.rules.rule import Turns
 from meshc.program.program import Port, Stage
+from meshc.rules.partial import Deferral, deferrals
+from meshc.rules.roles import check_roles
+from meshc.rules.rule import Turns
 from meshc.runtime.simulator.simulate import run_stage
 from meshc.testing.tiles import assemble, owned, tiles
 

@@ -16,7 +16,7 @@ from meshc.errors import PlanError
 from meshc.ir.mesh import Axis, Mesh
 from meshc.passes.driver.choose import open_axes
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.written.shared_key_pins import pins_for_keys
+from meshc.passes.planner.shared_key_pins import pins_for_keys
 from meshc.plan.by_group import GROUP, SHARED, parts_by_group
 from meshc.plan.by_name import HEADS, parts_by_name
 from meshc.plan.by_node import with_axes_apart

@@ -22,12 +22,12 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
 from meshc.ir import records
 from meshc.ir.mesh import DATA_ROLES, role
-from meshc.passes import schedules
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
+from meshc.passes.stages import schedules
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.pipeline_memory import DoesNotFit
 from meshc.plan.entries import STORES

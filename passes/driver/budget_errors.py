@@ -15,12 +15,13 @@ from dataclasses import replace
 from meshc.cost import memory
 from meshc.cost.alive import alive
 from meshc.errors import MeshcError
-from meshc.passes.driver import budget_changes, pipeline
+from meshc.passes import pipeline
+from meshc.passes.driver import budget_changes
 from meshc.passes.driver.budget_changes import Lower
 from meshc.passes.driver.judge import Judge
 from meshc.passes.driver.nothing_fits import NothingFits, plan_exceeds_budget, stages_exceed_budget
-from meshc.passes.driver.pass_runner import run_pass, run_passes
 from meshc.passes.driver.within_budget import lower_within_budget
+from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, may_hold

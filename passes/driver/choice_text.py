@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshc.passes import pipeline
 from meshc.passes.depth.multiplicity import whole_names
-from meshc.passes.driver import pipeline
-from meshc.passes.driver.pass_runner import run_passes
+from meshc.passes.pass_runner import run_passes
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.written.merge_layers import Line, merge_layers
-from meshc.passes.written.write_plan import difference, write_plan
+from meshc.passes.planner.merge_layers import Line, merge_layers
+from meshc.passes.planner.write_plan import difference, write_plan
 from meshc.plan.plan import Plan
 
 

@@ -11,7 +11,7 @@ for a part. The recipes that an expert would try are candidates too, with a pric
 be slower than what has been through all passes is left out: estimates are a clock by the model's numbers (`planner/overlap_clock.py`). The
 plan of what was found is its text (`choice_text.py`).
 
-Where what is best holds more than the user's budget, backward may recompute values (`recompute/recompute_within_budget.py`), as in
+Where what is best holds more than the user's budget, backward may recompute values (`memory/recompute_within_budget.py`), as in
 programs of plans that leave nothing open: the search is asked once more with memory as it is then (`planner/recompute_live_ranges.py`),
 and the clock says what that takes.
 
@@ -30,14 +30,15 @@ from typing import Final
 
 from meshc.cost.devices import for_mesh
 from meshc.frontend.faults import phase as part
+from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import budget_errors, no_faster_plan, pipeline
+from meshc.passes.driver import budget_errors, no_faster_plan
 from meshc.passes.driver.choice_text import restore_request, with_plan_text
 from meshc.passes.driver.judge import TOO_LARGE, Judge, Lower
 from meshc.passes.driver.no_faster_plan import NoFasterPlan
-from meshc.passes.driver.pass_runner import run_pass
 from meshc.passes.driver.pipeline_search import SLOWER, may_recompute
 from meshc.passes.driver.priced_recipes import PricedRecipe, price_recipes, propagate_recipes, recipes_for, with_plan
+from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.compiler_pass import Hook, report_progress
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel

@@ -22,9 +22,9 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import calls, local_bytes, record, records, spmd
-from meshc.passes.chunks.head_operators import MOST, default_chunked_head
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.head_operators import MOST, default_chunked_head
 from meshc.program.program import Stage
 
 FEW: Final = 2

@@ -16,12 +16,12 @@ from meshc.errors import MeshcError
 from meshc.passes.depth.prove_depth import prove, whole_note, with_depth
 from meshc.passes.depth.unequal import Unequal
 from meshc.passes.driver.nothing_fits import NothingFits
-from meshc.passes.driver.pipeline import GROW
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.compilation_phase import CompilationPhase, begin
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.pipeline import GROW
 from meshc.passes.place.batch import WrongJoinDim
 
 Answer = TypeVar("Answer")

@@ -15,9 +15,9 @@ from meshc.frontend.compilation_cleanup import clean_up_compilation
 from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.faults import phase as part
 from meshc.frontend.skipped_work import fewer_collections
-from meshc.passes.chunks.write_chunks import NotInChunks
+from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import budget_errors, pipeline
+from meshc.passes.driver import budget_errors
 from meshc.passes.driver.axes_by_heads import split_axes_by_heads
 from meshc.passes.driver.choose import choose, open_axes
 from meshc.passes.driver.compile_at_depth import is_depth_valid, run_at_depth
@@ -26,10 +26,10 @@ from meshc.passes.driver.joined_batch import run_with_joined_batch
 from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.pass_memo import PassMemo, run_before_recompute, run_to_partition
 from meshc.passes.driver.pass_replay import PassReplay, may_replay
-from meshc.passes.driver.pass_runner import run_pass, run_passes
 from meshc.passes.driver.pipeline_search import has_choice, search_pipeline, settle_microbatches
 from meshc.passes.driver.within_budget import lower_within_budget
 from meshc.passes.lower.specialise import specialise
+from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compilation_phase import begin as outset_of
 from meshc.passes.phases.compiler_pass import Hook
@@ -40,6 +40,7 @@ from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
 from meshc.passes.stages.pipeline_memory import DoesNotFit
+from meshc.passes.stages.write_chunks import NotInChunks
 from meshc.passes.trace import mean_of_parts
 from meshc.plan.expert_groups import splits
 from meshc.program import instance

@@ -16,13 +16,13 @@ from meshc.errors import VerifyError
 from meshc.frontend.capture import TorchGraph
 from meshc.ir import spmd
 from meshc.passes.driver.compile_program import whole_view
-from meshc.passes.driver.dump import dumper
-from meshc.passes.driver.pipeline import GROW
+from meshc.passes.dump import dumper
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.pipeline import GROW
 from meshc.program.parts import Parts
 from meshc.program.program import PlainProgram, Port, Stage
 from meshc.text.show import print_program, print_stage

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from meshc.ir.graph import copied
-from meshc.passes.driver import pipeline
+from meshc.passes import pipeline
 from meshc.passes.driver.pass_history import PassHistory
-from meshc.passes.driver.pass_runner import run_pass, run_passes
+from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel

@@ -31,12 +31,12 @@ from meshc.cost.predict import costs_of
 from meshc.frontend.faults import phase as part
 from meshc.ir import calls, records
 from meshc.ir.mesh import DATA_ROLES, role
-from meshc.passes.driver import pipeline
+from meshc.passes import pipeline
 from meshc.passes.driver.no_faster_plan import BY_STAGES, NoFasterPlan
 from meshc.passes.driver.pass_history import PassHistory
-from meshc.passes.driver.pass_runner import run_pass, run_passes
 from meshc.passes.driver.recomputed_stages import StageRecomputation
 from meshc.passes.driver.within_budget import BY_LAST, LAST
+from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel

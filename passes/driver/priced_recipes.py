@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from meshc.passes.driver import pipeline
-from meshc.passes.driver.pass_runner import run_passes
+from meshc.passes import pipeline
+from meshc.passes.pass_runner import run_passes
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.planner.build_space import searched_axes

@@ -3,7 +3,7 @@
     cuts 3, 7    rank 0 holds 9.1 MB of 8:   1.1 MB less is kept there: 8.2 MB   ->   1.4 MB less: 7.9 MB, 1.30 ms
     cuts 2, 7    now that rank 0 has more to do:                                      1.2 MB less: 7.8 MB, 1.24 ms
 
-What is kept less is what a rank held too much (`passes/recompute/stage_trades.py`). What is recomputed lies in memory too, so what comes
+What is kept less is what a rank held too much (`passes/memory/stage_trades.py`). What is recomputed lies in memory too, so what comes
 of it is walked, and less is kept; the last time as little as can be. Recomputing takes time, of some ranks more than of others: where
 other cuts are then better, it is done anew for these.
 """
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from meshc.frontend.faults import phase as part
-from meshc.passes.driver import pipeline
+from meshc.passes import pipeline
 from meshc.passes.driver.pass_history import PassHistory
-from meshc.passes.driver.pass_runner import run_pass, run_passes
+from meshc.passes.memory.recompute import settled_values
+from meshc.passes.memory.stage_trades import StageTrades
+from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.passes.recompute.recompute import settled_values
-from meshc.passes.recompute.stage_trades import StageTrades
 from meshc.passes.stages.attempt import Refusal
 from meshc.passes.stages.cut_stages import UncutProgram
 from meshc.passes.stages.pipeline_memory import MemoryNeed

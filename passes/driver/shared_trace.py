@@ -30,12 +30,12 @@ from meshc.ir import trees
 from meshc.ir.paths import input_names
 from meshc.passes.driver.compile_program import compile_program, compile_traced, partition_traced, trace_open
 from meshc.passes.driver.pass_replay import PassReplay
-from meshc.passes.driver.pass_runner import run_passes
-from meshc.passes.driver.pipeline import FOLD
+from meshc.passes.pass_runner import run_passes
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import TracedModel
+from meshc.passes.pipeline import FOLD
 from meshc.passes.trace import mean_of_parts
 from meshc.passes.trace.put_sizes import NotServed, put_sizes
 from meshc.program.program import PlainProgram

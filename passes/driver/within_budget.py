@@ -1,6 +1,6 @@
 """Program within a memory budget: rounds of recomputing, chunks of the head, and offload; the clock decides.
 
-What backward recomputes is settled early (`passes/recompute/recompute_within_budget.py`), on the graph of all layers, or with the stages
+What backward recomputes is settled early (`passes/memory/recompute_within_budget.py`), on the graph of all layers, or with the stages
 of a pipeline (`pipeline_search.py`); passes after that add copies of their own (buckets, windows of gathers). What the program then holds
 too much the next round leaves to them.
 
@@ -22,14 +22,15 @@ from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import MeshcError, PlanError
-from meshc.passes.driver import chunk_counts, offload_plans, pipeline
+from meshc.passes import pipeline
+from meshc.passes.driver import chunk_counts, offload_plans
 from meshc.passes.driver.pass_history import PassHistory
+from meshc.passes.memory.recompute_within_budget import held_bytes, host_budget_of, may_hold
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
-from meshc.passes.recompute.recompute_within_budget import held_bytes, host_budget_of, may_hold
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.pipeline_memory import DoesNotFit, memory_need
 

@@ -9,7 +9,7 @@ bucket travel while the next ones are computed, and are freed once they have bee
 
 A host copy starts behind all nodes before it, and nodes behind it have a later level: its place was chosen for memory's sake.
 
-Values that backward recomputes (`passes/recompute/`) could run in forward, as soon as their operands are ready, and would then be kept in
+Values that backward recomputes (`passes/memory/`) could run in forward, as soon as their operands are ready, and would then be kept in
 memory: they get the latest level, that of their first reader. So do collectives of forward's values that backward alone reads, such as the
 gather of a norm's sequence before a weight's gradient: they start a level sooner, and travel while that level runs.
 

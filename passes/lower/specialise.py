@@ -23,7 +23,7 @@ from torch.fx.node import Argument
 from meshc.ir import Record, record
 from meshc.ir.graph import call, entering
 from meshc.ir.keys import is_a, key_of
-from meshc.passes.microbatches.splitter import Splitter
+from meshc.passes.phases.splitter import Splitter
 from meshc.program.program import Stage
 
 aten = torch.ops.aten

@@ -21,8 +21,8 @@ from meshc.ops import take as _take  # noqa: F401 - registers them
 from meshc.passes.partition.builder import Builder
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Value
-from meshc.passes.rules.bounds import BOUNDS, MASKING, Bound, fits, origin
 from meshc.program.program import Port
+from meshc.rules.bounds import BOUNDS, MASKING, Bound, fits, origin
 
 Key = tuple[object, Bound]
 

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+from meshc.cost.devices import for_mesh
+from meshc.ir.sharding import local_shape
+from meshc.ir.spmd import MICROBATCH
 from meshc.passes.partition.partition import partition
 from meshc.passes.partition.turn_choice import choose_turns
-from meshc.passes.phases.compilation_phase import phase_fields
+from meshc.passes.phases.compilation_phase import CompilationPhase, phase_fields
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.zigzag_values import assign_zigzag
-from meshc.passes.stages.gather_once import gathers_once
 from meshc.passes.trace import mean_of_parts
-from meshc.program.program import Stage
+from meshc.program.program import Port, Stage
+
+SHARE = 0.5
+"""Share of memory for parameters, state, whole parameters and whole gradients; activations need the rest."""
+
+
+def gathers_once(phase: CompilationPhase, inputs: Sequence[Port]) -> bool:
+    """Whether a pipeline's stages keep their parameters gathered, by the memory that this is expected to take."""
+    axis = phase.mesh.pipeline_axis
+    if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
+        return False
+    if any(port.host for port in inputs if port.kind == "parameter"):  # offloaded: on the device only while it is read
+        return False
+    stored = whole = 0.0
+    for port in inputs:
+        if port.kind in ("parameter", "state") and port.sharding is not None:
+            stored += prod(local_shape(port.sharding, phase.sizes)) * port.dtype.itemsize
+            whole += 2 * prod(port.shape) * port.dtype.itemsize if port.kind == "parameter" else 0
+    budget = phase.request.memory_budget or for_mesh(phase.mesh).memory_bytes
+    return (stored + whole) / axis.size <= SHARE * budget
 
 
 def make_main_stage(placed: PlacedModel) -> LoweredProgram:

@@ -1,4 +1,4 @@
-"""Lowering of one operator: the emitter that a rule's `lower` writes to (each method is described in meshc.passes.rules.local)."""
+"""Lowering of one operator: the emitter that a rule's `lower` writes to (each method is described in meshc.rules.local)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshc.passes.partition import halo
 from meshc.passes.partition.builder import Builder
 from meshc.passes.partition.reasons import plan_lines, value_text
 from meshc.passes.phases.factors import Instance, Token
-from meshc.passes.rules.local import Local
-from meshc.passes.rules.rule import Rule, Turns
+from meshc.rules.local import Local
+from meshc.rules.rule import Rule, Turns
 
 aten = torch.ops.aten
 

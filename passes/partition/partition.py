@@ -32,9 +32,9 @@ from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.zigzag_axes import has_zigzag, is_zigzag, natural, plain_tokens, typed_sharding
 from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
 from meshc.passes.place.zigzag_values import in_any_order
-from meshc.passes.rules.bounds import Bound
-from meshc.passes.rules.rule import Made
 from meshc.program.program import Port
+from meshc.rules.bounds import Bound
+from meshc.rules.rule import Made
 
 
 @dataclass(frozen=True)

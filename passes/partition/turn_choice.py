@@ -28,8 +28,8 @@ from meshc.passes.partition.operator_lowering import Lowering
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.token_shardings import sharding_by_tokens
-from meshc.passes.rules.rule import Turns
 from meshc.report.tables import seconds_text
+from meshc.rules.rule import Turns
 
 Axes = Mapping[Token, tuple[str, ...]]
 PARTS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)

@@ -13,7 +13,7 @@ from meshc.passes.phases.factor_names import FactorNames
 from meshc.passes.phases.factors import Factors, Token, Value
 
 if TYPE_CHECKING:
-    from meshc.passes.rules.rule import Turns
+    from meshc.rules.rule import Turns
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 if TYPE_CHECKING:  # who holds a request needs no rules
-    from meshc.passes.rules.rule import Rule
+    from meshc.rules.rule import Rule
 
 Token = tuple[str, int]
 Value = tuple[Node, int]

@@ -19,7 +19,7 @@ from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import PREFIX
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.choices import NamedChoices
-from meshc.passes.schedules.schedule_kind import Lists
+from meshc.passes.phases.schedule_kind import Lists
 from meshc.plan.plan import Plan
 
 

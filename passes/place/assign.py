@@ -10,10 +10,10 @@ from meshc.cost.flops import flops
 from meshc.errors import PlanError
 from meshc.ir import Record, records
 from meshc.ir.spmd import MICROBATCH
-from meshc.passes.chunks.head_operators import mark_chunked_head
 from meshc.passes.depth.captured_names import captured_lines
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.head_operators import mark_chunked_head
 from meshc.passes.place.interests import Interest, interests
 from meshc.passes.place.one_row import interests_of_rows
 from meshc.passes.place.propagate import Propagator

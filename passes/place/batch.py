@@ -24,9 +24,9 @@ from meshc.passes.phases.factor_names import BatchDims
 from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.passes.place.written_out import written_out
-from meshc.passes.rules.bounds import BOUNDS, origin
-from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
+from meshc.rules.bounds import BOUNDS, origin
+from meshc.rules.slices import RULES as CROPS
 
 Labels = Mapping[str, Sequence[str | None]]
 BATCH = "batch"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from meshc.passes.rules.rule import Relation
+from meshc.rules.rule import Relation
 
 Side = list[tuple[int | None, int]]
 """The dims along one side of a relation, major to minor: (class, or None for a letter that is only a number; size)."""

@@ -19,7 +19,7 @@ from meshc.ir import is_getitem, records
 from meshc.ir.sharding import Sharding
 from meshc.passes.phases.choices import Directive
 from meshc.passes.phases.factors import Instance, Token, Value
-from meshc.passes.rules.layout import is_grown
+from meshc.rules.layout import is_grown
 
 Deferred: TypeAlias = dict[Value, tuple[tuple[str, str], ...]]
 """Operand -> reductions (axis, kind) that it need not have had."""

@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 from meshc.ir import is_getitem, operands, records, value_of
 from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.place.cuts import Demand, Side, cut_dims
-from meshc.passes.rules import rule_of
-from meshc.passes.rules.rule import ONE, Relation, Rule
+from meshc.rules import rule_of
+from meshc.rules.rule import ONE, Relation, Rule
 
 Pairs = list[tuple[Token | None, Token | None]]
 """Pairs of tokens of a relation's two sides that are the same; None where a side has a number."""

@@ -23,8 +23,8 @@ from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.request import JoinedInputs
 from meshc.passes.place.batch import BATCH, find_batch
 from meshc.passes.place.written_out import written_out
-from meshc.passes.rules.slices import RULES as CROPS
 from meshc.program.program import Port
+from meshc.rules.slices import RULES as CROPS
 
 TOKENS = 2
 """The token dim of a cache [rows, heads, tokens, head]."""

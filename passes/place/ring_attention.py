@@ -32,10 +32,10 @@ from meshc.passes.phases.factors import Factors, Instance, Token, Value
 from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.passes.place.written_out import written_out
 from meshc.passes.place.zigzag_values import has_halves
-from meshc.passes.rules.attention import shape_of_mask
-from meshc.passes.rules.ring import steps
-from meshc.passes.rules.rule import Passing
-from meshc.passes.rules.zigzag import can_balance
+from meshc.rules.attention import shape_of_mask
+from meshc.rules.ring import steps
+from meshc.rules.rule import Passing
+from meshc.rules.zigzag import can_balance
 
 Tokens = Mapping[Token, tuple[str, ...]]
 Given = Callable[[Value], Sharding | None]

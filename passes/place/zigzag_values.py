@@ -30,7 +30,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.zigzag_axes import zigzag
 from meshc.passes.place.token_shardings import sharding_by_tokens
-from meshc.passes.rules import orders
+from meshc.rules import orders
 
 ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""

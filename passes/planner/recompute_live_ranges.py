@@ -4,10 +4,10 @@
     kept         |----------------------------------------------------------------------|
     recomputed   |------------------|                                  |----------------|
 
-What may be recomputed is what a budget would choose from (`recompute/policies.py`): of layers what nothing else reads, beside them what is
+What may be recomputed is what a budget would choose from (`memory/policies.py`): of layers what nothing else reads, beside them what is
 cheap. It is taken to be there from where backward first reads anything of its layer.
 
-A head and loss whose chunks nobody has counted may run in the most that are tried (`chunks/head_operators.py`): of logits there is one
+A head and loss whose chunks nobody has counted may run in the most that are tried (`place/head_operators.py`): of logits there is one
 chunk then.
 """
 
@@ -19,11 +19,11 @@ from typing import TypeAlias
 from torch.fx import Node
 
 from meshc.ir import calls, records
-from meshc.passes.chunks.head_operators import MOST, default_chunked_head, tall_operators
+from meshc.passes.memory.policies import BY_BUDGET, layer_of, policy_of
 from meshc.passes.phases.factors import Value
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.head_operators import MOST, default_chunked_head, tall_operators
 from meshc.passes.planner.search_space import DecidedValue
-from meshc.passes.recompute.policies import BY_BUDGET, layer_of, policy_of
 
 Span: TypeAlias = tuple[int, int, float]
 """First and last position, and the share of a value that is there."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from meshc.ir import records
 from meshc.ir.graph import output_of, read_by
 from meshc.ir.keys import key_of
-from meshc.passes.microbatches.splitter import Splitter
+from meshc.passes.phases.splitter import Splitter
 from meshc.passes.stages.stage_assignment import kinds
 from meshc.program.program import Stage
 

@@ -19,17 +19,18 @@ from torch.fx import Node
 
 from meshc.cost.predict import costs_of
 from meshc.ir.keys import is_a, name_of
-from meshc.passes.microbatches.splitter import Splitter
+from meshc.passes.memory.stage_trades import StageMap
+from meshc.passes.partition.make_main_stage import gathers_once
 from meshc.passes.phases.compilation_phase import begin
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.passes.recompute.stage_trades import StageMap
+from meshc.passes.phases.splitter import Splitter
 from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.cut_places import CutPlaces
 from meshc.passes.stages.cuts_within_budget import StageBytes, cuts_within, waiting_microbatches
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.forwarded_values import choose_forwarded
-from meshc.passes.stages.gather_once import gather_once, gathers_once
+from meshc.passes.stages.gather_once import gather_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, split_convolution_backwards
 from meshc.passes.stages.operator_prices import Prices
 from meshc.passes.stages.owners import Owners

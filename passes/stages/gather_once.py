@@ -9,41 +9,17 @@ gradients add up whole and are reduced after the last microbatch. It costs the b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
 from torch.fx import Graph, Node
 
-from meshc.cost.devices import for_mesh
 from meshc.ir import spmd
 from meshc.ir.graph import copied, copied_node, entering, equal_calls
 from meshc.ir.keys import key_of
-from meshc.ir.sharding import local_shape
-from meshc.ir.spmd import MICROBATCH
-from meshc.passes.microbatches.splitter import Splitter
-from meshc.passes.phases.compilation_phase import CompilationPhase
+from meshc.passes.phases.splitter import Splitter
 from meshc.passes.stages.stage_assignment import kinds
-from meshc.program.program import Port, Stage
-
-SHARE = 0.5
-"""Share of memory for parameters, state, whole parameters and whole gradients; activations need the rest."""
-
-
-def gathers_once(phase: CompilationPhase, inputs: Sequence[Port]) -> bool:
-    """Whether a pipeline's stages keep their parameters gathered, by the memory that this is expected to take."""
-    axis = phase.mesh.pipeline_axis
-    if axis is None or MICROBATCH not in phase.sizes or not phase.request.gather_once:
-        return False
-    if any(port.host for port in inputs if port.kind == "parameter"):  # offloaded: on the device only while it is read
-        return False
-    stored = whole = 0.0
-    for port in inputs:
-        if port.kind in ("parameter", "state") and port.sharding is not None:
-            stored += prod(local_shape(port.sharding, phase.sizes)) * port.dtype.itemsize
-            whole += 2 * prod(port.shape) * port.dtype.itemsize if port.kind == "parameter" else 0
-    budget = phase.request.memory_budget or for_mesh(phase.mesh).memory_bytes
-    return (stored + whole) / axis.size <= SHARE * budget
+from meshc.program.program import Stage
 
 
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:

@@ -14,9 +14,9 @@ from meshc.cost import memory
 from meshc.cost.devices import for_mesh
 from meshc.errors import PlanError
 from meshc.passes.lower.share_memory import possible_sharing
+from meshc.passes.memory import recompute_within_budget
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.passes.recompute import recompute_within_budget
 from meshc.program.steps import items_of
 
 

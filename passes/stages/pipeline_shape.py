@@ -13,9 +13,9 @@ from typing import Final
 
 from meshc.errors import CompileError, PlanError
 from meshc.ir import records
-from meshc.passes import schedules
 from meshc.passes.phases.request import Request
-from meshc.passes.schedules.schedule_kind import Lists, ScheduleKind
+from meshc.passes.phases.schedule_kind import Lists, ScheduleKind
+from meshc.passes.stages import schedules
 from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.balance import SLACK, ways_to_cut
 from meshc.passes.stages.cut_places import StageWork

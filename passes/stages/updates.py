@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from meshc.errors import CompileError
 from meshc.ir import record, records, spmd, update
 from meshc.ir.graph import call, copy_into
-from meshc.passes.microbatches.splitter import Splitter
+from meshc.passes.phases.splitter import Splitter
 from meshc.program.program import Stage
 
 aten = torch.ops.aten

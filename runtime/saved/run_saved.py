@@ -46,7 +46,7 @@ WRITTEN: Final = "write it with safetensors.torch.save_file({name: tensor, ...},
 class RunRequest:
     """The request of the command line. `inputs` are files, a call each; without any the program is called once, without inputs. `numbers`
     is a file of the optimizer's numbers by step. After each `rebalance_every` calls experts move by their load. With `rules`
-    (`meshc.passes.rules`) the program's types are checked against them.
+    (`meshc.rules`) the program's types are checked against them.
     """
 
     path: str

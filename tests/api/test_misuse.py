@@ -19,7 +19,7 @@ from torch.nn.utils import rnn
 import meshc
 from meshc.errors import CompilerFault
 from meshc.frontend import faults, trace_errors
-from meshc.passes.driver import pipeline
+from meshc.passes import pipeline
 from meshc.passes.phases.compiler_pass import Pass
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import TracedModel

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 import meshc
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.errors import ArtifactError, MeshcError
 from meshc.ir.mesh import Mesh
-from meshc.passes import rules
 from meshc.program.program import PlainProgram, Port
 from meshc.report.summary import summary
 from meshc.runtime.saved.checkpoint_folder import SavedState, save_state

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from meshc import rules
 from meshc.check import check_program
 from meshc.errors import ArtifactError
 from meshc.ir import Record, record
 from meshc.ir.mesh import Mesh
-from meshc.passes import rules
 from meshc.plan.plan import Plan
 from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.text.parse import parse_stage

@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
+from meshc import rules
 from meshc.check import bucketed, check_program, follow
 from meshc.errors import ArtifactError
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage, side_table

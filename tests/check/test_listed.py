@@ -11,7 +11,7 @@ from meshc.check.guards import EMPTY
 from meshc.check.operators import PIECES
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import IN_PLACE
-from meshc.passes.rules import FAMILIES
+from meshc.rules import FAMILIES
 from meshc.text.allowed import FUNCTIONS, OPERATORS, resolve, spelling
 from tests.zoo.operators import used
 

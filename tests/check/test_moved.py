@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshc import rules
 from meshc.check import check_program, follow
 from meshc.errors import ArtifactError
-from meshc.passes import rules
 from meshc.text.parse import parse_stage
 from tests.check.test_attacks import program
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.check import check_program, follow
 from meshc.errors import ArtifactError
 from meshc.files import seal
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from meshc.text.parse import parse_stage, parse_type

@@ -8,8 +8,8 @@ from typing import Final
 
 import pytest
 
+from meshc import rules
 from meshc.check import check_program, follow
-from meshc.passes import rules
 from meshc.text.parse import parse_stage
 from tests import models
 from tests.check.test_lies import names, told

@@ -15,12 +15,11 @@ from torch import nn
 from torch.export import Dim
 
 import meshc
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.__main__ import main
 from meshc.check import check_program
 from meshc.check.stage import faults
 from meshc.errors import ArtifactError
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from meshc.text.show import hash_program

@@ -10,8 +10,8 @@ from typing import Final
 import pytest
 import torch
 
+from meshc import rules
 from meshc.check import check_program
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.text.show import print_stage
 from tests.check.test_lies import told

@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
+from meshc import rules
 from meshc.check import indices
-from meshc.passes import rules
 from meshc.text.parse import parse_stage
 
 SIZES: Final = {"dp": 2, "tp": 2}

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc import rules
 from meshc.check import check_program, follow
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.text.parse import parse_stage
 from tests.check.test_lies import told

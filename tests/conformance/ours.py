@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from meshc.passes.rules.linear import overloads
-from meshc.passes.rules.losses import MEAN, PLACES, reduction_of
-from meshc.passes.rules.partial import deferrals
+from meshc.rules.linear import overloads
+from meshc.rules.losses import MEAN, PLACES, reduction_of
+from meshc.rules.partial import deferrals
 from meshc.testing.brute_force import OneOp, Sample, build
 from tests.conformance.dtensor import Combination
 

@@ -25,7 +25,7 @@ def _text() -> list[str]:
         "one axis are valid: every rank runs the operator itself on its piece, with no communication. It is asked for one call in float32",
         "of each entry of torch's table: the first that has a dim to split and not more than",
         f"{dtensor.MOST_COMBINATIONS} combinations, on an axis of 2, 3 or 5, which divides most dims. A letter that a rule of ours lets",
-        "an axis split is one combination, and so is each way in which operands may come in partial (`passes/rules/partial.py`). What our",
+        "an axis split is one combination, and so is each way in which operands may come in partial (`meshc/rules/partial.py`). What our",
         "rules know and a rank cannot do alone (an argmax or a log-softmax over a split dim, or any other `lower` with a collective in it,",
         "a dim that the axis does not divide, an inner factor of a dim) is not valid here and counts nothing.",
         "",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules import reduction
-from meshc.passes.rules.rule import Rule
+from meshc.rules import reduction
+from meshc.rules.rule import Rule
 from tests.broad import broad
 from tests.conformance.run import EXACT, WRONG, Conformance
 from tests.conformance.torch_samples import entries

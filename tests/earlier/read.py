@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshc.passes import rules
+from meshc import rules
 from meshc.runtime.saved.run_saved import RunRequest, run_saved
 from meshc.runtime.saved_state import load_model
 from tests.earlier.write import batches, compiled, decoder

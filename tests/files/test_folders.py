@@ -19,7 +19,7 @@ from meshc.errors import FileError
 from meshc.files import folders
 from meshc.files.folders import kept_aside, put, replacing, write_text, writing
 from meshc.files.tensor_file import write
-from meshc.passes.driver import dump
+from meshc.passes import dump
 from meshc.pipelining import draw
 from meshc.pipelining.timing import Timeline
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from meshc import rules
 from meshc.check import check_program
 from meshc.errors import CaptureError, CompileError, CompilerFault, PlanError, VerifyError
 from meshc.frontend import call_keys
@@ -21,7 +22,6 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.optimizer.optimizer import describe, numbers
 from meshc.package import FOLDER
-from meshc.passes import rules
 from meshc.passes.driver import compile_program
 from meshc.passes.driver.finish_program import finish
 from meshc.passes.phases.request import Request

@@ -18,7 +18,7 @@ from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
 from meshc.passes.phases.factors import Instance
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.rules.attention import shape_of_mask
+from meshc.rules.attention import shape_of_mask
 from tests.fuzz.case import How
 from tests.fuzz.plans import first_on
 from tests.fuzz.sketch import Sketch

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.check import check_program
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator.simulation import simulate
 

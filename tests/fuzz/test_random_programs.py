@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshc.passes.rules import contraction, reduction
+from meshc.rules import contraction, reduction
 from tests.broad import broad
 from tests.fuzz.__main__ import main, run_program, smallest
 from tests.fuzz.case import PLAIN, Case, How

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshc import rules
 from meshc.check import check_program
-from meshc.passes import rules
 from tests.broad import broad
 from tests.golden import __main__ as command
 from tests.golden import files

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import meshc
+from meshc import rules
 from meshc.check import check_program
 from meshc.frontend.expert_slots import COPIES, SLOTS
 from meshc.ops.expert_copies import added_copies, choices_to_places, copies_of
 from meshc.optimizer.optimizer import describe
-from meshc.passes import rules
 from meshc.report import summary
 from tests.broad import broad
 from tests.meaning.test_moved_experts import adamw, back, begun, chosen_in, compiled, double, moved, one_step, paths_of, trained

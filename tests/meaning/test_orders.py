@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc import rules
 from meshc.check import check_program
 from meshc.cost.links import payload
 from meshc.ir import calls, record, spmd
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from tests.broad import broad
 from tests.captured import Captured

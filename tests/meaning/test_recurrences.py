@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
+from meshc import rules
 from meshc.check import check_program
 from meshc.cost.recurrence_traffic import Recurrence, traffic
-from meshc.passes import rules
 from meshc.report import recurrences, summary
 from tests.broad import broad
 from tests.captured import Captured

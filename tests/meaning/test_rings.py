@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import meshc
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.cost import memory
 from meshc.cost.devices import assumed, device
 from meshc.errors import PlanError
 from meshc.ir import records, spmd
 from meshc.ir.sizes import Dynamic, symbol
 from meshc.optimizer.optimizer import describe
-from meshc.passes import rules
-from meshc.passes.rules.ring import steps
 from meshc.program.program import PlainProgram
 from meshc.report import summary
+from meshc.rules.ring import steps
 from tests.broad import broad
 from tests.captured import Captured
 from tests.models import FACTORIES, Case

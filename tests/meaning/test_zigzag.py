@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.cost.devices import assumed, device
 from meshc.cost.operators import seconds
 from meshc.ir import op_name
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.report import summary
 from tests.broad import broad

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshc.passes import schedules
+from meshc.passes.stages import schedules
 from meshc.runtime.simulator.reference_comparison import Report
 from tests.captured import Captured
 from tests.zoo.run import case

@@ -19,7 +19,7 @@ from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
-from meshc.passes.schedules import build
+from meshc.passes.stages.schedules import build
 from meshc.pipelining import draw, trace
 from meshc.pipelining.cut import Move, Pipeline, Start
 from meshc.pipelining.schedule import Action, Link

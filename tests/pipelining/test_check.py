@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
-from meshc.passes.schedules import build, get, names
+from meshc.passes.stages.schedules import build, get, names
 from meshc.pipelining.check import check
 from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, parse
 from meshc.pipelining.timing import equal, simulate

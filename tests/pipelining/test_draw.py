@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from meshc.errors import ArtifactError
-from meshc.passes.schedules import build
+from meshc.passes.stages.schedules import build
 from meshc.pipelining import draw, trace
 from meshc.pipelining.events import Run
 from meshc.pipelining.schedule import Action, Message, Recv, Send, parse

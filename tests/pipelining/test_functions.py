@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshc
-from meshc.passes.schedules import build
-from meshc.passes.schedules.numbered_steps import number_microbatches
+from meshc.passes.stages.schedules import build
+from meshc.passes.stages.schedules.numbered_steps import number_microbatches
 from meshc.pipelining.schedule import Action
 from meshc.text import show
 from tests.models import nanogpt

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshc.passes.schedules import build, names
-from meshc.passes.schedules.schedule_kind import ScheduleKind
+from meshc.passes.phases.schedule_kind import ScheduleKind
+from meshc.passes.stages.schedules import build, names
 from meshc.pipelining.timing import equal, simulate
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"

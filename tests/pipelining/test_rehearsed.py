@@ -7,7 +7,7 @@ import random
 import pytest
 
 from meshc.errors import ScheduleError
-from meshc.passes import schedules
+from meshc.passes.stages import schedules
 from meshc.pipelining.rehearsed import Rehearsed
 from meshc.pipelining.schedule import Schedule, chain, parse
 from meshc.pipelining.timing import Costs, simulate

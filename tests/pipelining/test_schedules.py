@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
-from meshc.passes import schedules
-from meshc.passes.schedules import build, fill_gaps, get, names
-from meshc.passes.schedules.numbered_steps import keep_microbatches
+from meshc.passes.stages import schedules
+from meshc.passes.stages.schedules import build, fill_gaps, get, names
+from meshc.passes.stages.schedules.numbered_steps import keep_microbatches
 from meshc.pipelining import draw
 from meshc.pipelining.activations import peaks
 from meshc.pipelining.check import check
@@ -64,7 +64,7 @@ def test_the_drawing_in_a_docstring_is_what_the_schedule_does() -> None:
     files = {path.stem for path in Path(schedules.__file__).parent.glob("*.py")} - others
     assert files == set(drawn)
     for file, timeline in drawn.items():
-        module = importlib.import_module(f"meshc.passes.schedules.{file}")
+        module = importlib.import_module(f"meshc.passes.stages.schedules.{file}")
         assert "".join(f"    {line}\n" for line in draw.text(timeline).splitlines()) in str(module.__doc__)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
-from meshc.passes import schedules
+from meshc.passes.stages import schedules
 from meshc.program.program import PlainProgram
 from tests.broad import broad
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshc.passes import rules
+from meshc import rules
 from meshc.runtime.saved.run_saved import RunRequest, run_saved
 
 CALLS = 2

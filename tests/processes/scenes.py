@@ -94,11 +94,12 @@ from math import inf
 import torch
 from torch.fx import Node
 
-from meshc.passes.rules import FAMILIES, statistics
-from meshc.passes.rules.local import Local
-from meshc.passes.rules.reduction import argument, reduce
-from meshc.passes.rules.rule import Rule
-from meshc.passes.rules.statistics import _masked
+from meshc.rules import FAMILIES
+from meshc.rules import statistics
+from meshc.rules.local import Local
+from meshc.rules.reduction import argument, reduce
+from meshc.rules.rule import Rule
+from meshc.rules.statistics import _masked
 from meshc.testing.brute_force import prove
 from tests.rules.samples import SAMPLES
 
@@ -199,8 +200,8 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Scene("add-a-rule.md", (7,), before="""
 import torch
 from meshc.ir.window import Window
-from meshc.passes.rules.convolution import RULES
-from meshc.passes.rules.rule import einsum
+from meshc.rules.convolution import RULES
+from meshc.rules.rule import einsum
 from meshc.testing.brute_force import Sample, build
 from tests.rules.samples import f
 
@@ -355,8 +356,8 @@ ELSEWHERE: Final = {
 
 QUOTED: Final = {
     ("add-a-rule.md", 0): "examples/own_operator/mylib.py",
-    ("add-a-rule.md", 5): "passes/rules/contraction.py",
-    ("add-a-rule.md", 9): "passes/rules/statistics.py",
+    ("add-a-rule.md", 5): "meshc/rules/contraction.py",
+    ("add-a-rule.md", 9): "meshc/rules/statistics.py",
     ("add-a-rule.md", 11): "tests/rules/samples/reduction.py",
     ("add-a-rule.md", 12): "tests/rules/test_rules.py",
 }

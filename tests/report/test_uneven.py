@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshc import artifact
+from meshc import artifact, rules
 from meshc.cost.devices import assumed, device
 from meshc.cost.uneven_attention import uneven
-from meshc.passes import rules
 from meshc.program.program import PlainProgram
 from meshc.report.summary import summary
 from meshc.report.uneven import TITLE

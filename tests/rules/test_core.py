@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from meshc.passes.rules import FAMILIES, elementwise
 from meshc.passes.trace.decompositions import decompositions
+from meshc.rules import FAMILIES, elementwise
 from meshc.text.allowed import refusal
 
 aten = torch.ops.aten

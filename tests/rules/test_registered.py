@@ -14,9 +14,9 @@ from torch.fx import Node
 
 import meshc
 from meshc.ops import registered
-from meshc.passes.rules.local import Local
-from meshc.passes.rules.rule import Rule, einsum
 from meshc.report import summary
+from meshc.rules.local import Local
+from meshc.rules.rule import Rule, einsum
 from meshc.testing import prove_rule
 from tests.rules.own import imported
 

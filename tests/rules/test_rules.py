@@ -17,8 +17,8 @@ import torch
 from torch.fx import Node
 
 from meshc.ir.mesh import Mesh
-from meshc.passes.rules import FAMILIES, convolution, elementwise, partial, pooling, reduction, slices
-from meshc.passes.rules.rule import ALONE, Rule, einsum, pointwise
+from meshc.rules import FAMILIES, convolution, elementwise, partial, pooling, reduction, slices
+from meshc.rules.rule import ALONE, Rule, einsum, pointwise
 from meshc.testing.brute_force import BOTH, MESHES, Sample, build, check, prove, run
 from tests.broad import broad
 from tests.rules.samples import SAMPLES, f, i, pointwise_operators, pointwise_sample

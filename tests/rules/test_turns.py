@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshc.passes.rules.rule import Turns
+from meshc.rules.rule import Turns
 from meshc.testing.brute_force import BOTH, build, check, run
 from tests.rules.samples import SAMPLES
 

@@ -25,9 +25,9 @@ from torch import Tensor  # noqa: E402
 from meshc.cost.devices import Device, Link, device  # noqa: E402
 from meshc.ir.mesh import Mesh  # noqa: E402
 from meshc.optimizer.optimizer import describe  # noqa: E402
+from meshc.passes import pipeline
 from meshc.passes.driver import compile_program as driver  # noqa: E402
-from meshc.passes.driver import pipeline  # noqa: E402
-from meshc.passes.driver.pass_runner import run_pass  # noqa: E402
+from meshc.passes.pass_runner import run_pass  # noqa: E402
 from meshc.passes.planner.plan_search import PlanSearch  # noqa: E402
 from tests.captured import Captured  # noqa: E402
 from tests.coverage_page import PAGE, left_alone, put  # noqa: E402

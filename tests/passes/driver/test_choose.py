@@ -14,10 +14,11 @@ from meshc.cost.devices import Link, device, for_mesh
 from meshc.cost.program import program_seconds
 from meshc.errors import PlanError
 from meshc.optimizer.optimizer import describe
+from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import choose, compile_program, judge, pipeline
+from meshc.passes.driver import choose, compile_program, judge
 from meshc.passes.driver.nothing_fits import NothingFits
-from meshc.passes.driver.pass_runner import run_pass
+from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel

@@ -13,8 +13,9 @@ from meshc.frontend.train_step import TrainStep, traced_step
 from meshc.ir import op_name
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
-from meshc.passes.driver import compile_program, pipeline
-from meshc.passes.driver.pass_runner import run_pass
+from meshc.passes import pipeline
+from meshc.passes.driver import compile_program
+from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request

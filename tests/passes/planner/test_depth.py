@@ -14,11 +14,11 @@ from meshc.cost.devices import device
 from meshc.errors import PlanError
 from meshc.ir.mesh import Mesh
 from meshc.optimizer.optimizer import describe
+from meshc.passes import pipeline
 from meshc.passes.depth.captured_names import captured_name, captured_patterns
 from meshc.passes.depth.multiplicity import whole_names
 from meshc.passes.driver import compile_program as driver
-from meshc.passes.driver import pipeline
-from meshc.passes.driver.pass_runner import run_pass
+from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.captured_depth import Depth, Stretch
 from meshc.passes.planner.plan_search import PlanSearch
 from tests import models

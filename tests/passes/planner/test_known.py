@@ -14,8 +14,8 @@ from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner.axis_choices import axis_choices
 from meshc.passes.planner.certificate import Certificate
+from meshc.passes.planner.choose_entries import choose_entries
 from meshc.passes.planner.plan_search import PlanSearch
-from meshc.passes.written.choose_entries import choose_entries
 from tests.passes.planner.known import Two, products, step, two
 
 OPEN = "dp: auto\ntp: auto"

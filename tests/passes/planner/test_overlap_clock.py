@@ -8,8 +8,9 @@ import pytest
 
 from meshc.cost.devices import assumed, device
 from meshc.cost.program import program_seconds
-from meshc.passes.driver import compile_program, pipeline
-from meshc.passes.driver.pass_runner import run_pass
+from meshc.passes import pipeline
+from meshc.passes.driver import compile_program
+from meshc.passes.pass_runner import run_pass
 from meshc.passes.planner.overlap_clock import _LayerRepeat, _OverlapTimeline, _ReshardMessage, _run_timeline, overlapped_seconds
 from meshc.passes.planner.plan_search import PlanSearch
 from tests.passes.planner.known import two

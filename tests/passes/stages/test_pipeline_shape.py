@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshc.passes import schedules
+from meshc.passes.stages import schedules
 from meshc.passes.stages.cut_places import StageSeconds, StageWork
 from meshc.passes.stages.pipeline_shape import PipelineShape, fastest
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshc
+from meshc import rules
 from meshc.check import check_program
-from meshc.passes import rules
 from tests.passes.stepped import body, steps
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshc
 from meshc.errors import VerifyError
-from meshc.passes.driver import pipeline
+from meshc.passes import pipeline
 from meshc.passes.phases.traced_model import TracedModel
 
 

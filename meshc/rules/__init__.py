@@ -1,0 +1,101 @@
+"""The operator rules, one file a family. `rule_of(node)` finds the rule of a node's operator, or None.
+
+Each family's file has a table `RULES` from operator to a function of `(node, tensors)`; users register rules of their own operators with
+`meshc.register_rule`. `docs/add-a-rule.md` shows how to add either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Node
+
+from meshc.rules import (
+    attention,
+    contraction,
+    convolution,
+    copies,
+    creation,
+    delta_rule,
+    diagonal,
+    elementwise,
+    experts,
+    explicit_attention,
+    fourier,
+    index,
+    layout,
+    linalg,
+    losses,
+    normalisation,
+    optimizer,
+    pooling,
+    rearrange,
+    recurrence,
+    reduction,
+    resize,
+    rnn,
+    scan,
+    scatter,
+    segments,
+    selection,
+    slices,
+    softmax,
+    spatial,
+    statistics,
+    turns,
+)
+from meshc.rules.bounds import only_moves, ranges
+from meshc.rules.linear import linear_in
+from meshc.rules.orders import in_any_order
+from meshc.rules.partial import deferrals
+from meshc.rules.registered import registered
+from meshc.rules.rule import Rule
+
+FAMILIES = (
+    elementwise,
+    experts,
+    contraction,
+    reduction,
+    layout,
+    slices,
+    copies,
+    rearrange,
+    index,
+    normalisation,
+    attention,
+    explicit_attention,
+    convolution,
+    pooling,
+    resize,
+    creation,
+    optimizer,
+    softmax,
+    statistics,
+    selection,
+    recurrence,
+    delta_rule,
+    rnn,
+    turns,
+    scan,
+    scatter,
+    diagonal,
+    segments,
+    spatial,
+    losses,
+    linalg,
+    fourier,
+)
+
+
+def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
+    """The rule for this node's operator and shapes; None where there is none, and the operator must run on whole operands."""
+    for family in FAMILIES:
+        found = family.RULES.get(node.target)
+        if found is not None:
+            made = found(node, tensors)
+            positions = () if made is None or made.linear else linear_in(node, len(made.operands))
+            return replace(made, linear=positions) if made is not None and positions else made
+    return registered(node, tensors) or elementwise.tagged(node, tensors)
+
+
+__all__ = ["FAMILIES", "Rule", "deferrals", "in_any_order", "only_moves", "ranges", "rule_of"]

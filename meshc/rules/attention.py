@@ -1,0 +1,105 @@
+"""`meshc::attention`: batch and heads pass, each query stands alone, all keys must be there, at once or one block after the other.
+
+Under a causal mask a rank's queries must be a range, of which the operator is told the beginning. Where `propagate` has split the keys too,
+along the axis that splits the queries, blocks of them pass round a ring (`ring.py`); the blocks' own operators are never in a model, and
+their rules say what of them lies alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
+from meshc.rules.ring import Ring, mask_of, place_of
+from meshc.rules.rule import Made, Passing, Rule, RuleFunction, einsum
+from meshc.rules.split_keys import SplitKeys
+from meshc.rules.zigzag import Zigzag
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+meshc = torch.ops.meshc
+
+Q, K, BIAS, ROW = "b h q d!", "b h k! d!", "b h q k!", "b h q"
+ZIGZAG = frozenset("qk")
+ROLES = {"h": "heads", "d": "head", "q": "queries"}
+
+
+def _attention(node: Node, tensors: list[Node]) -> Rule:
+    operands = [Q, K, K] + [BIAS] * (len(tensors) - 3)
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", Passing("k", (1, 2), zigzag=True, apart=True))
+
+
+def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
+    operands = [Q, Q, K, K] + [BIAS] * (len(tensors) - 6) + [Q, ROW]
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", Passing("k", (2, 3), (1, 2), zigzag=True, apart=True))
+
+
+def _rule(node: Node, tensors: list[Node], text: str, keys: Passing) -> Rule:
+    major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
+    return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
+
+
+def shape_of_mask(node: Node) -> tuple[bool, int, int]:
+    """(causal, window, offset) of a call."""
+    causal, _, window, offset = mask_of(node)
+    return causal, window, offset
+
+
+def _lower(local: Local) -> Made:
+    """As a ring; or the same call on local operands, which under a causal mask begins where the tile does."""
+    node = local.node
+    causal = place_of(node, "causal")
+    if local.axes("k"):
+        ring = (Zigzag if local.balanced else Ring if local.axes("q") == local.axes("k") else SplitKeys)(local)
+        return ring.forward() if node.target is meshc.attention.default else ring.backward()
+    if not local.axes("q") or not node.args[causal]:
+        return local.call(*local.operands)
+    start = local.start("q")
+    made = local.call(*local.operands)
+    end = causal + 2
+    window, offset = (*made.args[end:], 0, 0)[:2]
+    made.args = (*made.args[:end], window, offset, start)
+    return made
+
+
+def _block(node: Node, tensors: list[Node]) -> Rule:
+    """Where queries and keys begin is said of the rank's own: neither is split further."""
+    operands = ["b h q! d!", K, K] + ["b h q! k!"] * (len(tensors) - 3)
+    return einsum(f"{', '.join(operands)} -> b h q! d! | b h q!", node, tensors)
+
+
+def _block_backward(node: Node, tensors: list[Node]) -> Rule:
+    operands = ["b h q! d!"] * 2 + [K, K] + ["b h q! k!"] * (len(tensors) - 6) + ["b h q! d!", "b h q!"]
+    return einsum(f"{', '.join(operands)} -> b h q! d! | {K} | {K}", node, tensors)
+
+
+def _zigzag(node: Node, tensors: list[Node]) -> Rule:
+    return einsum(f"b h q! d!, {K}, {K} -> b h q! d! | b h q!", node, tensors, zigzag=ZIGZAG)
+
+
+def _zigzag_backward(node: Node, tensors: list[Node]) -> Rule:
+    return einsum(f"b h q! d!, b h q! d!, {K}, {K}, b h q! d!, b h q! -> b h q! d! | {K} | {K}", node, tensors, zigzag=ZIGZAG)
+
+
+def _merge(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b h q d, b h q, b h q d, b h q -> b h q d | b h q", node, tensors)
+
+
+def _join(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("n! b h q d! -> b h q e! | b h q", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.attention.default: _attention,
+    meshc.attention_backward.default: _attention_backward,
+    meshc.attention_block.default: _block,
+    meshc.attention_block_backward.default: _block_backward,
+    meshc.attention_merge.default: _merge,
+    meshc.attention_join.default: _join,
+    meshc.attention_zigzag.default: _zigzag,
+    meshc.attention_zigzag_backward.default: _zigzag_backward,
+}

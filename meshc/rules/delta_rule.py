@@ -1,0 +1,159 @@
+"""The gated delta rule: each rank takes the steps of its stretch, from what the stretches before it come to.
+
+    k v e g of a rank's tile -> product, end                      one gather of both: keys x (keys + values) numbers for each head
+    those of the ranks before, one after another -> the state that this rank begins with
+
+Backward the same from the other end as well: what a stretch makes of a gradient is gathered beside what it makes of a state. Or each hands
+its state on, of a part of the rows or heads at a time (`turns.py`): nothing is made of a stretch but where it ends, and ranks wait for each
+other. Backward then takes the states once more from the first rank on, and gradients of states from the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import is_getitem
+from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
+from meshc.ops import delta_rule_turns as _turns  # noqa: F401 - likewise
+from meshc.rules.rule import Made, Rule, RuleFunction, Stepping, einsum, integer, shape_of
+from meshc.rules.turns import in_turns, together
+
+if TYPE_CHECKING:
+    from meshc.ir.functions import Target
+    from meshc.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+K, V, G, S = "... h t a!", "... h t v", "... h t", "... h a v"
+
+
+def _forward(node: Node, tensors: list[Node]) -> Rule:
+    return _rule(node, tensors, [K, K, V, K, G], f"{V} | {S}", _lower)
+
+
+def _backward(node: Node, tensors: list[Node]) -> Rule:
+    return _rule(node, tensors, [V, K, K, V, K, G], f"{K} +v | {K} +v | {V} | {K} +v | {G} +v | {S}", _lower_backward)
+
+
+def _rule(node: Node, tensors: list[Node], operands: list[str], results: str, lower: Callable[[Local], Made]) -> Rule:
+    """Operands of padding are zero: such a position changes nothing, such a column is zero."""
+    text = ", ".join(operands + [S] * (len(tensors) - len(operands)))
+    rows = [f"*{index}" for index in range(len(shape_of(tensors[0])) - 3)]
+    return einsum(
+        f"{text} -> {results}", node, tensors, lower=lower, clean=tuple(range(len(tensors))), major=frozenset("t"), roles={"h": "heads"},
+        steps=Stepping("t", (*rows, "h"), joins=True),
+    )
+
+
+def _lower(local: Local) -> Made:
+    q, k, v, e, g, *edge = local.operands
+    axes = local.axes("t")
+    if not axes:
+        return local.call(*local.operands)
+    before = edge[0] if edge else None
+    if local.turns is not None:
+        operands = q, k, v, e, g, before
+        out, states = _in_turns(local, axes, False, meshc.delta_rule_turn.default, operands, 2)
+        return [out, _everywhere(local, axes, states, 1, False)]
+    products, ends = _of_all(local, axes, meshc.delta_rule_end.default, k, v, e, g)
+    begin, last = _states(local, axes, products, ends, before, False)
+    return [local.item(local.emit(meshc.delta_rule.default, q, k, v, e, g, begin), 0), last]
+
+
+def _lower_backward(local: Local) -> Made:
+    grad, q, k, v, e, g, *_ = local.operands
+    axes = local.axes("t")
+    if not axes:
+        return local.call(*local.operands)
+    before, after = _edges(local)
+    if local.turns is not None:
+        (ends,) = _in_turns(local, axes, False, meshc.delta_rule_state_turn.default, (k, v, e, g, before), 1)
+        begin = _without_first(local, local.hand_on(ends, axes, 0, False))
+        if before is not None:
+            begin = local.emit(aten.add.Tensor, begin, local.keep_end(before, axes, True))
+        operands = grad, q, k, v, e, g, begin, after
+        *gradients, starts = _in_turns(local, axes, True, meshc.delta_rule_backward_turn.default, operands, 6)
+        return [*gradients, _everywhere(local, axes, starts, 5, True)]
+    products, ends, starts = _of_all(local, axes, meshc.delta_rule_ends.default, grad, q, k, v, e, g)
+    begin, _ = _states(local, axes, products, ends, before, False)
+    behind, first = _states(local, axes, products, starts, after, True)
+    made = local.emit(meshc.delta_rule_backward.default, grad, q, k, v, e, g, begin, behind)
+    return [*(local.item(made, index) for index in range(5)), first]
+
+
+def _in_turns(local: Local, axes: Sequence[str], back: bool, turn: Target, operands: Sequence[Node | None], count: int) -> list[Node]:
+    """What a call for each turn gives, put together; of the last, which is the state, with its first dim."""
+    along, one = _along(local), count == 1
+    made = in_turns(local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, along, *at), count, one)
+    return [together(local, axes, each, along + (index == count - 1), back) for index, each in enumerate(made)]
+
+
+def _along(local: Local) -> int:
+    """The dim of rows or heads that is taken in parts."""
+    assert local.turns is not None
+    letter, lead = local.turns.letter, len(local.shape(local.operands[1])) - 2
+    return lead - 1 if letter == "h" else int(letter[1:]) if letter.startswith("*") else 0
+
+
+def _without_first(local: Local, x: Node) -> Node:
+    return local.emit(aten.reshape.default, x, list(local.shape(x))[1:])
+
+
+def _everywhere(local: Local, axes: Sequence[str], states: Node, index: int, back: bool) -> Node | None:
+    """Where the chain ends, which its last rank alone knows, on all ranks. None if nobody reads it."""
+    if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
+        return None
+    return local.all_reduce(local.keep_end(_without_first(local, states), axes, back), axes, "sum")
+
+
+def _edges(local: Local) -> tuple[Node | None, Node | None]:
+    """Backward's state before the first position, and the gradient behind the last, if they are given."""
+    rest = iter(local.operands[6:])
+    before, after = ((*local.node.args, None, None)[index] for index in (6, 7))
+    return (next(rest) if before is not None else None), (next(rest) if after is not None else None)
+
+
+def _of_all(local: Local, axes: Sequence[str], end: Target, *operands: Node) -> list[Node]:
+    """What each rank's stretch comes to, one after another, in one message."""
+    made = local.emit(end, *operands)
+    parts = [local.item(made, index) for index in range(2 if end is meshc.delta_rule_end.default else 3)]
+    rows = local.emit(aten.unsqueeze.default, local.emit(aten.cat.default, parts, -1), 0)
+    widths = [local.shape(part)[-1] for part in parts]
+    found, dim = local.all_gather(rows, axes, 0), len(local.shape(rows)) - 1
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    return [local.emit(aten.slice.Tensor, found, dim, start, start + width) for start, width in zip(starts, widths, strict=True)]
+
+
+def _states(local: Local, axes: Sequence[str], products: Node, ends: Node, edge: Node | None, reverse: bool) -> list[Node]:
+    """What the ranks before this one come to (reversed: those behind it), and what all do."""
+    every = -1 if reverse else local.ranks(axes)
+    return [local.emit(meshc.delta_rule_join.default, products, ends, edge, place, reverse) for place in (local.index(axes), every)]
+
+
+def _turn(node: Node, tensors: list[Node]) -> Rule:
+    """Of a rank's own stretch, of whose rows or heads it takes a part: nothing is split further."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = [name for name, value in zip(names, node.args, strict=True) if isinstance(value, Node) and name != "place"]
+    lead, along = len(shape_of(tensors[given.index("k")])) - 2, integer(node.args[names.index("along")])
+
+    def text(name: str, part: bool) -> str:
+        rows = [("p!" if part else "b!") if index == along else f"d{index}!" for index in range(lead)]
+        ends = {"g": "t!", "v": "t! v!", "grad": "t! v!", "before": "a! v!", "after": "a! v!", "begin": "a! v!", "handed": "a! v!"}
+        return " ".join([*["o!"] * (name == "handed"), *rows, ends.get(name, "t! a!")])
+
+    operands = ", ".join(text(name, name == "handed") for name in given)
+    made = ["q", "k", "v", "e", "g"] if "grad" in given else ["v"] if "q" in given else []
+    return einsum(f"{operands} -> {' | '.join([*(text(name, True) for name in made), text('handed', True)])}", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.delta_rule.default: _forward,
+    meshc.delta_rule_backward.default: _backward,
+    meshc.delta_rule_turn.default: _turn,
+    meshc.delta_rule_state_turn.default: _turn,
+    meshc.delta_rule_backward_turn.default: _turn,
+}

@@ -1,0 +1,75 @@
+"""Fourier transforms and windows along one dim: what is transformed must be whole, and since they are linear a partial sum goes through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, integers, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+
+
+def _letters(shape: tuple[int, ...]) -> list[str]:
+    return [ONE if size == 1 else f"d{i}" for i, size in enumerate(shape)]
+
+
+def _transform(node: Node, tensors: list[Node]) -> Rule:
+    """_fft_c2c, _fft_r2c, _fft_c2r: the result may have another size along a dim that is transformed."""
+    source, target = shape_of(tensors[0]), result_shapes(node)[0]
+    inside, out = _letters(source), _letters(target)
+    whole = set()
+    for dim in (d % len(source) for d in integers(node.args[1])):
+        if source[dim] != target[dim] and target[dim] != 1:
+            out[dim] = f"o{dim}"
+        whole |= {inside[dim], out[dim]}
+    return Rule((tuple(inside),), (tuple(out),), ({},), frozenset(whole - {ONE}), linear=ALONE, defers=True)
+
+
+def _unfold(node: Node, tensors: list[Node]) -> Rule:
+    """(..., n, ...) -> (..., windows, ..., size)."""
+    source, target = shape_of(tensors[0]), result_shapes(node)[0]
+    if not source:
+        return Rule(((),), (tuple(_letters(target)),), ({},), frozenset(_letters(target)) - {ONE}, kind="layout")
+    inside, out = _windows(integer(node.args[1]), source, target)
+    return Rule((inside,), (out,), ({},), _moved(inside, out), kind="layout")
+
+
+def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
+    """Windows that overlap add up, so unlike `unfold` this is no layout."""
+    source, target = shape_of(tensors[0]), result_shapes(node)[0]
+    if not target:
+        return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear=ALONE, defers=True)
+    out, inside = _windows(integer(node.args[2]), target, source)
+    return Rule((inside,), (out,), ({},), _moved(inside, out), linear=ALONE, defers=True, lower=_lower_unfold_backward)
+
+
+def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    letters = _letters(long)
+    dim %= len(long)
+    parts = [*letters[:dim], ONE if cut[dim] == 1 else "w", *letters[dim + 1 :], ONE if cut[-1] == 1 else "s"]
+    letters[dim] = ONE if long[dim] == 1 else "n"
+    return tuple(letters), tuple(parts)
+
+
+def _moved(inside: tuple[str, ...], out: tuple[str, ...]) -> frozenset[str]:
+    return frozenset({"n", "w", "s"} & {*inside, *out})
+
+
+def _lower_unfold_backward(local: Local) -> Node:
+    return local.emit(local.node.target, local.operands[0], list(local.out_shape(0)), *local.node.args[2:])
+
+
+RULES: dict[object, RuleFunction] = {
+    aten._fft_c2c.default: _transform,
+    aten._fft_r2c.default: _transform,
+    aten._fft_c2r.default: _transform,
+    aten.unfold.default: _unfold,
+    aten.unfold_copy.default: _unfold,
+    aten.unfold_backward.default: _unfold_backward,
+}

@@ -1,0 +1,63 @@
+"""Layer and group norm, kept whole: their own statistics need the normalised dims whole, everything else passes.
+
+(Batch norm is taken apart by `differentiate` into means, so that it is synchronised by the rules of sums alone.)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.rules.rule import Rule, RuleFunction, einsum, integers, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+
+
+def _names(node: Node) -> tuple[str, str, str]:
+    shape = shape_of(node.all_input_nodes[0])
+    position = 1 if node.target is aten.native_layer_norm.default else 2
+    normalised = len(integers(node.args[position]))
+    lead = " ".join(f"b{i}" for i in range(len(shape) - normalised))
+    whole = " ".join(f"c{i}!" for i in range(normalised))
+    return lead, whole, " ".join(["_"] * normalised)
+
+
+def _layer_norm(node: Node, tensors: list[Node]) -> Rule:
+    lead, whole, ones = _names(node)
+    operands = [f"{lead} {whole}"] + [whole] * (len(tensors) - 1)
+    last = whole.split()[-1].removesuffix("!")
+    text = f"{', '.join(operands)} -> {lead} {whole} | {lead} {ones} | {lead} {ones}"
+    return einsum(text, node, tensors, roles={last: "hidden"})
+
+
+def _layer_norm_backward(node: Node, tensors: list[Node]) -> Rule:
+    lead, whole, ones = _names(node)
+    weight = len(tensors) - 4
+    operands = [f"{lead} {whole}", f"{lead} {whole}", f"{lead} {ones}", f"{lead} {ones}"] + [whole] * weight
+    sums = " ".join(f"+{letter}" for letter in lead.split())
+    text = f"{', '.join(operands)} -> {lead} {whole} | {whole} {sums} | {whole} {sums}"
+    return einsum(text, node, tensors, lower=_lower_layer_norm_backward)
+
+
+def _lower_layer_norm_backward(local: Local) -> Node:
+    """torch's CPU kernel reads mean and rstd as if they were contiguous; slices of them are not."""
+    grad, x, mean, rstd, *weights = local.operands
+    args, rest = list(local.node.args), iter(weights)
+    mean, rstd = (
+        row if row.target is operator.getitem else local.emit(aten.clone.default, row, memory_format=torch.contiguous_format)
+        for row in (mean, rstd)
+    )
+    scales = [None if argument is None else next(rest) for argument in args[5:7]]
+    return local.emit(aten.native_layer_norm_backward.default, grad, x, args[2], mean, rstd, *scales, *args[7:])
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}

@@ -1,0 +1,260 @@
+"""Pooling: batch and channels pass, space goes by windows; positions that a maximum remembers are global.
+
+    y[t] reads x[t * stride - padding + dilation * (0 .. kernel - 1)]       a tile of y goes with a window of x
+
+A rank extends its tile of x to its window (beyond the ends by minus infinity for a maximum, by zero for a mean) and pools that without
+padding along split dims. What a mean divides by follows from global positions where not all windows count alike. Backward needs no values
+of x: the gradient of the window is summed back into tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from meshc.ir.window import Window
+from meshc.rules.rule import Made, Rule, RuleFunction, dtype_of, einsum, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """A call's arguments by the names of its schema, defaults among them."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
+    return {argument.name: given.get(argument.name, node.kwargs.get(argument.name, argument.default_value)) for argument in schema}
+
+
+def each(setting: int | Sequence[int] | None, count: int, default: list[int] | None = None) -> list[int]:
+    """One number a dim; torch also takes one for all, or none for the default."""
+    row = [setting] if isinstance(setting, int) else list(setting or default or [])
+    return row * count if len(row) == 1 else row
+
+
+class _Pool:
+    """A pooling's settings, a number a dim."""
+
+    def __init__(self, node: Node, x: tuple[int, ...], y: tuple[int, ...]) -> None:
+        found = arguments(node)
+        self.count = 3 if "3d" in str(node.target) else 2
+        self.inputs, self.outputs = x[-self.count :], y[-self.count :]
+        self.kernel = each(found["kernel_size"], self.count)
+        self.stride = each(found["stride"], self.count, self.kernel)
+        self.padding = each(found["padding"], self.count)
+        self.dilation = each(found.get("dilation", 1), self.count)
+        self.ceil_mode = bool(found["ceil_mode"])
+        self.include = bool(found.get("count_include_pad", True))
+        self.divisor = found.get("divisor_override")
+        self.lead = ["b", "c"][4 - (len(x) - self.count + 2) :]
+        self.x, self.y = ([f"{prefix}{i}" for i in range(self.count)] for prefix in "xy")
+
+    def windows(self) -> dict[str, tuple[str, Window]]:
+        settings = zip(self.x, self.y, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return {y: (x, Window(stride, -padding, dilation * (kernel - 1) + 1)) for x, y, kernel, stride, padding, dilation in settings}
+
+    def dims(self, space: list[str], whole: bool = False) -> str:
+        return " ".join([*self.lead, *(letter + "!" * whole for letter in space)])
+
+    def local_padding(self, local: Local) -> list[int]:
+        """Along split dims nothing is padded any more."""
+        return [0 if local.axes(letter) else padding for letter, padding in zip(self.y, self.padding, strict=True)]
+
+    def place(self, index: int) -> int:
+        """The dim of the index-th letter."""
+        return index + len(self.lead)
+
+    def varies(self, index: int) -> bool:
+        """Whether windows along a dim count differently many elements."""
+        kernel, stride, padding = self.kernel[index], self.stride[index], self.padding[index]
+        beyond = (self.outputs[index] - 1) * stride - padding + kernel > self.inputs[index] + padding
+        return beyond or (padding > 0 and not self.include)
+
+
+def _forward(node: Node) -> _Pool:
+    return _Pool(node, shape_of(node.all_input_nodes[0]), result_shapes(node)[0])
+
+
+def _backward(node: Node) -> _Pool:
+    grad, x = node.all_input_nodes[:2]
+    return _Pool(node, shape_of(x), shape_of(grad))
+
+
+# ------------------------------------------------------------------------------------------------------------------------ maximum
+
+
+def _max_pool(node: Node, tensors: list[Node]) -> Rule:
+    pool = _forward(node)
+    whole = not dtype_of(tensors[0]).is_floating_point
+    x, y = pool.dims(pool.x, whole), pool.dims(pool.y, whole)
+    return einsum(f"{x} -> {y} | {y}", node, tensors, lower=_lower_max_pool, windows=pool.windows(), neutral=float("-inf"))
+
+
+def _lower_max_pool(local: Local) -> Made:
+    (x,) = local.operands
+    pool = _forward(local.node)
+    for index, letter in enumerate(pool.y):
+        x = local.window(x, pool.place(index), letter, local.rule.neutral)
+    settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.dilation, pool.ceil_mode]
+    made = local.emit(local.node.target, x, *settings)
+    if not any(local.axes(letter) for letter in pool.y):
+        return made
+    here = list(local.shape(x)[-pool.count :])
+    return [local.item(made, 0), _moved(local, pool, local.item(made, 1), here, list(pool.inputs), 1)]
+
+
+def _max_pool_backward(node: Node, tensors: list[Node]) -> Rule:
+    """(grad, x, indices): of x only the shape matters. Where the gradient is padding it must be zero, and its index one that exists."""
+    pool = _backward(node)
+    x, y = pool.dims(pool.x), pool.dims(pool.y)
+    return einsum(f"{y}, {x}, {y} -> {x}", node, tensors, lower=_lower_max_pool_backward, windows=pool.windows(), clean=(0, 2))
+
+
+def _lower_max_pool_backward(local: Local) -> Node:
+    grad, x, indices = local.operands
+    pool = _backward(local.node)
+    x, split = _like_window(local, pool, grad, x)
+    if split:
+        indices = _moved(local, pool, indices, list(pool.inputs), list(local.shape(x)[-pool.count :]), -1)
+    settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.dilation, pool.ceil_mode]
+    return _sum_back(local, pool, local.emit(local.node.target, grad, x, *settings, indices))
+
+
+def _moved(local: Local, pool: _Pool, indices: Node, sizes: list[int], target: list[int], sign: int) -> Node:
+    """Flat positions in a space of `sizes` as flat positions in one of `target`, window (sign 1) to whole dim or back (-1)."""
+    found: Node | None = None
+    for index in reversed(range(pool.count)):
+        letter, unit = pool.y[index], prod(target[index + 1 :])
+        at = local.emit(aten.remainder.Scalar, indices, sizes[index]) if index else indices
+        indices = local.emit(aten.div.Scalar_mode, indices, sizes[index], rounding_mode="floor") if index else indices
+        if local.axes(letter):
+            start = local.window_start(letter)
+            at = local.emit(aten.add.Tensor if sign > 0 else aten.sub.Tensor, at, start)
+            at = local.emit(aten.sub.Tensor if sign > 0 else aten.add.Tensor, at, pool.padding[index])
+            at = local.emit(aten.clamp.default, at, 0, target[index] - 1)  # what padding remembers must exist
+        if unit != 1:
+            at = local.emit(aten.mul.Tensor, at, unit)
+        found = at if found is None else local.emit(aten.add.Tensor, at, found)
+    assert found is not None
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------------- mean
+
+
+def _avg_pool(node: Node, tensors: list[Node]) -> Rule:
+    pool = _forward(node)
+    return einsum(f"{pool.dims(pool.x)} -> {pool.dims(pool.y)}", node, tensors, lower=_lower_avg_pool, windows=pool.windows())
+
+
+def _lower_avg_pool(local: Local) -> Node:
+    (x,) = local.operands
+    pool = _forward(local.node)
+    for index, letter in enumerate(pool.y):
+        x = local.window(x, pool.place(index), letter)
+    counts = _counts(local, pool)
+    settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.ceil_mode, pool.include]
+    made = local.emit(local.node.target, x, *settings, pool.divisor if counts is None else 1)
+    return made if counts is None else local.emit(aten.div.Tensor, made, counts)
+
+
+def _avg_pool_backward(node: Node, tensors: list[Node]) -> Rule:
+    """(grad, x): of x only the shape matters. The gradient's padding must be zero: its windows may reach what is real."""
+    pool = _backward(node)
+    x, y = pool.dims(pool.x), pool.dims(pool.y)
+    return einsum(f"{y}, {x} -> {x}", node, tensors, lower=_lower_avg_pool_backward, windows=pool.windows(), clean=(0,))
+
+
+def _lower_avg_pool_backward(local: Local) -> Node:
+    grad, x = local.operands
+    pool = _backward(local.node)
+    x, _ = _like_window(local, pool, grad, x)
+    counts = _counts(local, pool)
+    if counts is not None:
+        grad = local.emit(aten.div.Tensor, grad, counts)
+    settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.ceil_mode, pool.include]
+    return _sum_back(local, pool, local.emit(local.node.target, grad, x, *settings, pool.divisor if counts is None else 1))
+
+
+def _counts(local: Local, pool: _Pool) -> Node | None:
+    """What each output of the tile is the mean of, as a tensor that broadcasts over it; None where the operator itself knows."""
+    if pool.divisor is not None or not any(local.axes(letter) and pool.varies(index) for index, letter in enumerate(pool.y)):
+        return None
+    found: Node | None = None
+    for index, letter in enumerate(pool.y):
+        low, high = (-pool.padding[index], pool.inputs[index] + pool.padding[index]) if pool.include else (0, pool.inputs[index])
+        start: Node | int = local.positions(letter, torch.int64, torch.device("cpu"))
+        start = local.emit(aten.sub.Tensor, local.emit(aten.mul.Tensor, start, pool.stride[index]), pool.padding[index])
+        end = local.emit(aten.clamp.default, local.emit(aten.add.Tensor, start, pool.kernel[index]), None, high)
+        count = local.emit(aten.sub.Tensor, end, local.emit(aten.clamp.default, start, low))
+        count = local.emit(aten.clamp.default, count, 1)  # beyond the end, where the gradient is zero, there must be no 0 / 0
+        count = local.emit(aten.reshape.default, count, [-1, *[1] * (pool.count - 1 - index)])
+        found = count if found is None else local.emit(aten.mul.Tensor, found, count)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------------- both
+
+
+def _like_window(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, bool]:
+    """Something of the shape of the window of x, and whether that is another than x itself."""
+    lengths = {
+        pool.place(index): pool.windows()[letter][1].length(local.local_size(letter))
+        for index, letter in enumerate(pool.y)
+        if local.axes(letter)
+    }
+    if not lengths:
+        return x, False
+    shape = [lengths.get(dim, size) for dim, size in enumerate(local.shape(x))]
+    return local.emit(aten.new_zeros.default, grad, shape), True
+
+
+def _sum_back(local: Local, pool: _Pool, x: Node) -> Node:
+    for index, letter in enumerate(pool.y):
+        x = local.sum_of_windows(x, pool.place(index), letter)
+    return x
+
+
+# --------------------------------------------------------------------------------------------------------------------- fractional
+
+
+def _fractional(node: Node, tensors: list[Node]) -> Rule:
+    """Regions lie where random numbers of each image and channel say: the space is whole."""
+    lead, read, made = _fractional_letters(node, shape_of(tensors[0]))
+    samples = "b c" if lead == "b c" else "_ c"
+    return einsum(f"{lead} {read}, {samples} s! -> {lead} {made} | {lead} {made}", node, tensors, clean=(1,))
+
+
+def _fractional_backward(node: Node, tensors: list[Node]) -> Rule:
+    lead, read, made = _fractional_letters(node, shape_of(tensors[1]))
+    return einsum(f"{lead} {made}, {lead} {read}, {lead} {made} -> {lead} {read}", node, tensors, clean=(2,))
+
+
+def _fractional_letters(node: Node, shape: tuple[int, ...]) -> tuple[str, str, str]:
+    count = len(arguments(node)["output_size"])
+    read, made = (" ".join(f"{letter}{index}!" for index in range(count)) for letter in "xy")
+    return ("b c" if len(shape) == count + 2 else "c"), read, made
+
+
+WINDOWED: dict[object, RuleFunction] = {
+    aten.max_pool2d_with_indices.default: _max_pool,
+    aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    aten.max_pool3d_with_indices.default: _max_pool,
+    aten.max_pool3d_with_indices_backward.default: _max_pool_backward,
+    aten.avg_pool2d.default: _avg_pool,
+    aten.avg_pool2d_backward.default: _avg_pool_backward,
+    aten.avg_pool3d.default: _avg_pool,
+    aten.avg_pool3d_backward.default: _avg_pool_backward,
+}
+RULES: dict[object, RuleFunction] = {
+    **WINDOWED,
+    aten.fractional_max_pool2d.default: _fractional,
+    aten.fractional_max_pool2d_backward.default: _fractional_backward,
+    aten.fractional_max_pool3d.default: _fractional,
+}

@@ -1,0 +1,167 @@
+"""Linear recurrences: each rank takes the steps of its stretch, from what the stretches before it come to.
+
+    a b of a rank's tile -> product of a, last h from zero        one gather of both, 1 position of t each
+    those of the ranks before, taken as steps -> the h that this rank begins with
+
+Backward the same from the other end, with g in the place of h; and the last h of the ranks before. Or each hands its last h on, of a part
+of the rows at a time (`turns.py`): steps are taken once, and ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from meshc.ir.functions import Target
+from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
+from meshc.ops import recurrence_turns as _turns  # noqa: F401 - likewise
+from meshc.rules.reduction import argument
+from meshc.rules.rule import Made, Rule, RuleFunction, Stepping, einsum, integer, shape_of
+from meshc.rules.turns import in_turns, together
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+
+def _letters(tensor: Node, dim: int) -> tuple[str, str]:
+    letters = [f"d{i}" for i in range(len(shape_of(tensor)))]
+    return " ".join(letters), letters[dim]
+
+
+def _forward(node: Node, tensors: list[Node]) -> Rule | None:
+    if len(tensors) != 2:
+        return None
+    dim = integer(argument(node, 3, "dim", 0))
+    dims, letter = _letters(tensors[0], dim)
+    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **_how(dims, letter))
+
+
+def _backward(node: Node, tensors: list[Node]) -> Rule | None:
+    if len(tensors) != 3:
+        return None
+    dim = integer(argument(node, 5, "dim", 0))
+    dims, letter = _letters(tensors[0], dim)
+    text = f"{dims}, {dims}, {dims} -> {dims} | {dims}"
+    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **_how(dims, letter))
+
+
+def _how(dims: str, letter: str) -> dict[str, Any]:
+    others = tuple(each for each in dims.split() if each != letter)
+    return {"self_masked": True, "major": frozenset({letter}), "steps": Stepping(letter, others, joins=True)}
+
+
+def _lower(local: Local, letter: str, dim: int) -> Node:
+    a, b = local.operands
+    axes = local.axes(letter)
+    if not axes:
+        return local.call(a, b)
+    a, b = local.neutralise(a, letter, 1.0), local.neutralise(b, letter, 0.0)
+    if local.turns is not None:
+        return _in_turns(local, axes, dim, False, meshc.recurrence_turn.default, (a, b), 1)[0]
+    products, ends = _of_all(local, axes, dim, *_end(local, a, b, dim, False))
+    return local.emit(meshc.recurrence.default, a, b, _come_to(local, axes, dim, products, ends, aten.lt.Scalar), dim)
+
+
+def _lower_backward(local: Local, letter: str, dim: int) -> Made:
+    grad, a, h = local.operands
+    axes = local.axes(letter)
+    if not axes:
+        made = local.call(grad, a, h)
+    else:
+        grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
+        if local.turns is not None:
+            before = _before(local, h, letter, axes, dim)
+            return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
+        product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
+        products, ends, starts, lasts = _of_all(local, axes, dim, product, end, *_last(local, h, letter, dim))
+        after = _come_to(local, axes, dim, products, ends, aten.gt.Scalar)
+        before = _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
+        made = local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
+    return [local.item(made, 0), local.item(made, 1)]
+
+
+def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Target, operands: Sequence[Node], count: int) -> list[Node]:
+    """What a call for each turn gives, put together."""
+    assert local.turns is not None
+    along = int(local.turns.letter[1:])
+    made = in_turns(
+        local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, dim, along, *at), count + 1
+    )  # fmt: skip
+    return [together(local, axes, one, along, back) for one in made[:count]]
+
+
+def _before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -> Node:
+    """The last h of the ranks before: of the one before, where no tile has padding, which may be a whole tile of it between others."""
+    real = local.neutralise(h, letter, 0.0)
+    if real is h:
+        return local.hand_on(_at_end(local, h, dim), axes, dim, False)
+    starts, lasts = _of_all(local, axes, dim, *_as_steps(local, h, real, letter, dim))
+    return _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
+
+
+def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
+    """The last h of a tile, padding aside, as steps come to it: 0 times what was before, and it. A tile of padding takes no step."""
+    real = local.neutralise(h, letter, 0.0)
+    if real is not h:
+        return _as_steps(local, h, real, letter, dim)
+    last = _at_end(local, h, dim)
+    return local.emit(aten.zeros_like.default, last), last
+
+
+def _as_steps(local: Local, h: Node, real: Node, letter: str, dim: int) -> tuple[Node, Node]:
+    return _end(local, local.neutralise(local.emit(aten.zeros_like.default, h), letter, 1.0), real, dim, False)
+
+
+def _at_end(local: Local, h: Node, dim: int) -> Node:
+    size = local.shape(h)[dim]
+    return local.emit(aten.slice.Tensor, h, dim, size - 1, size)
+
+
+def _end(local: Local, a: Node, b: Node, dim: int, reverse: bool) -> tuple[Node, Node]:
+    made = local.emit(meshc.recurrence_end.default, a, b, dim, reverse)
+    return local.item(made, 0), local.item(made, 1)
+
+
+def _of_all(local: Local, axes: Sequence[str], dim: int, *each: Node) -> list[Node]:
+    """Of all ranks, one after another along the dim, in one message."""
+    rows = local.emit(aten.stack.default, list(each), 0)
+    found = local.all_gather(rows, axes, dim + 1)
+    return [local.emit(aten.select.int, found, 0, index) for index in range(len(each))]
+
+
+def _come_to(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, side: Target) -> Node:
+    """What the ranks on one side of this one come to: others take no step."""
+    shape = local.shape(ends)
+    places = local.emit(aten.arange.default, shape[dim], dtype=torch.int64, device=torch.device("cpu"))
+    there = local.emit(side, places, local.index(axes))
+    there = local.emit(aten.reshape.default, there, [1] * dim + [shape[dim]] + [1] * (len(shape) - dim - 1))
+    a, b = (local.emit(aten.where.ScalarOther, there, x, fill) for x, fill in ((products, 1.0), (ends, 0.0)))
+    return _end(local, a, b, dim, side is aten.gt.Scalar)[1]
+
+
+def _turn(node: Node, tensors: list[Node]) -> Rule:
+    """Of a rank's own stretch, of whose rows it takes a part: nothing is split further."""
+    count = 4 if node.target is meshc.recurrence_backward_turn.default else 2
+    dims = len(shape_of(tensors[0]))
+    dim, along = (integer(node.args[count + offset]) for offset in (1, 2))
+
+    def text(part: str, step: str) -> str:
+        return " ".join({along: part, dim: step}.get(index, f"d{index}!") for index in range(dims))
+
+    whole, part = text("b!", "t!"), text("p!", "t!")
+    operands = [whole, whole, *([whole, text("b!", "u!")] if count == 4 else []), *[f"o! {text('p!', 'u!')}"] * (len(tensors) - count)]
+    made = [part] * (2 if count == 4 else 1)
+    return einsum(f"{', '.join(operands)} -> {' | '.join(made)} | o! {text('p!', 'u!')}", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.recurrence.default: _forward,
+    meshc.recurrence_backward.default: _backward,
+    meshc.recurrence_turn.default: _turn,
+    meshc.recurrence_backward_turn.default: _turn,
+}

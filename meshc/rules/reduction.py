@@ -1,0 +1,143 @@
+"""Reductions that are partial until their parts are put together: the letters of the dims that go are summed (or maximised, ...).
+
+A mean divides by the global size. Truths are numbers here: `any` is a maximum, `all` a minimum.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from meshc.ops import parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
+from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+
+
+def reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str | None, **changes: Any) -> Rule:
+    """The letters d0, d1, ... of an operand, of which those of `dims` go; `how` None: they must be whole."""
+    (x,) = tensors
+    shape = shape_of(x)
+    letters = tuple(f"d{i}" for i in range(len(shape)))
+    if dims is None or dims == []:
+        gone = set(range(len(shape)))
+    else:
+        gone = {integer(d) % len(shape) for d in (dims if isinstance(dims, list | tuple) else [dims])} if shape else set()
+    out = tuple(ONE if i in gone else letter for i, letter in enumerate(letters) if keep or i not in gone)
+    reduced = {letters[i] for i in gone}
+    count = len(result_shapes(node))
+    if how is None:
+        return Rule((letters,), (out,) * count, ({},) * count, whole=frozenset(reduced), **changes)
+    return Rule((letters,), (out,) * count, ({letter: how for letter in reduced},) * count, **changes)
+
+
+def argument(node: Node, position: int, name: str, default: object) -> object:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _sum(node: Node, tensors: list[Node]) -> Rule:
+    dims = argument(node, 1, "dim", None)
+    return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum", kind="carry", linear=ALONE, defers=True)
+
+
+def _sum_all(node: Node, tensors: list[Node]) -> Rule:
+    return reduce(node, tensors, None, False, "sum", kind="carry", linear=ALONE, defers=True)
+
+
+def _mean(node: Node, tensors: list[Node]) -> Rule:
+    """Over the last dim it is part of a norm that is written out."""
+    dims = argument(node, 1, "dim", None)
+    roles = {f"d{len(shape_of(tensors[0])) - 1}": "hidden"} if dims in ([-1], (-1,)) else {}
+    keep = bool(argument(node, 2, "keepdim", False))
+    return reduce(node, tensors, dims, keep, "sum", linear=ALONE, defers=True, lower=_lower_mean, roles=roles)
+
+
+def _mean_all(node: Node, tensors: list[Node]) -> Rule:
+    return reduce(node, tensors, None, False, "sum", linear=ALONE, defers=True, lower=_lower_mean)
+
+
+def _lower_mean(local: Local) -> Node:
+    (x,) = local.operands
+    reduced = list(local.rule.sums[0])
+    if not any(local.axes(letter) for letter in reduced):
+        return local.emit(local.node.target, x, *local.node.args[1:], **local.node.kwargs)
+    size = prod(local.global_size(letter) for letter in reduced)
+    if local.node.target is aten.mean.default:
+        total = local.emit(aten.sum.default, x, **local.node.kwargs)
+    else:
+        dims = local.node.args[1] if len(local.node.args) > 1 else local.node.kwargs.get("dim")
+        keep = local.node.args[2] if len(local.node.args) > 2 else local.node.kwargs.get("keepdim", False)
+        total = local.emit(aten.sum.dim_IntList, x, dims, keep, **{k: v for k, v in local.node.kwargs.items() if k == "dtype"})
+    return local.emit(aten.mul.Tensor, total, 1 / size)
+
+
+def _extreme(how: str) -> RuleFunction:
+    neutral = float("-inf") if how == "max" else float("inf")
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        dims = argument(node, 1, "dim", None)
+        return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), how, neutral=neutral)
+
+    return rule
+
+
+def _extreme_all(how: str) -> RuleFunction:
+    neutral = float("-inf") if how == "max" else float("inf")
+    return lambda node, tensors: reduce(node, tensors, None, False, how, neutral=neutral)
+
+
+def _truth(how: str) -> RuleFunction:
+    """any (max; padding is false) and all (min; padding is true), over one dim, several, or all."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        dims = argument(node, 1, "dim", None)
+        return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), how, neutral=float(how == "min"))
+
+    return rule
+
+
+def _count(node: Node, tensors: list[Node]) -> Rule:
+    """count_nonzero and nansum: sums of something else than x."""
+    dims = argument(node, 1, "dim", None)
+    return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum")
+
+
+def _histc(node: Node, tensors: list[Node]) -> Rule:
+    """How many elements lie in each bin: counts add up if the borders are given, and padding lies beyond them. With none given (min = max)
+    the borders are those of the data, which must be whole.
+    """
+    (x,) = tensors
+    letters = tuple(f"d{i}" for i in range(len(shape_of(x))))
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
+        return Rule((letters,), (("bins",),), ({},), whole=frozenset({"bins", *letters}))
+    return Rule((letters,), (("bins",),), (dict.fromkeys(letters, "sum"),), frozenset({"bins"}), kind="carry", neutral=float("inf"))
+
+
+def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
+    """A microbatch's share of a sum over microbatches: it lies as it is made, and what is partial waits for all of them."""
+    return pointwise(node, tensors, kind="carry", linear=ALONE, defers=True, accumulates=True, lower=lambda local: local.operands[0])
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum_all,
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean_all,
+    aten.nansum.default: _count,
+    aten.count_nonzero.default: _count,
+    aten.count_nonzero.dim_IntList: _count,
+    aten.histc.default: _histc,
+    aten.amax.default: _extreme("max"),
+    aten.amin.default: _extreme("min"),
+    aten.max.default: _extreme_all("max"),
+    aten.min.default: _extreme_all("min"),
+    **{op: _truth("max") for op in (aten.any.default, aten.any.dim, aten.any.dims)},
+    **{op: _truth("min") for op in (aten.all.default, aten.all.dim, aten.all.dims)},
+    torch.ops.meshc.sum_of_parts.default: _sum_of_parts,
+}

@@ -1,0 +1,153 @@
+"""Resizing of images: nearest by whole factors and adaptive means over equal parts go by windows, the rest keeps its space whole.
+
+    upsample by f      a tile of x goes with the window of f times as many y       nothing moves where both divide
+    adaptive mean      a tile of y goes with the window of size(x) / size(y) times as many x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir.window import Window
+from meshc.ops import upsample as _upsample_operators  # noqa: F401 - registers them
+from meshc.rules.rule import Rule, RuleFunction, einsum, integers, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+ours = torch.ops.meshc
+Lower = Callable[["Local"], object]
+
+
+def _lead(shape: tuple[int, ...], count: int) -> list[str]:
+    return ["b", "c"][2 - (len(shape) - count) :]
+
+
+def _whole(node: Node, tensors: list[Node]) -> Rule:
+    """Batch and channels pass, space is whole. Indices lie in space; those in padding must not point outside it."""
+
+    def dims(shape: tuple[int, ...], prefix: str) -> str:
+        lead = _lead(shape, min(len(shape) - 1, 2 + ("3d" in str(node.target))))
+        return " ".join([*lead, *(f"{prefix}{i}!" for i in range(len(shape) - len(lead)))])
+
+    operands = [dims(shape_of(tensor), f"t{index}_") for index, tensor in enumerate(tensors)]
+    results = [dims(shape, f"r{index}_") for index, shape in enumerate(result_shapes(node))]
+    return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors)
+
+
+def _windowed(node: Node, tensors: list[Node], small: tuple[int, ...], large: tuple[int, ...], text: str, lower: Lower) -> Rule:
+    """`text` speaks of `small` and `large`, the dims of the sides: one position of the smaller stands for a whole number of the larger."""
+    lead = _lead(small, 2 + ("3d" in str(node.target)) if "adaptive" in str(node.target) else len(small) - 2)
+    sides = {"small": [*lead], "large": [*lead]}
+    windows = {}
+    for i in range(len(small) - len(lead)):
+        few, many = small[i + len(lead)], large[i + len(lead)]
+        fits = many % few == 0
+        if fits:
+            windows[f"s{i}"] = (f"l{i}", Window(many // few, 0, many // few))
+        for name, letters in sides.items():
+            letters.append(f"{name[0]}{i}" + "!" * (not fits))
+    for name, letters in sides.items():
+        text = text.replace(name, " ".join(letters))
+    # what is padding on one side may reach what is real on the other
+    return einsum(text, node, tensors, lower=lower, windows=windows, clean=(0,))
+
+
+def _places(local: Local) -> list[tuple[int, str]]:
+    """(dim, letter) of what goes by windows."""
+    rank = len(local.shape(local.operands[0]))
+    space = rank - len([letter for letter in local.rule.operands[0] if letter in ("b", "c")])
+    return [(rank - space + int(letter[1:]), letter) for letter in local.rule.windows]
+
+
+def _reached(local: Local, large: Node) -> Node:
+    """The tile of the larger side that a tile of the smaller stands for."""
+    for dim, letter in _places(local):
+        large = local.window(large, dim, letter)
+    return large
+
+
+def _back(local: Local, large: Node) -> Node:
+    """What a tile of the smaller side has made of the larger: brought to where that lies, and added up."""
+    for dim, letter in _places(local):
+        large = local.sum_of_windows(large, dim, letter)
+    return large
+
+
+def _upsample(node: Node, tensors: list[Node]) -> Rule:
+    return _windowed(node, tensors, shape_of(tensors[0]), result_shapes(node)[0], "small -> large", _lower_upsample)
+
+
+def _lower_upsample(local: Local) -> Node:
+    return _back(local, local.emit(local.node.target, *local.operands, *local.node.args[1:]))
+
+
+def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
+    return _windowed(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_upsample_backward)
+
+
+def _lower_upsample_backward(local: Local) -> Node:
+    return local.emit(local.node.target, _reached(local, local.operands[0]), *local.node.args[1:])
+
+
+def _adaptive_mean(node: Node, tensors: list[Node]) -> Rule:
+    return _windowed(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_adaptive_mean)
+
+
+def _lower_adaptive_mean(local: Local) -> Node:
+    x = _reached(local, local.operands[0])
+    count = len(integers(local.node.args[1]))
+    return local.emit(local.node.target, x, list(local.out_shape(0))[-count:])
+
+
+def _adaptive_mean_backward(node: Node, tensors: list[Node]) -> Rule:
+    """(grad, x): of x only the shape matters."""
+    return _windowed(node, tensors, shape_of(tensors[0]), shape_of(tensors[1]), "small, large -> large", _lower_adaptive_mean_backward)
+
+
+def _lower_adaptive_mean_backward(local: Local) -> Node:
+    grad, x = local.operands
+    shape = list(local.shape(x))
+    for dim, letter in _places(local):
+        if local.axes(letter):
+            shape[dim] = local.rule.windows[letter][1].length(local.local_size(letter))
+    if shape != list(local.shape(x)):
+        x = local.emit(aten.new_zeros.default, grad, shape)
+    return _back(local, local.emit(local.node.target, grad, x))
+
+
+def _torch_upsample_backward(node: Node, tensors: list[Node]) -> Rule:
+    return replace(_whole(node, tensors), lower=_lower_torch_upsample_backward)
+
+
+def _lower_torch_upsample_backward(local: Local) -> Node:
+    """(grad, output_size, input_size, ...): input_size speaks of batch and channels too."""
+    args = local.node.args
+    return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)
+
+
+RULES: dict[object, RuleFunction] = {
+    ours.upsample.default: _upsample,
+    ours.upsample_backward.default: _upsample_backward,
+    aten._adaptive_avg_pool2d.default: _adaptive_mean,
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_mean_backward,
+    aten._adaptive_avg_pool3d.default: _adaptive_mean,
+    aten._adaptive_avg_pool3d_backward.default: _adaptive_mean_backward,
+    aten.adaptive_max_pool2d.default: _whole,
+    aten.reflection_pad2d.default: _whole,
+    aten.replication_pad2d.default: _whole,
+    aten.upsample_nearest2d.default: _whole,
+    aten.upsample_nearest2d.vec: _whole,
+    aten.upsample_bilinear2d.default: _whole,
+    aten.upsample_bilinear2d.vec: _whole,
+    aten.upsample_nearest2d_backward.default: _torch_upsample_backward,
+    aten.upsample_bilinear2d_backward.default: _torch_upsample_backward,
+    aten._upsample_bilinear2d_aa_backward.default: _torch_upsample_backward,
+    aten._upsample_bicubic2d_aa_backward.default: _torch_upsample_backward,
+}

@@ -1,0 +1,235 @@
+"""Attention written out as a ring: keys and values pass round the ranks, a block at a time, and no rank ever holds them all.
+
+    out, lse = attention(q, k, v)       k1 = ring_shift(k, 1)   v1 = ring_shift(v, 1)       on their way ...
+  becomes on 3 ranks                    out, lse = attention_block(q, k, v)                 ... meanwhile
+                                        k2 = ring_shift(k1, 1)   v2 = ring_shift(v1, 1)
+                                        more = attention_block(q, k1, v1)                   out, lse = attention_merge(out, lse, *more)
+                                        more = attention_block(q, k2, v2)                   out, lse = attention_merge(out, lse, *more)
+
+In backward keys and values pass round again, and behind them what has been added up of their gradients, which the last shift brings home:
+
+    dq, dk, dv = backward(q, k, v)      dq1, gk, gv = backward(q, k1, v1)       gk = ring_shift(gk, 1)      beside the next block
+                                        dq2, dk2, dv2 = backward(q, k2, v2)     gk = ring_shift(gk + dk2, 1)    which brings it home
+                                        dk = dk + gk
+
+Under a window no block passes on farther than the window reaches. What is made larger by layout alone (keys that several heads share)
+travels before it is. Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import is_getitem, record, spmd
+from meshc.ir.sizes import Size
+from meshc.ops import attention_block as _blocks  # noqa: F401 - registers them
+from meshc.rules.rule import integer
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+LAYOUT = {
+    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
+    aten.permute.default, aten.transpose.int,
+}  # fmt: skip
+"""What keys and values may be made larger by, on their way to attention, without anything being computed."""
+
+
+def steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, window: int, offset: int) -> int:
+    """How often a block of keys is passed on: to all, or as far as a window reaches. Of sizes that calls choose, tiles may be smaller."""
+    if not causal or not window or offset or queries != keys or any(isinstance(size, Size) for size in (queries, tile)):
+        return ranks - 1
+    return min(ranks - 1, -(-(window - 1) // tile))
+
+
+def place_of(node: Node, name: str) -> int:
+    """Where an argument of this name stands in a call of one of meshc's operators."""
+    return [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+
+
+def mask_of(node: Node) -> tuple[bool, object, int, int]:
+    """(causal, scale, window, offset) of a call of an attention."""
+    causal, scale, window, offset = (*node.args[place_of(node, "causal") :], 0, 0)[:4]
+    return bool(causal), scale, integer(window), integer(offset)
+
+
+class Ring:
+    """One attention whose queries and keys are both split by one axis; `lower` of its rule hands it to this."""
+
+    def __init__(self, local: Local) -> None:
+        self.local = local
+        node = local.node
+        self.how = causal, _, window, offset = mask_of(node)
+        self.axes = list(local.axes("q"))
+        self.biased = node.args[place_of(node, "bias")] is not None
+        sizes = local.global_size("q"), local.global_size("k"), local.local_size("k")
+        self.ranks = local.ranks(self.axes)
+        self.steps = steps(*sizes, self.ranks, causal, window, offset)
+        shared = {index: heads_added_up(node, index) for index in (1, 2)}
+        self.shared = {index: heads if local.lies_together("h", heads) else 1 for index, heads in shared.items()}
+
+    def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
+        """Keys and values of each block, the rank's own first; the next are on their way meanwhile."""
+        travelling = _Travelling(self, k), _Travelling(self, v)
+        for step in range(self.steps + 1):
+            here = [one.start(last=step == self.steps) for one in travelling]
+            keys, values = (one.made_of(small) for one, small in zip(travelling, here, strict=True))
+            yield keys, values
+
+    def shift(self, x: Node, by: int) -> Node:
+        return self.local.ring_shift(x, self.axes, by)
+
+    def where(self, step: int) -> tuple[object, ...]:
+        """The numbers of a block's call: how the mask goes, where queries and keys begin, how many of these are keys."""
+        return *self.how, self.local.start("q"), self.local.start("k", step), self.local.count("k", step)
+
+    def bias(self, bias: Node | None, step: int) -> Node | None:
+        """What the bias, which is whole along its keys, says of a block's."""
+        if bias is None or self.local.shape(bias)[3] == 1:
+            return bias
+        tiled, length = self.local.local_size("k") * self.ranks, self.local.global_size("k")
+        if -(-length // self.ranks) * self.ranks != tiled:  # a tile is so many positions of the major factor, each of several keys
+            bias = self.local.emit(aten.constant_pad_nd.default, bias, [0, tiled - length], 0)
+        return self.local.emit(spmd.shard, bias, 3, self.ranks, self.local.place(self.axes[0], step))
+
+    def wide(self, x: Node) -> Node:
+        """In which dtype parts are added up."""
+        return self._cast(x, torch.float32) if self.local.dtype(x).itemsize < 4 else x
+
+    def narrow(self, x: Node, like: Node) -> Node:
+        return self._cast(x, self.local.dtype(like)) if self.local.dtype(x) != self.local.dtype(like) else x
+
+    def _cast(self, x: Node, dtype: torch.dtype) -> Node:
+        return self.local.emit(aten._to_copy.default, x, dtype=dtype)
+
+    def fewer(self, gradient: Node, index: int) -> Node:
+        """A gradient of keys or values on its way: where the heads that share keys are only ever added up, their sum."""
+        heads = self.shared[index]
+        if heads == 1:
+            return gradient
+        rows, all_heads, keys, size = self.local.shape(gradient)
+        grouped = self.local.emit(aten.reshape.default, gradient, [rows, all_heads // heads, heads, keys, size])
+        return self.local.emit(aten.sum.dim_IntList, grouped, [2])
+
+    def at_home(self, total: Node, index: int) -> Node:
+        """That sum as gradients of all heads with the same sum: the first of those that share keys has it, the others have zero."""
+        heads = self.shared[index]
+        if heads == 1:
+            return total
+        rows, groups, keys, size = self.local.shape(total)
+        first = self.local.emit(aten.unsqueeze.default, total, 2)
+        padded = self.local.emit(aten.constant_pad_nd.default, first, [0, 0, 0, 0, 0, heads - 1], 0)
+        return self.local.emit(aten.reshape.default, padded, [rows, groups * heads, keys, size])
+
+    def forward(self) -> list[Node]:
+        q, k, v, *rest = self.local.operands
+        bias = rest[0] if self.biased else None
+        parts = (self.attended(q, keys, values, self.bias(bias, step), step) for step, (keys, values) in enumerate(self.blocks(k, v)))
+        out, lse = self.joined(parts)
+        return [self.narrow(out, q), lse]
+
+    def attended(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
+        """(output, log-sum-exp) of a block of the keys."""
+        return self.local.emit(meshc.attention_block.default, q, keys, values, bias, *self.where(step))
+
+    def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
+        """Of the queries, and of a block of the keys and values. `known`: the output's, the output, log-sum-exp."""
+        grad, out, lse = known
+        made = self.local.emit(meshc.attention_block_backward.default, grad, q, keys, values, bias, out, lse, *self.where(step))
+        return [self.local.item(made, index) for index in range(3)]
+
+    def joined(self, parts: Iterable[Node]) -> tuple[Node, Node]:
+        """What attention to each block of the keys comes to together, each joined as soon as it is there: (output, log-sum-exp)."""
+        emit, item = self.local.emit, self.local.item
+        found: tuple[Node, Node] | None = None
+        for made in parts:
+            part = item(made, 0), item(made, 1)
+            if found is not None:
+                both = emit(meshc.attention_merge.default, *found, *part)
+                part = item(both, 0), item(both, 1)
+            found = part
+        assert found is not None
+        return found
+
+    def backward(self) -> list[Node]:
+        grad, q, k, v, *rest = self.local.operands
+        bias = rest.pop(0) if self.biased else None
+        known = grad, *rest[:2]
+        emit = self.local.emit
+        dq: Node | None = None
+        own: list[Node] = []
+        travelling: list[Node] = []
+        for step, (keys, values) in enumerate(self.blocks(k, v)):
+            part, *given = self.gradients(q, keys, values, self.bias(bias, step), known, step)
+            dq = self.wide(part) if dq is None else emit(aten.add.Tensor, dq, part)
+            if step == 0:
+                own = given
+                continue
+            given = [self.fewer(one, index) for index, one in enumerate(given, 1)]
+            if travelling:
+                given = [emit(aten.add.Tensor, there, here) for there, here in zip(travelling, given, strict=True)]
+            far = self.ranks - self.steps if step == self.steps else 1
+            travelling = [self.shift(one, far) for one in given]
+        assert dq is not None
+        if travelling:
+            home = [self.at_home(one, index) for index, one in enumerate(travelling, 1)]
+            own = [emit(aten.add.Tensor, here, there) for here, there in zip(own, home, strict=True)]
+        return [self.narrow(dq, q), *own]
+
+
+def heads_added_up(backward: Node, index: int) -> int:
+    """How many heads share their keys, if all that reads this gradient of an attention adds up those of each such group; else 1."""
+    read = [user for user in backward.users if is_getitem(user) and user.args[1] == index]
+    views = [user for gradient in read for user in gradient.users]
+    found = {_group_of(view) for view in views}
+    return found.pop() if len(found) == 1 else 1
+
+
+def _group_of(view: Node) -> int:
+    """[batch, heads, keys, head] viewed as [batch, groups, heads of a group, keys, head], of which only sums over a group are read."""
+    if view.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        return 1
+    (gradient,) = view.all_input_nodes
+    (rows, _, *rest), shape = record(gradient).shape, record(view).shape
+    if len(shape) != 5 or [shape[0], *shape[3:]] != [rows, *rest]:
+        return 1
+    sums = all(user.target is aten.sum.dim_IntList and user.args[1] == [2] and not user.kwargs for user in view.users)
+    return shape[2] if sums else 1
+
+
+class _Travelling:
+    """Keys or values on their way round, as small as they are before layout makes them larger."""
+
+    def __init__(self, ring: Ring, x: Node) -> None:
+        self.ring, self.own = ring, x
+        self.layout: list[Node] = []
+        self.small, least = x, prod(ring.local.shape(x))
+        chain: list[Node] = []
+        while x.target in LAYOUT and len(x.all_input_nodes) == 1:
+            chain.append(x)
+            x = x.all_input_nodes[0]
+            if prod(ring.local.shape(x)) < least:
+                self.small, least, self.layout = x, prod(ring.local.shape(x)), chain[::-1]
+        self.first = self.small
+
+    def start(self, last: bool) -> Node:
+        """The block that is here, which goes on to the next rank but for the last."""
+        here = self.small
+        if not last:
+            self.small = self.ring.shift(here, 1)
+        return here
+
+    def made_of(self, small: Node) -> Node:
+        """A block as attention takes it."""
+        if small is self.first:
+            return self.own
+        for node in self.layout:
+            small = self.ring.local.emit(node.target, small, *node.args[1:], **node.kwargs)
+        return small

@@ -1,0 +1,97 @@
+"""Steps of recurrent layers: rows go their own ways; along a split sequence ranks take theirs in turn, and hand the state on (`turns.py`).
+
+What goes into the gates is made of all positions outside, by products that have rules of their own; within a step each h needs all of the
+one before, so h is whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import is_getitem
+from meshc.ops import rnn as _operators  # noqa: F401 - registers them
+from meshc.rules.rule import Made, Rule, RuleFunction, Stepping, einsum
+from meshc.rules.turns import in_turns, together
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+meshc = torch.ops.meshc
+
+H, STATE = "t b h!", "s! b h!"
+HOW = {"self_masked": True, "major": frozenset("t"), "steps": Stepping("t", ("b",), joins=False)}
+
+
+def _forward(node: Node, tensors: list[Node]) -> Rule:
+    bias, before = (node.args[index] is not None for index in (3, 4))
+    operands = ["t b g!", "g! h!", *["g!"] * bias, *[STATE] * before]
+    return einsum(f"{', '.join(operands)} -> {H} | t b k! | {STATE} +t", node, tensors, lower=_lower, **HOW)
+
+
+def _backward(node: Node, tensors: list[Node]) -> Rule:
+    operands = [H, *[STATE] * (node.args[2] is not None), "t b k!", "g! h!"]
+    return einsum(f"{', '.join(operands)} -> t b m! | {STATE} +t", node, tensors, lower=_lower_backward, **HOW)
+
+
+def _lower(local: Local) -> Made:
+    axes, node = local.axes("t"), local.node
+    if not axes:
+        return local.call(*local.operands)
+    x, weight, *rest = local.operands
+    bias, before = (rest.pop(0) if node.args[index] is not None else None for index in (3, 4))
+    kind, reverse, steps, parts = node.args[0], bool(node.args[5]), local.count("t"), local.parts
+    made = in_turns(
+        local, axes, parts, reverse,
+        lambda handed, turn: local.emit(meshc.rnn_turn.default, kind, x, weight, bias, before, handed, reverse, steps, *turn), 3,
+    )  # fmt: skip
+    out, kept = (together(local, axes, one, 1, reverse) for one in made[:2])
+    return [out, kept, _end(local, axes, made[2], reverse, 2)]
+
+
+def _lower_backward(local: Local) -> Made:
+    axes, node = local.axes("t"), local.node
+    if not axes:
+        return local.call(*local.operands)
+    grad, *rest = local.operands
+    of_last = rest.pop(0) if node.args[2] is not None else None
+    kept, weight = rest
+    kind, reverse, steps, parts = node.args[0], bool(node.args[5]), local.count("t"), local.parts
+    how = kept, weight, reverse, steps
+    made = in_turns(
+        local, axes, parts, not reverse,
+        lambda handed, turn: local.emit(meshc.rnn_turn_backward.default, kind, grad, of_last, handed, *how, *turn), 2,
+    )  # fmt: skip
+    return [together(local, axes, made[0], 1, not reverse), _end(local, axes, made[1], not reverse, 1)]
+
+
+def _end(local: Local, axes: tuple[str, ...], states: list[Node], back: bool, index: int) -> Node | None:
+    """What the chain comes to, on its last rank; zeros elsewhere, which add up to it. None if nobody reads it."""
+    if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
+        return None
+    found = together(local, axes, states, 2, back)
+    found = local.emit(torch.ops.aten.reshape.default, found, list(local.shape(found))[1:])
+    return local.keep_end(found, axes, back)
+
+
+def _turn(node: Node, tensors: list[Node]) -> Rule:
+    """Of a rank's own stretch, of whose rows it takes a part."""
+    bias, before, handed = (node.args[index] is not None for index in (3, 4, 5))
+    operands = ["t! b! g!", "g! h!", *["g!"] * bias, *["s! b! h!"] * before, *["o! s! p! h!"] * handed]
+    return einsum(f"{', '.join(operands)} -> t! p! h! | t! p! k! | o! s! p! h!", node, tensors)
+
+
+def _turn_backward(node: Node, tensors: list[Node]) -> Rule:
+    of_last, handed = (node.args[index] is not None for index in (2, 3))
+    operands = ["t! b! h!", *["s! b! h!"] * of_last, *["o! s! p! h!"] * handed, "t! b! k!", "g! h!"]
+    return einsum(f"{', '.join(operands)} -> t! p! m! | o! s! p! h!", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.rnn.default: _forward,
+    meshc.rnn_backward.default: _backward,
+    meshc.rnn_turn.default: _turn,
+    meshc.rnn_turn_backward.default: _turn_backward,
+}

@@ -1,0 +1,290 @@
+"""What a rule is: letters for the dims of each operand and result of one operator, written like an einsum.
+
+    "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result partial (sum)
+    "... c! -> ... c!"           c must be whole (a softmax); `...` is whatever leads
+    "b i, o i -> b o +i | o"     several results, parted by |; a letter that is missing and not behind + is no part of that result's sum
+    "_"                          a dim of size 1, or one that broadcasts: no letter
+
+Letters are local to one operator. A letter may stand for a dim that is a product of factors; the rule does not care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import records, value_of
+from meshc.ir.window import Window
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+Dims = tuple[str, ...]
+Made = Node | Sequence[Node | None]
+"""What an operator becomes: a node for each result, None for one that nobody reads."""
+ONE = "_"
+Positions = tuple[tuple[int, ...], ...]
+ALONE: Final[Positions] = ((0,),)
+"""`linear` of what is so in its first operand, or its only one."""
+
+ROLES: Final[Mapping[str, str]] = {
+    "contracts": "a product sums over it, between what comes in and what it is multiplied by",
+    "makes": "what a product makes of its weight: features, channels",
+    "multiplies": "a product of two matrices for each",
+    "weighs": "along it lie weights that add up to one",
+    "heads": "attention's heads",
+    "head": "what one head of attention compares",
+    "queries": "what attention looks from",
+    "vocabulary": "of these an index that is an input, or a label, names one",
+    "experts": "routed experts, or groups of them: of these a row's choice names one",
+    "hidden": "the features that a model's layers hand on: what is embedded, what is normalised",
+}
+"""What a letter may be to a model, by which `place/name_factors.py` finds what a plan calls `heads`, `ffn` or `vocab`."""
+
+
+def together(count: int) -> Positions:
+    """`linear` of what is so in all of its operands at once."""
+    return (tuple(range(count)),)
+
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Dims `inside` (of the operand) and `outside` (of the result) that hold the same elements in the same order.
+
+    A letter starting with `#` is virtual: it stands for `#N` tiles of which the operator selects or fills one (or all, in a `cat`).
+    A soft relation holds only where other operators have already refined the dim that way.
+    """
+
+    inside: Dims
+    outside: Dims
+    soft: bool = False
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What `lower` can take a block of a letter at a time, from rank to rank.
+
+    operands  that then are split as the queries are
+    results   that come home, split alike and whole: their sums over the blocks travel with these
+    zigzag    whether their order may be another one, that gives all ranks as much to do
+    apart     whether they may stay where they are, if nothing but them is split, and what they give be joined
+    """
+
+    letter: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...] = ()
+    zigzag: bool = False
+    apart: bool = False
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """A letter whose positions are steps, each from the state of the one before.
+
+    letter  of them; where it is split, ranks may take their stretches in turn (`turns.py`)
+    parts   letters whose positions go their own ways, of which a turn may take a part
+    joins   whether stretches compose, so that ranks may also take theirs at once, and join what they come to
+    """
+
+    letter: str
+    parts: tuple[str, ...]
+    joins: bool
+
+
+@dataclass(frozen=True)
+class Turns:
+    """In how many parts ranks take the steps of an operator in turn, and along which letter these lie."""
+
+    letter: str
+    parts: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Letters of one operator instance.
+
+    kind     compute: chooses its letters by the plan; layout: moves nothing and has no opinion; carry: keeps a split that operands share
+    sums     per result, letters whose sharding leaves that result partial, with the reduction
+    whole    letters that may not be sharded
+    linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. Left out,
+             it is what `linear.py` says of the operator
+    defers   whether `propagate` defers reductions of sums past it, in the operands of the first set of `linear`
+    roles    what a letter is to a model (`ROLES`), for names
+    lower    builds the per-rank code; None: the same operator on local operands
+    first    an operand that counts once: of it `lower` keeps the first tile of letters that are summed, zeros elsewhere, and nothing else
+    neutral  what padding along a summed letter must hold, and what stands beyond the ends of a window (0, or an infinity for max and min)
+    clean    operands whose padding must always be zero (indices)
+    shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
+    self_masked  `lower` masks by itself
+    major    letters whose first factor only may be sharded (their positions must be a range)
+    settles  a layout operator past which no reduction may be deferred
+    accumulates  its result is partial over the microbatches
+    zigzag   letters whose tiles lie in zigzag order, as its kernel takes them
+    windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
+    rings    letter -> what can pass round where one axis splits that letter
+    steps    the letter that it steps along, if it does
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sums: tuple[dict[str, str], ...] = ()
+    whole: frozenset[str] = frozenset()
+    relations: tuple[Relation, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    kind: str = "compute"
+    linear: Positions = ()
+    defers: bool = False
+    roles: Mapping[str, str] = field(default_factory=dict)
+    lower: Callable[[Local], Made] | None = None
+    first: int | None = None
+    neutral: float = 0.0
+    shrinks: bool = False
+    self_masked: bool = False
+    clean: tuple[int, ...] = ()
+    major: frozenset[str] = frozenset()
+    settles: bool = False
+    accumulates: bool = False
+    zigzag: frozenset[str] = frozenset()
+    windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
+    rings: Mapping[str, Passing] = field(default_factory=dict)
+    steps: Stepping | None = None
+
+    @property
+    def passing(self) -> tuple[int, ...]:
+        """The operands that may pass round."""
+        return tuple(position for passing in self.rings.values() for position in passing.operands)
+
+    @property
+    def coming_home(self) -> tuple[int, ...]:
+        """The results that travel with them."""
+        return tuple(position for passing in self.rings.values() for position in passing.results)
+
+    @property
+    def adds(self) -> bool:
+        """Whether one reduction of the result may stand for one of each operand."""
+        return self.defers and any(len(positions) > 1 for positions in self.linear)
+
+
+RuleFunction = Callable[[Node, list[Node]], Rule | None]
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    producer, index = value_of(node)
+    return records(producer)[index].shape
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    producer, index = value_of(node)
+    found = records(producer)[index].dtype
+    assert found is not None
+    return found
+
+
+def integer(argument: object) -> int:
+    """An argument of a graph's call as the number that its operator's schema says it is."""
+    assert isinstance(argument, int)
+    return argument
+
+
+def integers(argument: object) -> list[int]:
+    """An argument that is a list of numbers."""
+    assert isinstance(argument, list | tuple)
+    return [integer(item) for item in argument]
+
+
+def result_shapes(node: Node) -> list[tuple[int, ...]]:
+    return [result.shape for result in records(node)]
+
+
+def _longest(texts: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]], least: int) -> int:
+    """How many dims `...` stands for where it stands for most."""
+    return max([least, *(len(shape) - len(tokens) + 1 for tokens, shape in zip(texts, shapes, strict=True) if "..." in tokens)])
+
+
+def _without_sums(tokens: Sequence[str], lead: int) -> tuple[list[str], dict[str, str]]:
+    """A result's letters, and those that are summed over beside them."""
+    summed = [_lead(lead) if token == "+..." else [token[1:]] for token in tokens if token.startswith("+")]
+    return [token for token in tokens if not token.startswith("+")], {letter: "sum" for letters in summed for letter in letters}
+
+
+def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
+    """A Rule from its text, for the shapes at hand. The caller leaves out operands that are None."""
+    left, right = text.split("->")
+    whole: set[str] = set()
+    operand_texts = [part.split() for part in left.split(",")] if left.strip() else []
+    result_texts = [part.split() for part in right.split("|")]
+    if len(operand_texts) != len(tensors):
+        raise ValueError(f"rule {text!r} has {len(operand_texts)} operands, {node.name} has {len(tensors)}")
+    out_shapes = result_shapes(node)
+    sizes: dict[str, int] = {}
+    lead = _longest(operand_texts, [shape_of(t) for t in tensors], 0)
+    made = [result.dtype is not None for result in records(node)]
+    result_texts = [tokens if there else [] for tokens, there in zip(result_texts, made, strict=False)]
+    sums: list[dict[str, str]] = []
+    stripped: list[list[str]] = []
+    for tokens, shape in zip(result_texts, out_shapes, strict=False):
+        kept, summed = _without_sums(tokens, lead)
+        lead = _longest([kept], [shape], lead)
+        stripped.append(kept)
+        sums.append(summed)
+
+    def dims(tokens: list[str], shape: tuple[int, ...]) -> Dims:
+        letters: list[str] = []
+        for token in tokens:
+            if token == "...":
+                count = len(shape) - len(tokens) + 1
+                letters += _lead(lead)[lead - count :]
+            else:
+                letters.append(token.rstrip("!"))
+                if token.endswith("!"):
+                    whole.add(token[:-1])
+        if len(letters) != len(shape):
+            raise ValueError(f"rule {text!r} does not fit shape {shape} of {node.name}")
+        for position, (letter, size) in enumerate(zip(letters, shape, strict=True)):
+            if size == 1 and sizes.get(letter, 1) != 1 or letter == ONE:
+                letters[position] = ONE
+            elif sizes.get(letter, 1) not in (1, size):
+                raise ValueError(f"rule {text!r} gives {letter} two sizes, {sizes[letter]} and {size}, in {node.name}")
+            else:
+                sizes[letter] = size
+        return tuple(letters)
+
+    results = tuple(dims(tokens, shape) for tokens, shape in zip(stripped, out_shapes, strict=False))
+    for _ in range(2):  # the sizes of all letters come first, so that a dim of size 1 that broadcasts is recognised
+        operands = tuple(dims(tokens, shape_of(tensor)) for tokens, tensor in zip(operand_texts, tensors, strict=True))
+    return Rule(operands, results, tuple(sums), frozenset(whole), sizes=sizes, **changes)
+
+
+def by_text(text: str, clean: Sequence[int] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:
+    """The rule of an operator whose text is the same for all its calls."""
+    return lambda node, tensors: einsum(text, node, tensors, clean=tuple(clean), roles=roles or {})
+
+
+def undivided(node: Node, tensors: Sequence[Node]) -> Rule:
+    """Nothing to split: for calls on scalars of operators whose rule speaks of a dim."""
+    operands = tuple(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))) for k, t in enumerate(tensors))
+    results = tuple(tuple(f"y{k}.{d}" for d in range(len(shape))) for k, shape in enumerate(result_shapes(node)))
+    whole = frozenset(letter for dims in (*operands, *results) for letter in dims)
+    return Rule(operands, results, ({},) * len(results), whole)
+
+
+def _lead(count: int) -> list[str]:
+    return [f"*{index}" for index in range(count)]
+
+
+def pointwise(node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
+    """Every operand broadcasts to the result."""
+    (shape,) = result_shapes(node)[:1]
+    letters = [f"*{index}" for index in range(len(shape))]
+
+    def dims(operand: tuple[int, ...]) -> Dims:
+        shift = len(shape) - len(operand)
+        return tuple(ONE if size == 1 and shape[shift + i] != 1 else letters[shift + i] for i, size in enumerate(operand))
+
+    results = tuple(tuple(letters) for _ in result_shapes(node))
+    return Rule(tuple(dims(shape_of(t)) for t in tensors), results, tuple({} for _ in results), **changes)

@@ -1,0 +1,164 @@
+"""Writing by an index. A rank writes what falls into its tile, the rest into a row behind it that is then cut off.
+
+What is written must be whole, since of two entries for one place the last wins; unless they add up, where what was there counts once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.rules.index import along, index_tensors, indexed
+from meshc.rules.reduction import argument
+from meshc.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, together, undivided
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+ADDS = {aten.scatter_add.default, aten.index_add.default}
+
+
+def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
+    """scatter, scatter_add, scatter_reduce: an index for every entry. Dims in which x, index and source differ must be whole."""
+    x, index, *sources = tensors
+    if not shape_of(x) or not shape_of(index):
+        return undivided(node, tensors)
+    if any(shape_of(t) and len(shape_of(t)) != len(shape_of(x)) for t in sources):
+        return None
+    dim, left, right = along(node, x, index)
+    written = []
+    for source in sources:
+        row = []
+        for d, (have, used) in enumerate(zip(shape_of(source), shape_of(index), strict=False)):
+            if have != used:
+                right[d] = f"j{d}!"
+                left[d] = "v" if d == dim else f"x{d}!"
+            row.append(d if have == used else -1 - d)
+        written.append(row)
+    right[dim] = _written(node, x, right[dim].rstrip("!"), all(d >= 0 for row in written for d in row))
+    rows = [" ".join(right[d].lstrip("+") if d >= 0 else f"s{-1 - d}!" for d in row) for row in written]
+    return _writing(node, tensors, " ".join(left), " ".join(right), rows)
+
+
+def _written(node: Node, x: Node, letter: str, fits: bool) -> str:
+    """A letter of what is written: summed where entries add up, else whole."""
+    return f"+{letter}" if node.target in ADDS and fits and dtype_of(x) != torch.bool else f"{letter}!"
+
+
+def _writing(node: Node, tensors: list[Node], x: str, index: str, written: list[str]) -> Rule:
+    sums = " ".join(letter for letter in index.split() if letter.startswith("+"))
+    operands = [x, index.replace("+", ""), *(row.replace("+", "") for row in written)]
+    text = f"{', '.join(operands)} -> {x} {sums}"
+    return einsum(text, node, tensors, lower=_lower_writing, clean=(1,), major=frozenset("v"))
+
+
+def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
+    """index_add, index_copy, index_fill, index_reduce: an index for every row."""
+    shape = shape_of(tensors[0])
+    if not shape or shape_of(tensors[1]) == ():
+        return undivided(node, tensors)
+    if any(len(shape_of(t)) not in (0, len(shape)) for t in tensors[2:]):
+        return None
+    dim = integer(node.args[1]) % len(shape)
+    row = [f"a{d}" for d in range(len(shape))]
+    place = _written(node, tensors[0], "j", True)
+    x, rows = [" ".join([*row[:dim], at, *row[dim + 1 :]]) for at in ("v", place)]
+    return _writing(node, tensors, x, place, [rows if shape_of(t) else "" for t in tensors[2:]])
+
+
+def _lower_writing(local: Local) -> Node:
+    x, index, *written = local.operands
+    x = local.keep_first(x, [axis for letter in local.rule.sums[0] for axis in local.axes(letter)])
+    if not local.axes("v"):
+        return local.call(x, index, *written)
+    dim = integer(local.node.args[1]) % len(local.shape(x))
+    index, size = _or_behind(local, index, "v"), local.shape(x)[dim]
+    made = local.call(_one_longer(local, x, dim), index, *written)
+    return local.emit(aten.slice.Tensor, made, dim, 0, size)
+
+
+def _or_behind(local: Local, index: Node, letter: str) -> Node:
+    """Global indices (from the end where negative) as places in the tile; those outside it point to the row behind it."""
+    negative = local.emit(aten.lt.Scalar, index, 0)
+    index = local.emit(aten.where.self, negative, local.emit(aten.add.Tensor, index, local.global_size(letter)), index)
+    shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
+    low, high = local.emit(aten.ge.Scalar, shifted, 0), local.emit(aten.lt.Scalar, shifted, local.count(letter))
+    return local.emit(aten.where.ScalarOther, local.emit(aten.logical_and.default, low, high), shifted, local.local_size(letter))
+
+
+def _one_longer(local: Local, x: Node, dim: int) -> Node:
+    return local.emit(aten.cat.default, [x, local.emit(aten.slice.Tensor, x, dim, 0, 1)], dim)
+
+
+def _masked_put(node: Node, tensors: list[Node]) -> Rule | None:
+    """x[mask] = values, for one mask over neighbouring dims: they are whole where there is a value for each of its truths."""
+    indices = index_tensors(node)
+    masks = [place for place, index in enumerate(indices) if index is not None]
+    if len(masks) != 1 or dtype_of(tensors[1]) != torch.bool:
+        return None
+    (start,), (x, mask, values) = masks, map(shape_of, tensors)
+    end = start + len(mask)
+    several = len(values) > len(x) - end and values[len(values) - (len(x) - end) - 1] != 1
+    letters = [f"m{d}{'!' * several}" if start <= d < end else f"a{d}" for d in range(len(x))]
+    written = [*letters[:start], "n!" if several else ONE, *letters[end:]]
+    rows = (letters, letters[start:end], written[len(written) - len(values) :])
+    return einsum(f"{', '.join(map(' '.join, rows))} -> {' '.join(letters)}", node, tensors, lower=_lower_index_put)
+
+
+def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
+    """Rows written one over the other must all be there; rows that add up may be split, and x then counts once."""
+    found = indexed(node, tensors)
+    if found is None:
+        return _masked_put(node, tensors)
+    x, letters, out = found
+    values = out[len(out) - len(shape_of(tensors[-1])) :]
+    text = f"{', '.join(' '.join(row) for row in (x, *letters, values))} -> {' '.join(x)}"
+    for letter in sorted({letter for row in letters for letter in row}):
+        # values that broadcast along a letter have no padding there that could be made zero
+        written = letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
+        adds = len(node.args) > 3 and bool(node.args[3])
+        text = f"{text} +{letter}" if adds and written else text.replace(letter, f"{letter}!")
+    return einsum(text, node, tensors, lower=_lower_index_put, clean=tuple(range(1, 1 + len(letters))))
+
+
+def _lower_index_put(local: Local) -> Node:
+    x, *indices, values = local.operands
+    x = local.keep_first(x, [axis for letter in dict.fromkeys(local.rule.sums[0]) for axis in local.axes(letter)])
+    rest = iter(indices)
+    places = [None if index is None else next(rest) for index in index_tensors(local.node)]
+    return local.emit(local.node.target, x, places, values, *local.node.args[3:])
+
+
+def _part(node: Node, tensors: list[Node]) -> Rule:
+    """select_scatter, slice_scatter: the dim in which the part lies must be whole."""
+    shape = shape_of(tensors[0])
+    dim = integer(argument(node, 2, "dim", 0)) % len(shape)
+    letters = tuple(ONE if size == 1 else f"d{i}" for i, size in enumerate(shape))
+    if node.target is aten.select_scatter.default:
+        part = tuple(letter for i, letter in enumerate(letters) if i != dim)
+    else:
+        part = tuple("p" if i == dim else letter for i, letter in enumerate(letters))
+        part = tuple(ONE if size == 1 else letter for letter, size in zip(part, shape_of(tensors[1]), strict=True))
+    return Rule((letters, part), (letters,), ({},), frozenset({letters[dim], "p"}) - {ONE}, kind="carry", linear=together(2), defers=True)
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter.reduce: _scatter,
+    aten.scatter.value_reduce: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.scatter_reduce.two: _scatter,
+    aten.index_add.default: _index_add,
+    aten.index_copy.default: _index_add,
+    aten.index_fill.int_Scalar: _index_add,
+    aten.index_fill.int_Tensor: _index_add,
+    aten.index_reduce.default: _index_add,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten.select_scatter.default: _part,
+    aten.slice_scatter.default: _part,
+}

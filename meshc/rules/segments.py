@@ -1,0 +1,144 @@
+"""Operators over runs of rows: bags of embeddings, segments, matrices for groups of rows. The rows and the runs are whole, columns pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ops import grouped as _grouped_operators  # noqa: F401 - registers them
+from meshc.ops import routed as _routed_operators  # noqa: F401 - registers them
+from meshc.rules.contraction import WEIGHT
+from meshc.rules.reduction import argument
+from meshc.rules.rule import Rule, RuleFunction, by_text, dtype_of, einsum, integer, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+meshc = torch.ops.meshc
+
+
+def _embedding_bag(node: Node, tensors: list[Node]) -> Rule | None:
+    """(weight [v, d], rows, offsets, weights of rows) -> bags [b, d], bag of each row, bag sizes, rows of the maxima."""
+    if len(shape_of(tensors[1])) != 1:
+        return None
+    operands = ["v! d", "r!", "o!", *["r!"] * (len(tensors) - 3)]
+    made = result_shapes(node)
+    maxima = "y! d" if len(made[3]) == 2 else "y!"
+    results = ["b! d", "x!" if made[1] != shape_of(tensors[1]) else "r!", "z!", maxima]
+    return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors, lower=_lower_embedding_bag)
+
+
+def _lower_embedding_bag(local: Local) -> list[Node]:
+    """Except for a maximum, what stands for the rows of the maxima differs from kernel to kernel; nothing reads it. A kernel may
+    leave out the bag of each row, and backward then finds it again."""
+    made = local.call(*local.operands)
+    found = [local.item(made, index) for index in range(4)]
+    if list(local.out_shape(1)) == [0] != list(local.shape(found[1])):
+        found[1] = local.emit(aten.slice.Tensor, found[1], 0, 0, 0)
+    shape = list(local.out_shape(3))
+    if list(local.shape(found[3])) != shape:
+        found[3] = found[2]
+    return found
+
+
+def _embedding_bag_backward(node: Node, tensors: list[Node]) -> Rule:
+    """(grad of the bags, rows, offsets, bag of each row, bag sizes, rows of the maxima, ...) -> grad of the weight."""
+    lead = ["b! d", "r!", "o!", "x!", "z!"] if node.target is aten._embedding_bag_backward.default else ["b! d", "r!", "x!", "z!"]
+    maxima = tensors[len(lead)]
+    operands = [*lead, "y! d" if len(shape_of(maxima)) == 2 else "y!", *["w!"] * (len(tensors) - len(lead) - 1)]
+    return einsum(f"{', '.join(operands)} -> v! d", node, tensors, clean=(len(lead),))
+
+
+def _segment_reduce(node: Node, tensors: list[Node]) -> Rule | None:
+    """(data, lengths or offsets) -> a row for each segment; what lies before and behind the segmented dim passes."""
+    axis = integer(node.kwargs.get("axis", 0))
+    data, lengths = tensors[0], tensors[-1]
+    rank = len(shape_of(data))
+    if axis % rank != len(shape_of(lengths)) - 1 or len(tensors) != 2:
+        return None
+    before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, axis % rank), (axis % rank + 1, rank))]
+    if before:  # segments of different rows have different lengths, so padding would be no segment
+        before = " ".join(f"{letter}!" for letter in before.split())
+    return einsum(f"{before} r! {after}, {before} l! -> {before} s! {after}", node, tensors)
+
+
+def _segment_reduce_backward(node: Node, tensors: list[Node]) -> Rule | None:
+    grad, _, data, *rest = tensors
+    axis = integer(argument(node, 6, "axis", 0)) % len(shape_of(data))
+    if axis != 0 or len(rest) != 1:
+        return None
+    after = " ".join(f"a{d}" for d in range(1, len(shape_of(data))))
+    return einsum(f"s! {after}, s! {after}, r! {after}, l! -> r! {after}", node, tensors)
+
+
+def _grouped_mm(node: Node, tensors: list[Node]) -> Rule | None:
+    """Rows in runs, a matrix for each: offs are where the runs end. With both in runs the product is one matrix a run."""
+    a, b = (len(shape_of(tensor)) for tensor in tensors[:2])
+    if len(tensors) != 2 + ((a, b) != (3, 3)):
+        return None
+    text = {(2, 3): "r! k, g! k n, g! -> r! n +k", (3, 2): "g! m k, k c!, g! -> m c! +k", (2, 2): "m r!, r! n, g! -> g! m n"}
+    return einsum(text.get((a, b), "g m k, g k n -> g m n +k"), node, tensors, lower=_lower_grouped_mm)
+
+
+def _lower_grouped_mm(local: Local) -> Node:
+    """The kernels ask for rows that lie multiples of 16 bytes apart: tiles of k and n that do not are filled up with zeros."""
+    a, b, *ends = local.operands
+    if not any(local.axes(letter) for letter in "kn"):
+        return local.call(a, b, *ends)
+    unit = 16 // local.dtype(a).itemsize
+    inner, columns = (-local.local_size(letter) % unit if letter in local.letters() else 0 for letter in "kn")
+    a = _filled(local, a, [0, inner])
+    b = _filled(local, b, [0, columns, 0, inner])
+    made = local.call(a, b, *ends)
+    return local.emit(aten.slice.Tensor, made, -1, 0, local.out_shape(0)[-1]) if columns else made
+
+
+def _filled(local: Local, x: Node, amounts: list[int]) -> Node:
+    return local.emit(aten.constant_pad_nd.default, x, amounts, 0.0) if any(amounts) else x
+
+
+def _searched(node: Node, tensors: list[Node]) -> Rule | None:
+    """searchsorted(sorted rows, values): every value is looked for by itself in a whole row."""
+    rows, values = (shape_of(tensor) for tensor in tensors[:2])
+    if len(tensors) != 2 or dtype_of(node) not in (torch.int64, torch.int32):
+        return None
+    if len(rows) == 1:
+        return einsum("s!, ... -> ...", node, tensors)
+    lead = " ".join(f"a{d}" for d in range(len(rows) - 1))
+    return einsum(f"{lead} s!, {lead} v -> {lead} v", node, tensors) if len(values) == len(rows) else None
+
+
+def _bucketize(node: Node, tensors: list[Node]) -> Rule:
+    """bucketize(values, borders): how many borders lie below, so that tiles of the borders add up."""
+    return einsum("..., s -> ... +s", node, tensors, lower=_lower_bucketize, self_masked=True, major=frozenset("s"))
+
+
+def _lower_bucketize(local: Local) -> Node:
+    values, borders = local.operands
+    made = local.call(values, local.neutralise(borders, "s", float("inf"), 1))
+    if not local.axes("s"):
+        return made
+    return local.emit(aten.clamp.default, made, None, local.count("s"))  # a value may lie above the borders of the padding too
+
+
+RULES: dict[object, RuleFunction] = {
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten._embedding_bag_dense_backward.default: _embedding_bag_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: lambda node, tensors: einsum(
+        "b! d, v! d, r!, o!, x! -> r! +d", node, tensors
+    ),
+    aten.segment_reduce.default: _segment_reduce,
+    aten._segment_reduce_backward.default: _segment_reduce_backward,
+    aten._grouped_mm.default: _grouped_mm,
+    meshc.grouped_mm.default: by_text("r! k, g! k n, g! -> r! n +k", roles=WEIGHT),
+    meshc.grouped_outer.default: by_text("r! k, r! n, g! -> g! k n"),
+    meshc.routed_mm.default: by_text("r k, g! k n, r -> r n +k", (2,), WEIGHT),
+    meshc.routed_outer.default: by_text("r k, r n, r -> g! k n +r", clean=(2,)),
+    aten.searchsorted.Tensor: _searched,
+    aten.bucketize.Tensor: _bucketize,
+}

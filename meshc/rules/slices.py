@@ -1,0 +1,262 @@
+"""Slices, their gradients, padding: along some dims y[t] = x[t * step + start], and zero, or a number, where x has no such element.
+
+    x[:, 4:8] of [2, 12]                    one of three tiles of its dim, beside slices that take the others: a split of the dim
+    x[:, 1::2] of [2, 12]                   every other position, beside a slice that takes the rest: likewise, 6 * 2
+    y = convolution(x, w); y[..., :seq]     beside windows: a tile of the result goes with a window of the operand, by a halo
+    pad(x, (0, 0, 1, -1))                   as many positions more at one end as fewer at the other: likewise
+    x[:, 1:]                                elsewhere: the dim is whole
+
+They are layout operators: made in the sharding asked for. A causal convolution as torch has it (padded on both sides, then cropped) so
+does not gather what it has split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import operands, value_of
+from meshc.ir.window import Window
+from meshc.rules import convolution, layout, pooling
+from meshc.rules.layout import dims_of
+from meshc.rules.reduction import argument
+from meshc.rules.rule import ONE, Relation, Rule, RuleFunction, integer, integers, result_shapes, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Crop:
+    """What one call says of its dims.
+
+    dims     those that it changes
+    windows  dim -> (start, step) of those that go by windows
+    value    what stands where x has no element
+    tiles    whether it may take, or fill, one of several equal tiles of a dim
+    every    (start, step) where it takes, or fills, every so many positions of its one dim
+    """
+
+    dims: tuple[int, ...] = ()
+    windows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    value: float = 0.0
+    tiles: bool = True
+    every: tuple[int, int] | None = None
+
+
+def crop_of(node: Node) -> Crop:
+    source, target = shape_of(operands(node)[0]), result_shapes(node)[0]
+    if node.target is aten.constant_pad_nd.default:
+        value = argument(node, 2, "value", 0)
+        assert isinstance(value, int | float)
+        windows = pad_windows(integers(node.args[1]), len(source))
+        return Crop(tuple(windows), windows, value, tiles=False)
+    if node.target is aten.slice_backward.default:
+        dim, start, _, step = (integer(a) for a in node.args[2:6])
+        dim %= len(target)
+        if source[dim] == target[dim]:
+            return Crop()
+        return Crop((dim,), {dim: (-start, 1)}) if step == 1 else Crop((dim,), every=(start, step))
+    dim, start, length, step = slice_bounds(node)
+    every = (start, step) if step != 1 else None
+    return Crop() if length == source[dim] and step == 1 else Crop((dim,), {dim: (start, step)}, every=every)
+
+
+def slice_bounds(node: Node) -> tuple[int, int, int, int]:
+    """(dim, start, length, step) of a slice."""
+    shape = shape_of(operands(node)[0])
+    if node.target is aten.narrow_copy.default:
+        dim, start, length = (integer(a) for a in node.args[1:4])
+        return dim % len(shape), start % max(1, shape[dim]), length, 1
+    dim = integer(argument(node, 1, "dim", 0) or 0) % len(shape)
+    size = shape[dim]
+    bounds = [argument(node, 2, "start", None), argument(node, 3, "end", None)]
+    start, end = (default if bound is None else integer(bound) for bound, default in zip(bounds, (0, size), strict=True))
+    start, end = (max(0, min(size, bound + size if bound < 0 else bound)) for bound in (start, end))
+    return dim, start, max(0, end - start), integer(argument(node, 4, "step", 1) or 1)
+
+
+def pad_windows(amounts: Sequence[int], rank: int) -> dict[int, tuple[int, int]]:
+    """What a constant_pad_nd's amounts (last dim first, before and after) say of each dim that it changes."""
+    pairs = [(amounts[i], amounts[i + 1]) for i in range(0, len(amounts), 2)]
+    return {rank - 1 - i: (-before, 1) for i, (before, after) in enumerate(pairs) if before or after}
+
+
+def _cropped(node: Node, tensors: list[Node]) -> Rule:
+    found = crop_of(node)
+    source, target = shape_of(tensors[0]), result_shapes(node)[0]
+    inside = dims_of("d", source)
+    out = tuple(ONE if size == 1 else f"o{dim}" if dim in found.dims else inside[dim] for dim, size in enumerate(target))
+    lower = _lower(found.windows, found.value)
+    kind = "layout" if found.value == 0 else "compute"
+    shrinks = sum(target) < sum(source)
+    if not found.dims:
+        return Rule((inside,), (out,), ({},), kind="layout", lower=lower)
+    shifted = all(source[dim] == target[dim] for dim in found.dims)
+    windowed = all(dim in found.windows and 1 not in (source[dim], target[dim]) for dim in found.dims)
+    if windowed and (shifted or beside_windows(node, found.dims)):
+        tied = {out[dim]: (inside[dim], Window(step, start)) for dim, (start, step) in found.windows.items()}
+        return Rule((inside,), (out,), ({},), kind=kind, lower=lower, windows=tied, shrinks=shrinks)
+    relation = _tile(node, found, inside, out) if found.tiles else None
+    if relation is not None:
+        return Rule((inside,), (out,), ({},), relations=(relation,), kind=kind, lower=lower, shrinks=shrinks)
+    whole = frozenset(letter for dim in found.dims for letter in (inside[dim], out[dim])) - {ONE}
+    return Rule((inside,), (out,), ({},), whole, kind=kind, lower=lower, shrinks=shrinks)
+
+
+def _tile(node: Node, found: Crop, inside: Sequence[str], out: Sequence[str]) -> Relation | None:
+    """What is cut out, or filled, as one of equal tiles of a dim, or as every so many of its positions: a split only where all of them
+    are cut out, else softly."""
+    (dim,) = found.dims
+    source, target = shape_of(operands(node)[0])[dim], result_shapes(node)[0][dim]
+    (small, part), (large, whole) = sorted([(source, inside[dim]), (target, out[dim])])
+    if small <= 1:
+        return None
+    if found.every is not None:
+        start, step = found.every
+        if start >= step or small * step != large:
+            return None
+        parts: tuple[str, ...] = (part, f"#{step}")
+    else:
+        start, _ = found.windows[dim]
+        if large % small or start % small:
+            return None
+        parts = (f"#{large // small}", part)
+    return Relation((whole,), parts, soft=source == small or not _tiled_by_siblings(node))
+
+
+def _tiled_by_siblings(node: Node) -> bool:
+    """All such parts of the dim are taken by slices of the same value: only then is it a split."""
+    dim, _, length, step = slice_bounds(node)
+    (x,) = node.all_input_nodes
+    cuts = {slice_bounds(user) for user in x.users if user.target is aten.slice.Tensor}
+    starts = {at for where, at, size, every in cuts if (where, every) == (dim, step) and (size == length or step != 1)}
+    return starts >= set(range(step) if step != 1 else range(0, shape_of(x)[dim], length))
+
+
+# ------------------------------------------------------------------------------------------------------------------- beside windows
+
+WINDOWED = {*convolution.RULES, *pooling.WINDOWED}
+"""Whose space goes by windows: dims from the third on."""
+
+
+def beside_windows(node: Node, dims: Iterable[int]) -> bool:
+    """Whether these dims of a crop are space of an operator that goes by windows, only crops, transpositions and casts between."""
+    return all(_before(operands(node)[0], dim) or _after(node, dim) for dim in dims)
+
+
+def _before(value: Node, dim: int) -> bool:
+    """Whether `dim` of a value is space of the operator that made it."""
+    producer = value_of(value)[0]
+    while producer.op == "call_function" and producer.target not in WINDOWED:
+        inner = _turned(producer, dim, back=True)
+        if inner is None:
+            return False
+        dim, producer = inner, value_of(operands(producer)[0])[0]
+    return producer.op == "call_function" and dim >= 2
+
+
+def _after(node: Node, dim: int) -> bool:
+    """Whether `dim` of a value is space of an operator that reads it."""
+    work, seen = [(node, dim)], {node}
+    while work:
+        value, place = work.pop()
+        for user in value.users:
+            if user.target in WINDOWED and place >= 2:
+                return True
+            outer = _turned(user, place, back=False) if user.op == "call_function" and user not in seen else None
+            if outer is not None:
+                work.append((user, outer))
+                seen.add(user)
+    return False
+
+
+def _turned(node: Node, dim: int, back: bool) -> int | None:
+    """Where a dim of the operand is in the result (or `back`), through an operator that only turns or crops; None through any other."""
+    if node.target in RULES or node.target in layout.SAME:
+        return dim
+    if layout.RULES.get(node.target) is not layout.permute:
+        return None
+    order = layout.order_of(node)
+    return order[dim] if back else order.index(dim)
+
+
+# -------------------------------------------------------------------------------------------------------------------------- lowering
+
+
+def _lower(windows: Mapping[int, tuple[int, int]], value: float) -> Callable[[Local], Node]:
+    """By a halo along dims that are split beside windows; otherwise the operator itself, on tiles."""
+
+    def lower(local: Local) -> Node:
+        split = [dim for dim in windows if f"o{dim}" in local.rule.windows and local.axes(f"o{dim}")]
+        return _lower_split(local, windows, split, value) if split else PLAIN[local.node.target](local)
+
+    return lower
+
+
+def _lower_split(local: Local, windows: Mapping[int, tuple[int, int]], split: list[int], value: float) -> Node:
+    (x,) = local.operands
+    for dim in split:
+        x = local.window(x, dim, f"o{dim}", value)
+        if windows[dim][1] != 1:
+            x = local.emit(aten.slice.Tensor, x, dim, 0, local.shape(x)[dim], windows[dim][1])
+    rest = {dim: start for dim, (start, _) in windows.items() if dim not in split}
+    return _padded(local, x, rest, value) if rest else x
+
+
+def _padded(local: Local, x: Node, rest: dict[int, int], value: float) -> Node:
+    """Whole dims of a padding (slices have no other dim than the one they cut)."""
+    amounts: list[int] = []
+    for dim, size in reversed(list(enumerate(local.shape(x)))):
+        before = -rest.get(dim, 0)
+        amounts += [before, local.out_shape(0)[dim] - size - before]
+    return local.emit(aten.constant_pad_nd.default, x, amounts, value)
+
+
+def _lower_slice(local: Local) -> Node:
+    (x,) = local.operands
+    dim, start, length, step = slice_bounds(local.node)
+    size = shape_of(local.node.all_input_nodes[0])[dim]
+    if length == size and step == 1:
+        return x
+    here = local.shape(x)[dim]
+    if here == size:
+        return local.emit(aten.slice.Tensor, x, dim, start, start + length, step)
+    if step != 1:
+        return local.emit(aten.slice.Tensor, x, dim, start, here, step)
+    tile = local.out_shape(0)[dim]
+    start = start // length * tile
+    return local.emit(aten.slice.Tensor, x, dim, start, start + tile)
+
+
+def _lower_slice_backward(local: Local) -> Node:
+    (grad,) = local.operands
+    node = local.node
+    dim, start, end, step = (integer(a) for a in node.args[2:6])
+    shape = local.out_shape(0)
+    total = result_shapes(node)[0]
+    dim %= len(total)
+    length = shape_of(node.all_input_nodes[0])[dim]
+    if length == total[dim]:
+        return grad
+    if shape[dim] != total[dim] and step != 1:
+        end = shape[dim]
+    elif shape[dim] != total[dim]:
+        tile = local.shape(grad)[dim]
+        start, end = start // length * tile, start // length * tile + tile
+    return local.emit(aten.slice_backward.default, grad, list(shape), dim, start, min(end, shape[dim]), step)
+
+
+PLAIN: Mapping[object, Callable[[Local], Node]] = {
+    aten.slice.Tensor: _lower_slice,
+    aten.narrow_copy.default: _lower_slice,
+    aten.slice_backward.default: _lower_slice_backward,
+    aten.constant_pad_nd.default: lambda local: local.call(*local.operands),
+}
+RULES: dict[object, RuleFunction] = dict.fromkeys(PLAIN, _cropped)

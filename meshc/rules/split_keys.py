@@ -1,0 +1,49 @@
+"""Attention whose keys stay on their ranks, for queries that are few: each rank looks at its own, and what they give is joined.
+
+    out, lse = attention(q, k, v)           part, sums = attention_block(q, k, v)               to the rank's keys
+                                            parts = all_gather(cat(part, sums))                 head + 1 numbers for each query and head
+                                            out, lse = attention_join(parts)
+
+What is sent does not grow with the keys: a sum over ranks whose terms count by their sums of exponentials. Backward gives gradients of
+keys and values where these lie, and a sum over ranks for the queries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ops import attention_join as _join  # noqa: F401 - registers it
+from meshc.rules.ring import Ring
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+
+class SplitKeys(Ring):
+    """One attention whose keys one axis splits, and nothing else of it."""
+
+    def __init__(self, local: Local) -> None:
+        super().__init__(local)
+        self.axes = list(local.axes("k"))
+        self.ranks = local.ranks(self.axes)
+
+    def forward(self) -> list[Node]:
+        q, k, v, *rest = self.local.operands
+        emit, item = self.local.emit, self.local.item
+        made = self.attended(q, k, v, self.bias(rest[0] if self.biased else None, 0), 0)
+        sums = emit(aten.unsqueeze.default, item(made, 1), -1)
+        part = emit(aten.cat.default, [self.wide(item(made, 0)), sums], 3)
+        parts = self.local.all_gather(emit(aten.unsqueeze.default, part, 0), self.axes, 0)
+        joined = emit(meshc.attention_join.default, parts)
+        return [self.narrow(item(joined, 0), q), item(joined, 1)]
+
+    def backward(self) -> list[Node]:
+        grad, q, k, v, *rest = self.local.operands
+        bias = rest.pop(0) if self.biased else None
+        part, *given = self.gradients(q, k, v, self.bias(bias, 0), (grad, *rest[:2]), 0)
+        return [self.narrow(self.local.all_reduce(self.wide(part), self.axes, "sum"), q), *given]

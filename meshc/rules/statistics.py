@@ -1,0 +1,147 @@
+"""Reductions that are not the sum of their parts: products, variances, norms, logarithms of sums of exponentials.
+
+Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is not partial; but
+for norms that are sums or extremes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf, prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.rules.reduction import argument, reduce
+from meshc.rules.rule import Rule, RuleFunction, dtype_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten = torch.ops.aten
+Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
+"""(local, x, dims that go, axes that split them) -> the reduction of all ranks' x, with the dims kept as 1."""
+
+
+def _vector_norm(dim: int, keep: int) -> RuleFunction:
+    """Of 0 and 1 the ranks' norms add up, of infinities their extreme counts; others finish themselves."""
+    finish = _finished(_norm, dim, keep)
+
+    def rule(node: Node, tensors: list[Node]) -> Rule | None:
+        how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(_number(argument(node, 1, "p", None), 2.0))
+        if how is None:
+            return finish(node, tensors)
+        dims = argument(node, dim, "dim", None) if dim >= 0 else None
+        kept = bool(argument(node, keep, "keepdim", False)) if keep >= 0 else False
+        return reduce(node, tensors[:1], dims, kept, how, neutral=inf if how == "min" else 0.0)
+
+    return rule
+
+
+def _finished(combine: Combine, dim: int, keep: int) -> RuleFunction:
+    """`dim` and `keep` are the places of these arguments; -1: all dims go, or the operator keeps none."""
+
+    def rule(node: Node, tensors: list[Node]) -> Rule:
+        dims = argument(node, dim, "dim", None) if dim >= 0 else None
+        kept = bool(argument(node, keep, "keepdim", False)) if keep >= 0 else False
+        found = reduce(node, tensors[:1], dims, kept, None)
+        return Rule(found.operands, found.results, ({},), lower=lambda local: _lower(local, sorted(found.whole)), self_masked=True)
+
+    def _lower(local: Local, letters: list[str]) -> Node:
+        (x,) = local.operands
+        axes = [axis for letter in letters for axis in local.axes(letter)]
+        if not axes:
+            return local.call(x)
+        made = combine(local, x, [int(letter[1:]) for letter in letters], axes)
+        return local.emit(aten.reshape.default, made, list(local.out_shape(0)))
+
+    return rule
+
+
+def _masked(local: Local, x: Node, dims: Sequence[int], value: float) -> Node:
+    for dim in dims:
+        x = local.neutralise(x, f"d{dim}", value)
+    return x
+
+
+def _count(local: Local, dims: Sequence[int]) -> int:
+    return prod(local.global_size(f"d{dim}") for dim in dims)
+
+
+def _prod(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
+    mine = local.call(_masked(local, x, dims, 1.0))
+    return local.emit(aten.prod.dim_int, local.all_gather(local.emit(aten.unsqueeze.default, mine, 0), axes, 0), 0)
+
+
+def _centred_squares(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
+    """The sum of squared distances from the mean of all ranks."""
+    total = local.all_reduce(local.emit(aten.sum.dim_IntList, _masked(local, x, dims, 0.0), dims, True), axes, "sum")
+    mean = local.emit(aten.div.Tensor, total, _count(local, dims))
+    centred = _masked(local, local.emit(aten.sub.Tensor, x, mean), dims, 0.0)
+    if local.dtype(x).is_complex:
+        centred = local.emit(aten.abs.default, centred)
+    squares = local.emit(aten.mul.Tensor, centred, centred)
+    return local.all_reduce(local.emit(aten.sum.dim_IntList, squares, dims, True), axes, "sum")
+
+
+def _var(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
+    free = max(_count(local, dims) - _correction(local.node), 0.0)
+    return local.emit(aten.mul.Tensor, _centred_squares(local, x, dims, axes), 1 / free if free else inf)
+
+
+def _correction(node: Node) -> float:
+    if node.target in (aten.var.dim, aten.std.dim):
+        return float(bool(argument(node, 2, "unbiased", True)))
+    return _number(node.kwargs.get("correction"), 1.0)
+
+
+def _number(given: object, default: float) -> float:
+    if given is None:
+        return default
+    assert isinstance(given, int | float)
+    return float(given)
+
+
+def _std(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
+    return local.emit(aten.sqrt.default, _var(local, x, dims, axes))
+
+
+def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
+    p = _number(argument(local.node, 1, "p", None), 2.0)
+    x = _masked(local, x, dims, inf if p < 0 else 0.0)
+    mine = local.emit(aten.linalg_vector_norm.default, x, p, dims, True, **_result_dtype(local))
+    total = local.all_reduce(local.emit(aten.pow.Tensor_Scalar, mine, p), axes, "sum")
+    return local.emit(aten.pow.Tensor_Scalar, total, 1.0 / p)
+
+
+def _result_dtype(local: Local) -> dict[str, object]:
+    """The dtype to compute in, where the call asks for another than x's."""
+    asked = local.node.kwargs.get("dtype")
+    return {} if asked is None else {"dtype": asked}
+
+
+def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
+    wanted = dtype_of(local.node)
+    if local.dtype(x) != wanted:
+        x = local.emit(aten._to_copy.default, x, dtype=wanted)
+    x = _masked(local, x, dims, -inf)
+    peak = local.all_reduce(local.emit(aten.amax.default, x, dims, True), axes, "max")
+    endless = local.emit(aten.eq.Scalar, local.emit(aten.abs.default, peak), inf)
+    peak = local.emit(aten.masked_fill.Scalar, peak, endless, 0.0)
+    total = local.emit(aten.sum.dim_IntList, local.emit(aten.exp.default, local.emit(aten.sub.Tensor, x, peak)), dims, True)
+    return local.emit(aten.add.Tensor, local.emit(aten.log.default, local.all_reduce(total, axes, "sum")), peak)
+
+
+RULES: dict[object, RuleFunction] = {
+    aten.prod.default: _finished(_prod, -1, -1),
+    aten.prod.dim_int: _finished(_prod, 1, 2),
+    aten.var.correction: _finished(_var, 1, 3),
+    aten.var.dim: _finished(_var, 1, 3),
+    aten.std.correction: _finished(_std, 1, 3),
+    aten.std.dim: _finished(_std, 1, 3),
+    aten.linalg_vector_norm.default: _vector_norm(2, 3),
+    aten.norm.ScalarOpt_dim: _vector_norm(2, 3),
+    aten.norm.Scalar: _vector_norm(-1, -1),
+    aten.logsumexp.default: _finished(_logsumexp, 1, 2),
+}

@@ -1,0 +1,76 @@
+"""Steps taken in turn: ranks that hold stretches of a sequence hand the state on, each part of the rows as soon as it is there.
+
+    rnn(x, ...) on 2 ranks, in 2 parts            turn 0               turn 1               turn 2
+                                         rank 0   part 0 from before   part 1 from before
+                                         rank 1                        part 0 from rank 0   part 1 from rank 0
+
+    rnn_turn = meshc.rnn_turn("lstm", x, .., None, .., 0, 2, coordinate, 2)       each rank's part at turn 0, if it has one
+    halo = halo(state, ["cp"], 0, 2, [2, 1, -1, 1], 0.0)                          its last state goes to the next rank
+    rnn_turn_1 = meshc.rnn_turn("lstm", x, .., state_1, .., 1, 2, coordinate, 2)
+    ...
+    in_turn = meshc.in_turn([out, out_1, out_2], 1, coordinate, 2, False)         of what the turns gave, this rank's parts
+
+Backward, and what runs from the last position to the first, goes the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ops import turns as _operators  # noqa: F401 - registers in_turn
+from meshc.rules.rule import RuleFunction, einsum
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+    from meshc.rules.rule import Rule
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+Taken = Callable[[Node | None, Sequence[object]], Node]
+"""A call for one turn: of what is handed, or None, and (slot, parts, place, ranks)."""
+
+
+def in_turns(
+    local: Local, axes: Sequence[str], parts: int, back: bool, call: Taken, count: int, alone: bool = False
+) -> list[list[Node]]:  # fmt: skip
+    """What each of a call's `count` results is at each turn. The last is the state that is handed on, with a first dim of one position.
+    `alone`: a call gives nothing but that."""
+    ranks, place = local.ranks(axes), local.index(axes)
+    results: list[list[Node]] = [[] for _ in range(count)]
+    handed: Node | None = None
+    turns = parts + ranks - 1
+    for slot in range(turns):
+        made = call(handed, (slot, parts, place, ranks))
+        for index in range(count):
+            results[index].append(made if alone else local.item(made, index))
+        if slot < turns - 1:
+            handed = local.hand_on(results[-1][-1], axes, 0, back)
+    return results
+
+
+def together(local: Local, axes: Sequence[str], made: Sequence[Node], dim: int, back: bool) -> Node:
+    """Of what the turns gave, the parts that are this rank's, along `dim`. Where rows are in one part, others gave zeros, and what turns
+    give need not lie side by side."""
+    ranks = local.ranks(axes)
+    if len(made) > ranks:
+        return local.emit(meshc.in_turn.default, list(made), dim, local.index(axes), ranks, back)
+    found = made[0]
+    for other in made[1:]:
+        found = local.emit(aten.add.Tensor, found, other)
+    return found
+
+
+def _in_turn(node: Node, tensors: list[Node]) -> Rule:
+    """It is a piece of what a rule makes of an operator: nothing of it is split further."""
+    dims = [f"d{index}!" for index in range(len(tensors[0].meta["meshc"].shape))]
+    dim = node.args[1]
+    text = " ".join(dims)
+    made = " ".join("made!" if index == dim else each for index, each in enumerate(dims))
+    return einsum(f"{', '.join([text] * len(tensors))} -> {made}", node, tensors)
+
+
+RULES: dict[object, RuleFunction] = {meshc.in_turn.default: _in_turn}

@@ -1,0 +1,128 @@
+"""Attention written out as a ring in zigzag order: under a causal mask every rank has as much to do at each step.
+
+    q, k, v = to_zigzag(q), ...                                     rank r has its first half, and the second one of rank n - 1 - r
+    out, lse = attention_zigzag(q, k, v)                            blocks, shifts and merges as in `ring.py`
+    ...
+    out, lse = from_zigzag(out), ...
+
+So it is where tiles are padded: nothing outside of the attention knows of the order, what comes in and what goes out lies as it lay.
+Backward exchanges the output, its gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
+Elsewhere operands lie in that order already, and what is made of them does (`place/zigzag_values.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir.sizes import Size
+from meshc.ops import attention_zigzag as _zigzag  # noqa: F401 - registers them
+from meshc.rules.ring import Ring
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+AROUND_HEADS = {
+    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
+}  # fmt: skip
+"""What may make keys and values larger by heads, and leave positions where they are: in the dim before the last."""
+
+
+def can_balance(queries: int, keys: int, tile: int, causal: bool, window: int, offset: int) -> bool:
+    """Whether the order may be another one: a causal mask over all positions, in tiles that have halves."""
+    if any(isinstance(size, Size) for size in (queries, keys, tile)):
+        return False
+    return causal and not window and not offset and queries == keys and tile > 1
+
+
+class Zigzag(Ring):
+    """One attention under a causal mask whose queries and keys are both split by one axis."""
+
+    def __init__(self, local: Local) -> None:
+        super().__init__(local)
+        self.scale = self.how[1]
+
+    def exchanged(self, x: Node, dim: int = 2) -> Node:
+        """Of natural order in zigzag order. Backward finds what forward has exchanged: it is kept in that order alone."""
+        if self.local.lies_balanced:
+            return x
+        known, key = self.local.arranged, (x, (dim, *self.axes))
+        if key not in known:
+            known[key] = self.local.reordered(x, self.axes, dim, home=False)
+        return known[key]
+
+    def home(self, x: Node) -> Node:
+        """The other way round."""
+        return x if self.local.lies_balanced else self.local.reordered(x, self.axes, 2, home=True)
+
+    def place(self, step: int) -> tuple[object, ...]:
+        return self.local.place(self.axes[0], 0), self.local.place(self.axes[0], step), self.ranks, self.local.global_size("k")
+
+    def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
+        (keys, larger_keys), (values, larger_values) = (self._before_heads(x) for x in (k, v))
+        keys, values = (self.exchanged(x, len(self.local.shape(x)) - 2) for x in (keys, values))
+        for step in range(self.ranks):
+            here = larger_keys(keys), larger_values(values)
+            if step < self.ranks - 1:
+                keys, values = self.shift(keys, 1), self.shift(values, 1)
+            yield here
+
+    def _before_heads(self, x: Node) -> tuple[Node, Callable[[Node], Node]]:
+        """Keys or values before they are made larger for the heads that share them, and what makes them so."""
+        small, chain, found = x, list[Node](), list[Node]()
+        ends = self.local.shape(x)[-2:]
+        least = prod(self.local.shape(x))
+        while x.target in AROUND_HEADS and len(x.all_input_nodes) == 1 and self.local.shape(x.all_input_nodes[0])[-2:] == ends:
+            chain.append(x)
+            (x,) = x.all_input_nodes
+            if prod(self.local.shape(x)) < least:
+                small, least, found = x, prod(self.local.shape(x)), chain[::-1]
+
+        def larger(node: Node) -> Node:
+            for one in found:
+                node = self.local.emit(one.target, node, *one.args[1:], **one.kwargs)
+            return node
+
+        return small, larger
+
+    def forward(self) -> list[Node]:
+        q, k, v, *_ = self.local.operands
+        asked = self.exchanged(q)
+        parts = (
+            self.local.emit(meshc.attention_zigzag.default, asked, keys, values, self.scale, *self.place(step))
+            for step, (keys, values) in enumerate(self.blocks(k, v))
+        )
+        out, lse = self.joined(parts)
+        home = [self.home(self.narrow(out, q)), self.home(lse)]
+        if not self.local.lies_balanced:
+            self.local.arranged[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
+        return home
+
+    def backward(self) -> list[Node]:
+        grad, q, k, v, *_, out, lse = self.local.operands
+        emit, item = self.local.emit, self.local.item
+        known = [self.exchanged(x) for x in (grad, q)]
+        whole = [self.exchanged(x) for x in (out, lse)]
+        dq: Node | None = None
+        own: list[Node] = []
+        travelling: list[Node] = []
+        for step, (keys, values) in enumerate(self.blocks(k, v)):
+            made = emit(meshc.attention_zigzag_backward.default, *known, keys, values, *whole, self.scale, *self.place(step))
+            part, *given = (item(made, index) for index in range(3))
+            dq = self.wide(part) if dq is None else emit(aten.add.Tensor, dq, part)
+            given = [self.fewer(one, index) for index, one in enumerate(given, 1)]
+            if step == 0:
+                own = given
+                continue
+            if travelling:
+                given = [emit(aten.add.Tensor, there, here) for there, here in zip(travelling, given, strict=True)]
+            travelling = [self.shift(one, 1) for one in given]
+        assert dq is not None
+        total = [emit(aten.add.Tensor, here, there) for here, there in zip(own, travelling, strict=True)]
+        return [self.home(self.narrow(dq, q)), *(self.at_home(self.home(one), index) for index, one in enumerate(total, 1))]

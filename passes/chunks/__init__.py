@@ -1,1 +1,0 @@
-"""The head and loss in chunks of their tokens."""

@@ -1,0 +1,94 @@
+"""Offload values of forward: kept on the host until backward reads them, where a plan says so.
+
+    forward   h = mm(x, w);  y = f(t(h))                       h = mm(x, w);  y = f(t(h));  offloaded = to_host(h)
+    backward  g = mm(t(h), gy)                        becomes  back = from_host(offloaded);  g = mm(t(back), gy)
+
+`host_copies.py` says where the copies stand. The pass is behind `recompute`, which settles what backward reads, and before stages and
+microbatches, which hand on what is there like any other value. When the copies back start is settled later
+(`passes/lower/prefetch_offloaded.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from meshc.cost.devices import for_mesh
+from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, record, records, value_of
+from meshc.ir.graph import copied, made_of, made_only_of
+from meshc.ir.keys import is_a
+from meshc.passes.memory.host_copies import has_known_size, offload_values, read_too_soon, roots_of
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.plan.faults import refuse_faults
+from meshc.plan.offload_lines import STORED, VALUE, OffloadLine
+
+_NO_VALUE = "no module of this name returns a value"
+_NO_MODULE = "forward runs no operator in such a module"
+_NAMED = "name modules as model.named_modules() does, with * for any text, or leave the line out"
+
+
+def offload(lowered: LoweredProgram) -> LoweredProgram:
+    """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
+    lines = [line for line in lowered.plan.offloads if line.what not in STORED]
+    if not lines or not lowered.request.grad:
+        return lowered
+    ((name, given),) = lowered.stages.items()
+    stage = replace(given, graph=copied(given.graph))  # of a pipeline, what `recompute` left may be taken up again
+    graph, lowered = stage.graph, replace(lowered, stages={name: stage})
+    results = stage.results()
+    needed = made_of(node for key, node in results.items() if not is_a(key, "output", "metric"))  # outputs are brought together last
+    forward, backward = calls_of(graph, "forward"), [node for node in calls_of(graph, "backward") if node in needed]
+    said = _lines_by_value(lines, lowered, forward)
+    learned = made_only_of(graph, [node for node, key in stage.keys().items() if is_a(key, "parameter")])
+    home = roots_of(forward)
+    wanted = {home[operand] for node in backward for operand in node.all_input_nodes if operand in home}
+    chosen = {node: why for node, why in _values_with_lines(forward, home, said) if node in wanted and node not in learned}
+    late = read_too_soon(graph, chosen, home, for_mesh(lowered.mesh))
+    offload_values(graph, {node: why for node, why in chosen.items() if node not in late}, home, backward)
+    if late:
+        size = sum(local_bytes(record(node)) for node in late)
+        stay = f"{len(late)} of {len(chosen)} values stay on the device, {size:,} bytes"
+        return lowered.with_notes(f"offload: {stay}: backward reads them before they could be there and back")
+    return lowered
+
+
+Says = Callable[[Node], "OffloadLine | None"]
+
+
+def _lines_by_value(lines: Sequence[OffloadLine], lowered: LoweredProgram, forward: Sequence[Node]) -> Says:
+    """The first line about a value, for each. Raises PlanError for those about none."""
+    modules = {records(node)[0].source.module for node in forward}
+    returned = {line: set(_returned_values(lowered, line)) for line in lines if line.what == VALUE}
+    faults = [
+        f"{line.where}: {_NO_VALUE if line.what == VALUE else _NO_MODULE}; {_NAMED}"
+        for line in lines
+        if not (returned[line] if line.what == VALUE else any(map(line.covers, modules)))
+    ]
+    refuse_faults("the plan does not fit this model", faults)
+
+    def line_for(node: Node) -> OffloadLine | None:
+        one = record(node)
+        return next((line for line in lines if (one.of in returned[line] if line.what == VALUE else line.covers(one.source.module))), None)
+
+    return line_for
+
+
+def _returned_values(lowered: LoweredProgram, line: OffloadLine) -> Iterator[str]:
+    """What modules return that a line names, as records name it."""
+    for node in lowered.joint.graph.nodes:
+        for index, one in enumerate(records(node) if has_record(node) else ()):
+            if any(map(line.names, one.returned_by)):
+                made, index = value_of(node) if is_getitem(node) else (node, index)
+                yield f"{made.name}.{index}"
+
+
+def _values_with_lines(forward: Sequence[Node], home: Mapping[Node, Node], said: Says) -> Iterator[tuple[Node, str]]:
+    """Values that lines are about, or about what lies in their memory, with the line; each once."""
+    seen: set[Node] = set()
+    for node in forward:
+        root = home.get(node)
+        if root is not None and root not in seen and is_tensor(root) and has_known_size(record(root)) and (line := said(node)) is not None:
+            seen.add(root)
+            yield root, str(line)

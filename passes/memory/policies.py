@@ -1,0 +1,160 @@
+"""Recompute policies by name: the values that backward may recompute.
+
+    none       nothing
+    cheap      what takes little beside products: pointwise operators, casts, norms, views, dropout by its number, masks
+    selective  all but matrix products, convolutions and attention, collectives too
+    layer      all of a layer but what other layers have made (Chen et al., arXiv:1604.06174)
+    sqrt       the same with about as many layers at a time as there are such groups (likewise); over a pipeline, whose stages are cut later
+               and hold few layers each, that is `layer`
+
+Whoever recomputes a value makes it of what is kept. What is made of parameters alone is never kept: a gathered parameter is gathered
+again, as without any policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import Final
+
+import torch
+from torch.fx import Node
+
+from meshc.cost.flops import flops
+from meshc.ir import op_name, records, spmd
+from meshc.plan.remat_lines import RematLine
+from meshc.program.packing import is_view
+from meshc.rules.elementwise import is_pointwise
+
+CHEAP: Final = frozenset({
+    "aten.clone", "aten.expand", "aten._to_copy", "aten.cat", "aten.stack", "aten.slice", "aten.constant_pad_nd", "aten.arange",
+    "aten.full", "aten.zeros", "aten.ones", "aten.scalar_tensor", "aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var",
+    "aten.var_mean", "aten.native_layer_norm", "aten.native_group_norm", "aten._softmax", "aten._log_softmax", "aten.tril", "aten.triu",
+    "meshc.dropout", "meshc.uniform", "meshc.normal", "meshc.take", "aten.select", "aten.repeat", "aten.flip", "aten.roll",
+})  # fmt: skip
+"""Beside pointwise operators and views; per-rank functions (masks, tiles, coordinates) are cheap too."""
+
+LITTLE: Final = "little"
+"""No policy that users name: `cheap`, and all-to-alls, behind which a rank has as many bytes as before (`recompute_by_price.py`)."""
+
+BY_BUDGET: Final = "by budget"
+"""No policy that users name: what `layer` would recompute, and beside layers `cheap`, as far as a budget asks for it
+(`recompute_within_budget.py`)."""
+
+_MEMBER = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """
+    may    whether a value may be recomputed
+    ahead  how many products of backward may lie between where a value is recomputed and where it is last read; None: any number
+    """
+
+    may: Callable[[Node], bool]
+    ahead: Callable[[Node], int | None]
+
+
+def _any_distance(node: Node) -> int | None:
+    return None
+
+
+AHEAD: Final = 8
+"""A norm, a gate or a projection of several parts is done with by then; a sum that goes through all layers is not, and is kept."""
+
+
+def is_cheap(node: Node) -> bool:
+    """Whether an operator takes little beside a product."""
+    if spmd.is_collective(node.target):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    return is_view(node) or is_pointwise(node) or _family(node) in CHEAP
+
+
+def _family(node: Node) -> str:
+    """`aten.slice` of `aten.slice.Tensor`."""
+    return ".".join(op_name(node).split(".")[:2])
+
+
+def is_no_product(node: Node) -> bool:
+    """Whether an operator is no product, convolution or attention."""
+    return flops(node) == 0
+
+
+def layer_of(node: Node) -> str:
+    """The outermost member of a list of modules in which a node was written: `model.layers.3`; "" beside them."""
+    found = _MEMBER.match(records(node)[0].source.module)
+    return found.group() if found else ""
+
+
+def _may_within_groups(groups: Mapping[str, int]) -> Callable[[Node], bool]:
+    """What only its own group of layers reads."""
+
+    def may(node: Node) -> bool:
+        group = groups.get(layer_of(node))
+        return group is not None and all(
+            groups.get(layer_of(user)) == group for user in node.users if user.op == "call_function" and records(user)[0].phase == "forward"
+        )
+
+    return may
+
+
+def _layer_policy(forward: Iterable[Node], together: Callable[[int], int] = lambda count: 1) -> RecomputePolicy:
+    """`together`: of so many layers, how many are recomputed at a time."""
+    names = [name for name in dict.fromkeys(layer_of(node) for node in forward) if name]
+    size = together(len(names))
+    return RecomputePolicy(_may_within_groups({name: number // size for number, name in enumerate(names)}), _any_distance)
+
+
+def _square_root(count: int) -> int:
+    return max(1, ceil(sqrt(count)))
+
+
+def policy_of(name: str, forward: Iterable[Node], pipeline: bool) -> RecomputePolicy:
+    """A policy for a graph's forward calls."""
+    if name == "none":
+        return RecomputePolicy(lambda node: False, _any_distance)
+    if name == "cheap":
+        return RecomputePolicy(is_cheap, lambda node: AHEAD)
+    if name == LITTLE:
+        return RecomputePolicy(lambda node: is_cheap(node) or node.target is spmd.all_to_all, lambda node: AHEAD)
+    if name == "selective":
+        return RecomputePolicy(is_no_product, lambda node: AHEAD)
+    if name == BY_BUDGET:
+        inside = _layer_policy(forward).may
+        return RecomputePolicy(
+            lambda node: inside(node) if layer_of(node) else is_cheap(node), lambda node: None if layer_of(node) else AHEAD
+        )
+    return _layer_policy(forward, _square_root) if name == "sqrt" and not pipeline else _layer_policy(forward)
+
+
+def _may_recompute_checkpointed(node: Node) -> bool:
+    """What a region of the user's own recomputes: all but what its policy saves, and what is read outside of it."""
+    source = records(node)[0].source
+    return not source.saved and all(
+        records(user)[0].source.region == source.region
+        for user in node.users if user.op == "call_function" and records(user)[0].phase == "forward"
+    )  # fmt: skip
+
+
+CHECKPOINTED: Final = RecomputePolicy(_may_recompute_checkpointed, _any_distance)
+
+
+class Policies:
+    """Which policy each forward call follows: that of the last line of the plan about its module, or that of the user's own checkpointed
+    region (`torch.utils.checkpoint`), or the usual one."""
+
+    def __init__(self, usual: str, lines: Sequence[RematLine], forward: Sequence[Node], pipeline: bool) -> None:
+        self.usual, self.lines = usual, lines
+        self._by_name = {name: policy_of(name, forward, pipeline) for name in {usual, *(line.policy for line in lines)}}
+        self._of_module: dict[str, RecomputePolicy | None] = {}
+
+    def of(self, node: Node) -> RecomputePolicy:
+        source = records(node)[0].source
+        if source.module not in self._of_module:
+            name = next((line.policy for line in reversed(self.lines) if line.covers(source.module)), None)
+            self._of_module[source.module] = None if name is None else self._by_name[name]
+        return self._of_module[source.module] or (CHECKPOINTED if source.region else self._by_name[self.usual])

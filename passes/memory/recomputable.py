@@ -1,0 +1,119 @@
+"""Values of forward that a policy lets backward recompute, and what each is recomputed from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from meshc.cost.flops import flops
+from meshc.ir import KEY, calls_of, is_getitem, is_integer, local_bytes, record, records, value_of
+from meshc.ir.graph import made_of, made_only_of
+from meshc.ir.keys import is_a
+from meshc.ir.nodes import op_name
+from meshc.passes.memory.policies import Policies
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.plan.remat_lines import RematLine
+from meshc.program.packing import is_view
+from meshc.program.program import Stage
+
+
+@dataclass(frozen=True)
+class Recomputable:
+    """
+    forward, backward  the graph's calls of these phases, in order
+    wanted    what backward reads of forward
+    operands  of the values that may be recomputed, those of forward
+    learned   what is made of parameters alone
+    """
+
+    forward: list[Node]
+    backward: list[Node]
+    wanted: set[Node]
+    operands: dict[Node, list[Node]]
+    learned: set[Node]
+
+    def bytes_of(self, node: Node) -> int | None:
+        """What keeping a value takes; None: it is never kept."""
+        if node in self.operands and (node in self.learned or is_integer(node) or (is_view(node) and not is_getitem(node))):
+            return None
+        return None if isinstance(node.meta[KEY], tuple) else local_bytes(record(node))
+
+
+def recomputable_values(
+    graph: Graph, keys: Mapping[Node, str], policies: Policies, fixed: Collection[Node] = (), written: Collection[Node] = ()
+) -> Recomputable:
+    """`fixed`: what is not recomputed. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
+    forward, backward = calls_of(graph, "forward"), calls_of(graph, "backward")
+    learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
+    among = set(forward)
+    wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
+    never = {node for node in forward if node in fixed or _is_once_only(node) or not set(written).isdisjoint(node.all_input_nodes)}
+    return Recomputable(forward, backward, wanted, _operands(forward, backward, wanted, learned, never, policies), learned)
+
+
+def recomputable_of_stage(
+    lowered: LoweredProgram, usual: str, lines: Sequence[RematLine] = (), fixed: Collection[Node] = ()
+) -> Recomputable:
+    """Of the only stage, by the last line about a value, or the usual policy."""
+    (stage,) = lowered.stages.values()
+    keys = stage.keys()
+    written = {key for key in stage.results() if is_a(key, "buffer")}
+    policies = Policies(usual, lines, calls_of(stage.graph, "forward"), lowered.mesh.pipeline_axis is not None)
+    given = set() if lowered.request.train else _returned_values(stage)
+    return recomputable_values(stage.graph, keys, policies, {*fixed, *given}, {node for node, key in keys.items() if key in written})
+
+
+def _returned_values(stage: Stage) -> set[Node]:
+    """What the caller is given: it is there in any case. What brings it together was made last, as if of backward."""
+    outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
+    return set(made_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
+
+
+def _operands(
+    forward: list[Node], backward: list[Node], wanted: Collection[Node], learned: set[Node], never: set[Node], policies: Policies
+) -> dict[Node, list[Node]]:
+    """What may be recomputed, and of what."""
+    among = set(forward)
+    may: set[Node] = set()
+    for node in forward:
+        producer = value_of(node)[0]
+        if node not in never and (producer in may if producer is not node else node in learned or policies.of(node).may(node)):
+            may.add(node)
+    may -= _too_far_ahead(forward, backward, wanted, may.difference(learned), policies)
+    may -= {node for node in may if is_getitem(node) and node.all_input_nodes[0] not in may}
+    return {node: [operand for operand in node.all_input_nodes if operand in among] for node in forward if node in may}
+
+
+def _is_once_only(node: Node) -> bool:
+    """Checks, which are made, and draws of a generator, which would be others."""
+    return op_name(node).startswith("meshc.check_") or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _too_far_ahead(
+    forward: list[Node], backward: list[Node], wanted: Collection[Node], may: Collection[Node], policies: Policies
+) -> set[Node]:
+    """What would be recomputed long before it is last read: for another value that is made of it, or as all layers read it."""
+    first: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    products = 0
+    for node in backward:
+        for operand in node.all_input_nodes:
+            if operand in wanted:
+                first.setdefault(operand, products)
+                last[operand] = products
+        products += flops(node) > 0
+    far: set[Node] = set()
+    for node in reversed(forward):
+        for user in node.users:  # whatever is recomputed of it needs it then, and a view of it is it
+            if user in may and user not in far and user in first:
+                first[node] = min(first.get(node, first[user]), first[user])
+                if is_view(user) and user in last:
+                    last[node] = max(last.get(node, 0), last[user])
+        if node in may and not is_view(node) and node in last:
+            ahead = policies.of(node).ahead(node)
+            if ahead is not None and last[node] - first[node] > ahead:
+                far.add(node)
+    return far

@@ -1,0 +1,91 @@
+"""Recomputation in the stages of a pipeline, so that each rank keeps its memory budget.
+
+    rank 0   4 microbatches in flight   a value kept counts 4 times   9.1 MB held of 8: 1.1 MB less of what it keeps, at the least seconds
+    rank 1   1 in flight                once                          5.2 MB held: it keeps all
+
+Stages and schedule are settled. A value is there as often as microbatches wait in its stage, between forward and backward; so many times
+its bytes are traded for the seconds of recomputing it (`trade.py`), of each rank apart. What a stage was handed it keeps, if it reads it
+in backward: its maker is on another rank. What comes of it is cut and walked by whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from meshc.cost.devices import for_mesh
+from meshc.passes.memory.policies import BY_BUDGET
+from meshc.passes.memory.recomputable import recomputable_of_stage
+from meshc.passes.memory.recompute_within_budget import recompute_note, recompute_seconds, with_copies
+from meshc.passes.memory.trade import KeptValues, Trade
+from meshc.passes.phases.lowered_program import LoweredProgram
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """
+    stage    of each value that one stage makes, by name
+    ranks    of each stage
+    waiting  of each stage, how many microbatches are between its forward and its backward at most
+    """
+
+    stage: Mapping[str, int]
+    ranks: Sequence[int]
+    waiting: Sequence[int]
+
+
+class StageTrades:
+    """Of a step as `recompute` left it, before it is in microbatches. `fixed`: what is not recomputed."""
+
+    def __init__(self, lowered: LoweredProgram, places: StageMap, fixed: Collection[Node] = ()) -> None:
+        self.lowered, self.places = lowered, places
+        (stage,) = lowered.stages.values()
+        self._at = {node: places.stage[node.name] for node in stage.graph.nodes if node.name in places.stage}
+        between = {node for node in self._at if any(self._is_handed_between_stages(node, user) for user in node.users)}
+        self._can = recomputable_of_stage(lowered, BY_BUDGET, fixed={*fixed, *between})
+        self._readers = {rank: [node for node in self._can.backward if self._is_on_rank(rank, node)] for rank in sorted(set(places.ranks))}
+        takes = recompute_seconds(self._can, lowered, for_mesh(lowered.mesh))
+        self._trades = {rank: self._trade(rank, takes) for rank in self._readers}
+
+    def _is_on_rank(self, rank: int, node: Node) -> bool:
+        """Whether a rank's stages make it. What no stage has for itself every one makes."""
+        return node not in self._at or self.places.ranks[self._at[node]] == rank
+
+    def _is_handed_between_stages(self, node: Node, user: Node) -> bool:
+        """Whether two stages of one rank hand it to each other."""
+        one, other = self._at[node], self._at.get(user)
+        return other is not None and other != one and self.places.ranks[one] == self.places.ranks[other]
+
+    def _trade(self, rank: int, takes: Mapping[Node, float]) -> Trade:
+        """Of what a rank's own stages make; what others hand to them is kept where it is read."""
+        can, places, readers = self._can, self.places, set(self._readers[rank])
+        own = {node for node in can.forward if self._is_on_rank(rank, node)}
+        handed = {operand for node in (*own, *readers) for operand in node.all_input_nodes} - own
+        most = max(count for count, at in zip(places.waiting, places.ranks, strict=True) if at == rank)
+        times = dict.fromkeys(handed, most) | {node: places.waiting[self._at[node]] for node in own if node in self._at}
+        forward = [node for node in can.forward if node in own or node in handed]
+        wanted = {node for node in can.wanted if not readers.isdisjoint(node.users)}
+        operands = {node: can.operands[node] for node in own if node in can.operands}
+        return Trade(replace(can, forward=forward, wanted=wanted, operands=operands), takes, times)
+
+    @property
+    def most(self) -> dict[int, int]:
+        """Bytes that each rank keeps where it recomputes nothing."""
+        return {rank: trade.keep_all.bytes for rank, trade in self._trades.items()}
+
+    @property
+    def least(self) -> dict[int, int]:
+        """The fewest bytes that each can keep."""
+        return {rank: trade.keep_least.bytes for rank, trade in self._trades.items()}
+
+    def with_kept_bytes(self, most: Mapping[int, int]) -> tuple[LoweredProgram, int]:
+        """A copy in which backward recomputes what is not kept, where each of these ranks keeps at most so many bytes; and how many
+        values that are."""
+        found = {rank: self._trades[rank].within(bytes_kept) for rank, bytes_kept in most.items()}
+        left = with_copies(self.lowered, [(self._readers[rank], kept.again) for rank, (kept, _) in found.items()])
+        several = [kept for kept, _ in found.values()]
+        again = tuple(dict.fromkeys(node for kept in several for node in kept.again))
+        whole = KeptValues(frozenset(), frozenset(), sum(kept.bytes for kept in several), 0.0, again, sum(kept.seconds for kept in several))
+        return left.with_notes(recompute_note(whole, sum(bound for _, bound in found.values()), self._can, " a microbatch")), len(again)

@@ -1,1 +1,0 @@
-"""Microbatches: a step or an inference cut into stages that run once per microbatch."""

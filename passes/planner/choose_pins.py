@@ -1,0 +1,224 @@
+"""Operator pins for choices: few lines, each true, that cover every operator which needs one.
+
+    model.layers.0.mlp.up_proj/forward/mm  ffn/tp
+    model.layers.1.mlp.up_proj/forward/mm  ffn/tp            pin op:model.layers.*.mlp.up_proj: ffn/tp
+    model.layers.0.mlp.up_proj/backward/mm  ffn/tp    ...
+
+A line is true if every operator that it is about does what it says, so it may be about more operators than have to be told; one that does
+something else along another axis for being told is then told all. Lines are taken by how many they tell of those that are left (the greedy
+cover; Chvatal, Mathematics of Operations Research 4(3), 1979). Operators of layers that do alike count as one: the number of lines does not
+go by the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+from torch.fx import Node
+
+from meshc.passes.phases.choices import Directive
+from meshc.passes.phases.factors import Instance, Token
+from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.operator_names import named_operators
+from meshc.passes.place.resolve_operator_pins import directive_of_pin, token_called
+from meshc.passes.planner.layer_globs import factor_of_layers, operator_of_layers
+from meshc.passes.planner.needed_pins import NeededPins
+from meshc.plan.entries import OperatorPin, Split
+
+Needs = Mapping[Node, Sequence[frozenset[str]]]
+"""Of operators that must be told: sets of axes, each of which is enough."""
+
+
+@dataclass(frozen=True)
+class _LayerOperators:
+    """Operators of layers that do alike; the first stands for all.
+
+    name  theirs together, or the operator's own;  members  each one's
+    does  what it does, as a pin of it says;  needs  as above, empty for one that need not be told
+    """
+
+    name: str
+    members: tuple[str, ...]
+    instance: Instance
+    told: Directive
+    does: OperatorPin
+    needs: tuple[frozenset[str], ...]
+
+
+def choose_pins(placed: PlacedModel, walked: NeededPins) -> tuple[OperatorPin, ...]:
+    """Lines that tell those that must be told. `placed` has been annotated and has choices."""
+    named = named_operators(placed)
+    kinds = list(_layer_operators(placed, named, walked.needs))
+    while True:
+        cover = _PinCover(placed, kinds)
+        lines = cover.lines()
+        misled = {at for at, name, axes in cover.covered_operators(lines) if not walked.does(named[name], axes)}
+        if not misled:
+            return lines
+        kinds = [replace(kind, needs=(frozenset(kind.told.axes),)) if at in misled else kind for at, kind in enumerate(kinds)]
+
+
+def _layer_operators(placed: PlacedModel, named: Mapping[str, Instance], needs: Needs) -> Iterator[_LayerOperators]:
+    alike: dict[str, list[_LayerOperators]] = defaultdict(list)
+    for name, instance in named.items():
+        told = placed.choices.directive(instance.node) if placed.choices is not None else None
+        if told is not None:
+            does = _pin_of_directive(placed, name, instance, told)
+            alike[operator_of_layers(name)].append(
+                _LayerOperators(name, (name,), instance, told, does, tuple(needs.get(instance.node, ())))
+            )
+    for name, members in alike.items():
+        first = members[0]
+        if all((one.does, one.needs) == (first.does, first.needs) for one in members):
+            yield replace(first, name=name, members=tuple(one.name for one in members))
+        else:
+            yield from members
+
+
+def _pin_of_directive(placed: PlacedModel, name: str, instance: Instance, told: Directive) -> OperatorPin:
+    splits: list[Split] = []
+    for token, axes in told.tokens.items():
+        partner = instance.tied.get(token)
+        if partner is None or list(instance.size).index(token) < list(instance.size).index(partner):
+            splits.append(_split_of_token(placed, instance, token, axes))
+    idle = (axis for axis in told.axes if axis not in told.deferred and not any(axis in axes for axes in told.tokens.values()))
+    return OperatorPin("", tuple(splits), tuple(idle), told.deferred)
+
+
+def _split_of_token(placed: PlacedModel, instance: Instance, token: Token, axes: tuple[str, ...]) -> Split:
+    factor = factor_of_layers(placed.names.of[instance.factor[token]])
+    number = 1
+    while token_called(factor, number, instance, placed.names) != token:
+        number += 1
+    return Split(factor, axes, number)
+
+
+def _pin_along(does: OperatorPin, axes: Collection[str]) -> OperatorPin:
+    """What a pin says of some axes."""
+    splits = (replace(split, axes=tuple(axis for axis in split.axes if axis in axes)) for split in does.splits)
+    return OperatorPin(
+        does.pattern, tuple(split for split in splits if split.axes),
+        tuple(axis for axis in does.whole if axis in axes), tuple(axis for axis in does.partial if axis in axes),
+    )  # fmt: skip
+
+
+class _PinCover:
+    """Sets of kinds as bits of integers: the n-th bit is the n-th kind.
+
+    about  by pattern, those that it matches, and those of which it matches some;  false  by what a pin says, those that do otherwise
+    tells  likewise, those for which it is enough;  hears  those that have what it speaks of
+    """
+
+    def __init__(self, placed: PlacedModel, kinds: Sequence[_LayerOperators]) -> None:
+        self.placed, self.kinds = placed, kinds
+        self.about: dict[str, tuple[int, int]] = {}
+        self.false: dict[OperatorPin, int] = {}
+        self.tells: dict[OperatorPin, int] = {}
+        self.hears: dict[OperatorPin, int] = {}
+
+    def lines(self) -> tuple[OperatorPin, ...]:
+        left = sum(1 << at for at, kind in enumerate(self.kinds) if kind.needs)
+        covers = {line: cover for line, cover in self._candidates() if cover}
+        queue: list[tuple[int, int, str, OperatorPin]] = []
+        for line, cover in covers.items():
+            heappush(queue, (-cover.bit_count(), len(str(line)), str(line), line))
+        taken: list[OperatorPin] = []
+        while left and queue:  # what no line tells (sizes that a pin may not split so) is found by who compares
+            count, length, text, line = heappop(queue)
+            tells = (covers[line] & left).bit_count()
+            if tells < -count:  # of those that it told, some have been told since
+                heappush(queue, (-tells, length, text, line))
+                continue
+            taken.append(line)
+            left &= ~covers[line]
+        for line in list(taken):
+            others = [covers[other] for other in taken if other is not line]
+            if covers[line] & ~_union(others) == 0:
+                taken.remove(line)
+        return tuple(sorted(taken, key=lambda line: (covers[line] & -covers[line], str(line))))
+
+    def covered_operators(self, lines: Sequence[OperatorPin]) -> Iterator[tuple[int, str, frozenset[str]]]:
+        """By kind, each operator that lines are about, and along which axes they tell it."""
+        axes: dict[tuple[int, str], set[str]] = defaultdict(set)
+        for line in lines:
+            heard = self.about[line.pattern][1] & self.hears[replace(line, pattern="")]
+            for at, kind in enumerate(self.kinds):
+                if heard >> at & 1:
+                    for name in filter(line.matches, kind.members):
+                        axes[at, name].update(line.axes)
+        yield from ((at, name, frozenset(told)) for (at, name), told in axes.items())
+
+    def _candidates(self) -> Iterator[tuple[OperatorPin, int]]:
+        seen: set[OperatorPin] = set()
+        for kind in self.kinds:
+            for said in self._sayings(kind):
+                for pattern in _patterns(kind.name):
+                    line = replace(said, pattern=pattern)
+                    if line not in seen:
+                        seen.add(line)
+                        yield line, self._cover(said, pattern)
+
+    def _sayings(self, kind: _LayerOperators) -> Iterable[OperatorPin]:
+        """What may be said of one that must be told: as little as is enough, or all."""
+        return dict.fromkeys(_pin_along(kind.does, axes) for axes in (*kind.needs, kind.told.axes)) if kind.needs else ()
+
+    def _cover(self, said: OperatorPin, pattern: str) -> int:
+        """Those that a line tells, if it is true of all that it is about; else none."""
+        if pattern not in self.about:
+            self.about[pattern] = self._matches(OperatorPin(pattern))
+        every, some = self.about[pattern]
+        if said not in self.false:
+            self._classify(said)
+        return 0 if some & self.false[said] else every & self.tells[said]
+
+    def _matches(self, line: OperatorPin) -> tuple[int, int]:
+        every = some = 0
+        numbered = any(part.isdigit() for part in line.modules.split("."))
+        for at, kind in enumerate(self.kinds):
+            if line.matches(kind.name):
+                every |= 1 << at
+                some |= 1 << at
+            elif numbered and any(map(line.matches, kind.members)):
+                some |= 1 << at
+        return every, some
+
+    def _classify(self, said: OperatorPin) -> None:
+        self.false[said] = self.tells[said] = self.hears[said] = 0
+        axes = frozenset(said.axes)
+        for at, kind in enumerate(self.kinds):
+            told = directive_of_pin(said, kind.name, kind.instance, self.placed, self.placed.names)
+            if not isinstance(told, Directive):
+                continue
+            self.hears[said] |= 1 << at
+            if not _agrees(told, kind.told):
+                self.false[said] |= 1 << at
+            elif any(enough <= axes for enough in kind.needs):
+                self.tells[said] |= 1 << at
+
+
+def _agrees(told: Directive, done: Directive) -> bool:
+    """Whether an operator does what it is told."""
+    mine = done.along(told.axes)
+    return dict(told.tokens) == dict(mine.tokens) and set(told.deferred) == set(mine.deferred)
+
+
+def _patterns(name: str) -> Iterator[str]:
+    """Patterns that match an operator, from its own name to all of them."""
+    module, phase, operator = name.split("/")
+    parts = module.split(".")
+    modules = [module, *(".".join((*parts[:count], "*")) for count in range(len(parts) - 1, 0, -1)), "*"]
+    kind = operator.partition(".")[0]
+    for modules_of in dict.fromkeys(modules):
+        for rest in dict.fromkeys((f"{phase}/{operator}", f"{phase}/{kind}*", f"*/{kind}*", phase, "")):
+            if modules_of or rest:
+                yield f"{modules_of}/{rest}".rstrip("/")
+
+
+def _union(sets: Iterable[int]) -> int:
+    found = 0
+    for one in sets:
+        found |= one
+    return found

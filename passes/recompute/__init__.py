@@ -1,1 +1,0 @@
-"""Recomputation (activation checkpointing): values of forward that backward keeps or recomputes."""

@@ -1,0 +1,115 @@
+"""Gradient accumulation: a step over M microbatches as three stages, before, each and after.
+
+    per-rank graph with the sequential axis mb          before:  values of no parameter and no microbatch (counts of labels)
+                                               becomes  each:    forward and backward of microbatch k; partial sums leave
+                                                        after:   reductions of gradients, clipping, the update
+
+A microbatch is a tile along `mb`, one more axis on the batch factor; reducing over `mb` is accumulation. An operator that needs the whole
+batch in the middle of a microbatch (batch norm, contrast within the batch) is refused. A step that is the mean of its microbatches has no
+such operator: its graph is one microbatch's, and only gradients and loss are reduced over `mb`. Each microbatch reads the buffers that the
+previous one has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from torch.fx import Node
+
+from meshc.errors import CompileError
+from meshc.ir import is_integer, record, spmd
+from meshc.ir.graph import output_of, read_by
+from meshc.ir.keys import is_a, key_of
+from meshc.ir.spmd import MICROBATCH
+from meshc.passes.phases.lowered_program import LoweredProgram
+from meshc.passes.phases.splitter import Splitter
+from meshc.passes.stages.mixed_sums import refuse_gathered_rows, sums_before_microbatches
+from meshc.passes.stages.output_rows import outputs_by_rows, whole_rows
+from meshc.program.accumulate import OF_REDUCTION, whole_of
+from meshc.program.program import Instruction, Stage
+
+
+def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
+    """Three stages and their schedule; with one microbatch, the only stage and a schedule of one instruction."""
+    (stage,) = lowered.stages.values()
+    count = lowered.sizes.get(MICROBATCH, 1)
+    if count == 1:
+        return replace(lowered, schedule=(Instruction("run", stage.name),))
+    graph = stage.graph
+    keys = stage.keys()
+    sums = [node for node in graph.nodes if node.target is spmd.all_reduce and list(node.args[1]) == [MICROBATCH]]
+    rows = outputs_by_rows(lowered, stage)
+    refuse_gathered_rows(graph, sums, lowered.sizes)
+    if not sums and not rows:
+        return _as_one(lowered, count)
+    parts = [node.args[0] for node in sums]
+    results = stage.results()
+    done = read_by(sums)
+    written = {key: node for key, node in results.items() if is_a(key, "buffer") and node not in done} if lowered.parts is not None else {}
+    """The buffers that each microbatch writes, where it is a step of its own. Buffers computed from the whole batch are written last."""
+    own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
+    own += [node for node, key in keys.items() if key in written]
+    among = set(sums)
+    varies = read_by(own, through=lambda node: node not in among).difference(sums)
+    mixing = sums_before_microbatches(graph, varies, done, sums, lowered)
+    learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
+    repeated = {*varies, *done, *learned, *parts}
+    early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
+    split = Splitter(graph, keys)
+    late = {key: node for key, node in results.items() if key not in written}
+    behind = [d for d in done if d not in among and d not in varies]
+    wanted_late = [n for n in (*late.values(), *[x for d in behind for x in d.all_input_nodes]) if isinstance(n, Node)]
+    _refuse_wanted_whole(wanted_late, varies.difference(sums, rows.values()))
+    integers = {n for n in early if is_integer(n)}
+    later = {*varies, *done, *learned, output_of(graph)}
+    shared = [n for n in early if n not in integers and any(user in later for user in n.users)]
+    given = {n: key_of("value", n.name) for n in shared}
+    before = split.stage("before", {key: n for n, key in given.items()}, given={})
+    leaving = {key_of(OF_REDUCTION[total.args[2]], part.name): part for total, part in zip(sums, parts, strict=True)}
+    leaving |= {key_of("rows", node.name): node for node in rows.values()}
+    whole = {total: _whole(key_of(OF_REDUCTION[total.args[2]], part.name)) for total, part in zip(sums, parts, strict=True)}
+    whole |= {node: _whole(key_of("rows", node.name)) for node in rows.values()}
+    first = {key: part for key, part in leaving.items() if whole_of(key) and any(whole[total] == _whole(key) for total in mixing)}
+    apart = first if lowered.mesh.pipeline_axis is None else {}  # stages of a pipeline run forward by themselves in any case
+    ahead = split.stage("first", apart, given=given)
+    learnt = {total: whole[total] for total in mixing}
+    each = split.stage("each", {k: v for k, v in leaving.items() if k not in apart} | written, given={**given, **learnt})
+    after = split.stage("after", late, given={**given, **whole})
+    outputs = whole_rows(lowered, after)
+    stages = {s.name: s for s in (before, ahead, each, after) if s.outputs}
+    return replace(lowered, stages=stages, outputs=outputs, schedule=_schedule(stages, count))
+
+
+def _schedule(stages: Mapping[str, Stage], count: int) -> tuple[Instruction, ...]:
+    """The schedule: `before`, `first` for each microbatch, `each` for each microbatch, `after`; results of a microbatch are accumulated."""
+    steps = [Instruction("run", "before")] if "before" in stages else []
+    for stage in [stages[name] for name in ("first", "each") if name in stages]:
+        for k in range(count):
+            steps.append(Instruction("run", stage.name, k))
+            steps += [Instruction(found[0], stage.name, k, key, found[1]) for key in stage.outputs if (found := whole_of(key))]
+    steps += [Instruction("run", "after")] if "after" in stages else []
+    return tuple(steps)
+
+
+def _refuse_wanted_whole(wanted: Iterable[Node], parts: Collection[Node]) -> None:
+    for node in wanted:
+        if node in parts:
+            raise CompileError(
+                f"{node.name} at {record(node).source} differs between microbatches, but the whole batch is wanted of it\n"
+                "  what to do: microbatches=1, or return only the loss"
+            )
+
+
+def _as_one(lowered: LoweredProgram, count: int) -> LoweredProgram:
+    """The program with one microbatch, for later passes too, where no value has a batch to split; else it would run `count` times."""
+    (stage,) = lowered.stages.values()
+    note = f"microbatches={count}: no rank has a second row of the batch to take apart, so the step runs as one microbatch"
+    one = lowered.with_request(replace(lowered.request, microbatches=1)).with_notes(note)
+    return replace(one, schedule=(Instruction("run", stage.name),))
+
+
+def _whole(key: str) -> str:
+    found = whole_of(key)
+    assert found is not None
+    return found[1]

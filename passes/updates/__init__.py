@@ -1,1 +1,0 @@
-"""Updates of whole matrices, divided over ranks."""

@@ -1,1 +1,0 @@
-"""Plan text for decided shardings: axis entries, pins and store lines."""
