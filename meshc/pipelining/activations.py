@@ -1,4 +1,4 @@
-"""What a rank holds between a microbatch's forward and the backward that frees it."""
+"""Activations in flight on a rank: microbatches, or their bytes, between forward and the backward that frees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of a schedule before anything runs: nothing is missing, every message meets, nobody waits for ever, memory suffices."""
+"""Validation of a pipeline schedule before it runs: missing actions, unmatched messages, deadlocks, exceeded memory budgets."""
 
 from __future__ import annotations
 

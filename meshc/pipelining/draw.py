@@ -1,4 +1,4 @@
-"""A timeline as a picture: SVG with a row for each rank, or a few lines of text; and its files."""
+"""Drawings of a timeline: SVG with a row for each rank, or a few lines of text; and their files."""
 
 from __future__ import annotations
 

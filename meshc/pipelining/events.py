@@ -1,4 +1,4 @@
-"""What a timeline may hold beside the instructions of a schedule: what a rank does once a call, and what a program without a pipeline runs.
+"""Timeline events beside a schedule's instructions: stages and transfers that run once a call, and work on the host.
 
     RUN:main.0  OUT:main.to_host_1  HOST:main.adam_many_  IN:main.from_host_3        a copy to the host, an operator there, a copy back
     RUN:before_0.0  RECV:parameter:table.weight@0>1  F0.0 ... B0.3  SEND:sum:gradient@1>0  RUN:after_0.0

@@ -1,4 +1,4 @@
-"""Plays a schedule: ranks go through their lists, messages through their channels, and an observer is told of each thing as it can happen.
+"""Schedule interpreter: runs each rank's list and each channel's messages in order, and calls an observer at each event.
 
     0: F0.0 SEND:F0.0>1           ran F0.0   posted SEND:F0.0>1   posted RECV:F0.0>1   carried F0.0>1   ran F1.0
     1: RECV:F0.0>1 F1.0

@@ -1,5 +1,6 @@
-"""Rehearsed: a schedule that is played under many costs. What happens in which order follows from the lists alone (`player.py` knows no
-clock), so it is found out once, as numbers, and only the clock runs again.
+"""Replay of one schedule under many costs: the order of events is recorded once, and only the times are computed again.
+
+The order follows from the lists alone, since `player.py` knows no clock; events are recorded as numbers.
 
     0: F0.0 SEND:F0.0>1           ran F of stage 0    posted 0    posted 1    carried by channel 0    ran F of stage 1, reads message 0
     1: RECV:F0.0>1 F1.0

@@ -1,4 +1,4 @@
-"""A pipeline schedule: for each rank of the pipeline axis the list of what it computes, sends and receives, in order, as data and as text.
+"""Pipeline schedules: for each rank of the pipeline axis, the ordered list of actions, sends and receives, as data and as text.
 
     0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1 RECV:B1.0>0 RECV:B1.1>0 B0.0 B0.1
     1: RECV:F0.0>1 F1.0 ...

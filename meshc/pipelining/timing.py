@@ -1,4 +1,4 @@
-"""How long a schedule takes, by playing it: ranks compute one action at a time, channels carry one message at a time.
+"""Simulated timeline of a schedule at given costs: ranks compute one action at a time, channels carry one message at a time.
 
     rank 0  |F0.0|F0.1|         |  B0.0  |...
     channel      |F0.0>1|  |B1.0>0|

@@ -1,4 +1,4 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show, and such a trace as a timeline.
+"""Timelines as traces for Perfetto (ui.perfetto.dev) and chrome://tracing, and such traces read back as timelines.
 
 A process is a rank. Its thread 0 computes, its thread 1 + r sends to rank r; behind these stand one for copies to its host, one for what
 runs there, and one for copies from there. Arrows go from the action that makes a message to the one that waits for it. Messages that

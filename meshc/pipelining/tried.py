@@ -1,4 +1,4 @@
-"""Tried: what a search has tried, and why what was not taken was dropped."""
+"""Candidates of a pipeline search: predicted time and memory of each, and the reason why it was dropped."""
 
 from __future__ import annotations
 

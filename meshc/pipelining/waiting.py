@@ -1,4 +1,4 @@
-"""Who waits for whom for ever, if anybody does."""
+"""Deadlock detection: the cycle of ranks that wait for each other, if there is one."""
 
 from __future__ import annotations
 

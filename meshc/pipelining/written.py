@@ -1,4 +1,4 @@
-"""A pipeline as text for people, and as JSON for a saved program, and back.
+"""Pipelines as text for people, as JSON for a saved program, and read back from that JSON.
 
     pipeline = "pp"
 

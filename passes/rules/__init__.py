@@ -1,4 +1,4 @@
-"""The operator rules, one file a family. `rule_of(node)` finds the rule of a node's operator, or None.
+"""Sharding rules of operators, one file per family; `rule_of(node)` finds the rule of a node's operator, or None.
 
 Each family's file has a table `RULES` from operator to a function of `(node, tensors)`; users register rules of their own operators with
 `meshc.register_rule`. `docs/add-a-rule.md` shows how to add either.

@@ -1,4 +1,4 @@
-"""`meshc::attention`: batch and heads pass, each query stands alone, all keys must be there, at once or one block after the other.
+"""Sharding rules of `meshc::attention`: batch, heads and queries may be split; keys are whole, or pass round a ring in blocks.
 
 Under a causal mask a rank's queries must be a range, of which the operator is told the beginning. Where `propagate` has split the keys too,
 along the axis that splits the queries, blocks of them pass round a ring (`ring.py`); the blocks' own operators are never in a model, and

@@ -1,4 +1,4 @@
-"""Which values an operator that reads or writes by an index has rows for.
+"""Valid ranges of the indices by which operators read and write.
 
     embedding(weight [v, d], index)     0 <= index < v            index(x [a, b], [None, i])     -b <= i < b
     take(x [rows, v], index, ignore)    0 <= index < v, or ignore

@@ -1,4 +1,4 @@
-"""Matrix products and distances: an einsum each."""
+"""Sharding rules of matrix products and distances, an einsum each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions: batch and channels like a matrix product, space by windows.
+"""Sharding rules of convolutions: batch and channels as in a matrix product, spatial dims by windows.
 
     y[t] reads x[t * stride - padding + dilation * (0 .. kernel - 1)]       a tile of y goes with a window of x
     transposed, x[t] writes y[...] so: a tile of x goes with a window of y

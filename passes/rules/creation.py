@@ -1,4 +1,4 @@
-"""Operators that make values from nothing: constants fill the tile, positions count from the tile's start."""
+"""Sharding rules of operators that create values: constants fill the tile, positions count from the tile's start."""
 
 from __future__ import annotations
 

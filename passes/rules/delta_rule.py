@@ -1,4 +1,4 @@
-"""The gated delta rule: each rank takes the steps of its stretch, from what the stretches before it come to.
+"""Sharding rules of the gated delta rule: each rank runs its tile of the steps from the state that the tiles before it produce.
 
     k v e g of a rank's tile -> product, end                      one gather of both: keys x (keys + values) numbers for each head
     those of the ranks before, one after another -> the state that this rank begins with

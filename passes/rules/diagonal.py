@@ -1,4 +1,4 @@
-"""Diagonals and triangles: rows and columns by their global positions; whole where a diagonal is taken out or put in."""
+"""Sharding rules of diagonals and triangles: `tril` and `triu` by global positions; dims with a diagonal taken out or put in are whole."""
 
 from __future__ import annotations
 

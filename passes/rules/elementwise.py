@@ -1,4 +1,4 @@
-"""Pointwise operators: one rule for all of them. Dropout and random draws, which count by global position."""
+"""Sharding rules of pointwise operators, and of dropout and random draws, which are numbered by global position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routed experts in groups (`meshc/ops/expert_groups.py`, `meshc/ops/bounded_groups.py`): an axis that takes a group takes its matrices.
+"""Sharding rules of routed experts in groups (`meshc/ops/expert_groups.py`): an axis that splits groups splits their matrices.
 
     group_mm    rows [q/ep, r, k], matrices [experts 8/ep, k, n], choice [q/ep, r]  ->  [q/ep, r, n]
     to_groups   x [t, h], own [q/ep, t, m]  ->  [q/ep, t, m, h]                         each rank has its own group's rows

@@ -1,4 +1,4 @@
-"""`meshc::explicit_attention`: attention that drops weights or whose bias has a gradient, whole or as a ring.
+"""Sharding rules of `meshc::explicit_attention` (dropped weights, or a bias with a gradient), with keys whole or in a ring.
 
 Batch and heads pass, each query stands alone, and all keys must be there, at once or one block after the other. What is dropped goes by
 where a weight stands among all: a rank is told which tile of [batch, heads, q, k] it has, and of a block in a ring which tile that is.

@@ -1,4 +1,4 @@
-"""Fourier transforms and windows along one dim: what is transformed must be whole, and since they are linear a partial sum goes through."""
+"""Sharding rules of Fourier transforms and `unfold`: the transformed dim is whole; being linear, they accept partial sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading by an index: the indexed letter is split by global position, and indices outside a rank's tile give zero."""
+"""Sharding rules of reads by an index (embedding, take, gather): indices outside a rank's tile give zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that move nothing: views, permutations, expansions, splits, concatenations.
+"""Sharding rules of layout operators: views, permutations, expansions, splits, concatenations.
 
 A view states only which dims hold the same elements; `factorize` solves that into factors. Splits into equal parts select each one of `#N`
 tiles, which is local when the tiles are whole. Others need their dim whole.

@@ -1,4 +1,4 @@
-"""Factorisations and solvers over the last two dims: batches pass, the matrices are whole; of a right-hand side the columns pass."""
+"""Sharding rules of factorisations and solvers: batch dims and columns of right-hand sides may be split, matrices are whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear operators, each once: the operands in which a call is additive, together, while the others are whole on every rank.
+"""Linear operators: the operands of each in which a call is additive, together, while the others are whole on every rank.
 
     mm        ((0,), (1,))          (sum of x) @ w = sum of x @ w, and likewise in w
     addmm     ((0, 1), (0, 2))      the bias with one of the factors

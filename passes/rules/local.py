@@ -1,4 +1,4 @@
-"""What a rule's `lower` sees: the operator with local operands, and its letters as tiles. `partition` hands one to each rule that asks."""
+"""Interface of a rule's `lower`: the operator with local operands, and the tiles of its letters. `partition` implements it."""
 
 from __future__ import annotations
 

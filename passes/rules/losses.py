@@ -1,5 +1,6 @@
-"""Losses that compare entry by entry, as torch's operators: capture takes them apart, so that these are for programs that name them; and
-what a row's frames say, which splits by rows.
+"""Sharding rules of entry-wise losses (`mse_loss`, `huber_loss`, ...) and of the CTC loss.
+
+Capture decomposes the entry-wise losses, so their rules are for programs that name these operators. The CTC loss splits by rows.
 
     mse_loss(x, y, reduction)      none: pointwise      sum: partial over what is split      mean: the same, divided by the global size
     ctc_loss(log_probs, targets, frames, lengths, ...)                  rows

@@ -1,4 +1,4 @@
-"""Update operators of optimizers: elementwise in parameter, gradient and state; numbers and step counters have no dims."""
+"""Sharding rules of optimizer updates: elementwise in parameter, gradient and state; numbers and step counters have no dims."""
 
 from __future__ import annotations
 

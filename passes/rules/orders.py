@@ -1,4 +1,4 @@
-"""In which order an operator takes the tiles of what is split (`meshc/ir/sharding.py`).
+"""Operators that accept the tiles of a split letter in any order (`meshc/ir/sharding.py`).
 
 An operator that is called on its tiles as they are, wherever these begin, does the same in any order of the positions along a letter that
 is neither tied to a window nor whole. Of those whose lowering looks at where a tile begins, along letters that are said to be major (an

@@ -1,4 +1,4 @@
-"""What may come into an operator still partial: which operands, over which reduction, and over which its result is then partial.
+"""Deferrable reductions: operands that may enter an operator partial, and the reduction over which its result is then partial.
 
     relu(max over ranks of x)       =  max over ranks of relu(x)              it grows with x
     -(max over ranks of x)          =  min over ranks of -x                   it falls

@@ -1,4 +1,4 @@
-"""Pooling: batch and channels pass, space goes by windows; positions that a maximum remembers are global.
+"""Sharding rules of pooling: batch and channels may be split, spatial dims by windows; indices of maxima are global.
 
     y[t] reads x[t * stride - padding + dilation * (0 .. kernel - 1)]       a tile of y goes with a window of x
 

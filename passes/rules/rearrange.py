@@ -1,4 +1,4 @@
-"""Operators that put entries elsewhere: repeats, rolls, flips, turns, shuffles of channels and pixels, pairs of numbers as complex ones.
+"""Sharding rules of operators that move entries (repeat, roll, flip, rot90, shuffles, complex views): moved dims are whole.
 
 What moves must be whole.
 """

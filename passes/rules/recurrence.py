@@ -1,4 +1,4 @@
-"""Linear recurrences: each rank takes the steps of its stretch, from what the stretches before it come to.
+"""Sharding rules of linear recurrences: each rank runs its tile of the steps from the state that the tiles before it produce.
 
     a b of a rank's tile -> product of a, last h from zero        one gather of both, 1 position of t each
     those of the ranks before, taken as steps -> the h that this rank begins with

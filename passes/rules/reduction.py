@@ -1,4 +1,4 @@
-"""Reductions that are partial until their parts are put together: the letters of the dims that go are summed (or maximised, ...).
+"""Sharding rules of reductions whose result stays partial over the axes of a reduced dim: sum, mean, max, any and others.
 
 A mean divides by the global size. Truths are numbers here: `any` is a maximum, `all` a minimum.
 """

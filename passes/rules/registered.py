@@ -1,4 +1,4 @@
-"""Rules of users' own operators: the text that `meshc.register_rule` was given, for the call at hand.
+"""Sharding rules that users registered with `meshc.register_rule`, instantiated for one call.
 
 A text has a part for each tensor in the operator's schema, in its order. Of a call, parts of tensors that are None are left out, and the
 part of a list of tensors stands for each of them.

@@ -1,4 +1,4 @@
-"""Resizing of images: nearest by whole factors and adaptive means over equal parts go by windows, the rest keeps its space whole.
+"""Sharding rules of image resizing: upsampling by whole factors and adaptive means over equal parts by windows, others whole.
 
     upsample by f      a tile of x goes with the window of f times as many y       nothing moves where both divide
     adaptive mean      a tile of y goes with the window of size(x) / size(y) times as many x

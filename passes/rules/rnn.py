@@ -1,4 +1,4 @@
-"""Steps of recurrent layers: rows go their own ways; along a split sequence ranks take theirs in turn, and hand the state on (`turns.py`).
+"""Sharding rules of recurrent layers: rows may be split; along a split sequence ranks take turns and hand the state on (`turns.py`).
 
 What goes into the gates is made of all positions outside, by products that have rules of their own; within a step each h needs all of the
 one before, so h is whole.

@@ -1,4 +1,4 @@
-"""What a rule says that its letters are to a model, as far as one call of the operator can tell.
+"""Checks of the roles that a rule gives to its letters, as far as one call of the operator can show them.
 
     contracts     two operands have it, and no result (in groups, where it is whole, the other has it in parts)
     makes         a result has it, from an operand that is contracted too

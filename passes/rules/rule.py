@@ -1,4 +1,4 @@
-"""What a rule is: letters for the dims of each operand and result of one operator, written like an einsum.
+"""Sharding rules: letters for the dims of each operand and result of one operator, written like an einsum.
 
     "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result partial (sum)
     "... c! -> ... c!"           c must be whole (a softmax); `...` is whatever leads

@@ -1,4 +1,4 @@
-"""Scans: each rank scans its tile, and adds what the tiles before it come to.
+"""Sharding rules of scans (cumsum, cummax, ...): each rank scans its tile and combines it with the totals of the tiles before.
 
 Tiles of a scanned dim must follow each other, so only its first factor may be split.
 """

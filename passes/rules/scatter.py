@@ -1,4 +1,4 @@
-"""Writing by an index. A rank writes what falls into its tile, the rest into a row behind it that is then cut off.
+"""Sharding rules of writes by an index (scatter, index_add, index_put): each rank writes the entries that fall into its tile.
 
 What is written must be whole, since of two entries for one place the last wins; unless they add up, where what was there counts once.
 """

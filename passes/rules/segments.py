@@ -1,4 +1,4 @@
-"""Operators over runs of rows: bags of embeddings, segments, matrices for groups of rows. The rows and the runs are whole, columns pass."""
+"""Sharding rules of segmented operators: embedding bags, segment reductions, grouped matrix products, searchsorted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Picking entries by their order: the largest and its place, sorted rows, quantiles.
+"""Sharding rules of argmax, sort, topk and quantiles: a split argmax reduces over ranks, the others need the dim whole.
 
 A split argmax takes each rank's largest, the largest of these over ranks, and of the places where it stands the first. Orders need the dim
 whole.

@@ -1,4 +1,4 @@
-"""Slices, their gradients, padding: along some dims y[t] = x[t * step + start], and zero, or a number, where x has no such element.
+"""Sharding rules of slices, their gradients and padding: `y[t] = x[t * step + start]` along some dims, a constant outside x.
 
     x[:, 4:8] of [2, 12]                    one of three tiles of its dim, beside slices that take the others: a split of the dim
     x[:, 1::2] of [2, 12]                   every other position, beside a slice that takes the rest: likewise, 6 * 2

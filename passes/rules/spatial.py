@@ -1,4 +1,4 @@
-"""Padding, pooling, unpooling, sampling of images: batch and channels pass, space is whole."""
+"""Sharding rules of image padding, pooling, unpooling and sampling with whole space: batch and channels may be split."""
 
 from __future__ import annotations
 

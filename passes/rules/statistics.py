@@ -1,4 +1,4 @@
-"""Reductions that are not the sum of their parts: products, variances, norms, logarithms of sums of exponentials.
+"""Sharding rules of products, variances, norms and logsumexp: split, each is completed by one or two small collectives.
 
 Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is not partial; but
 for norms that are sums or extremes.

@@ -1,4 +1,4 @@
-"""Steps taken in turn: ranks that hold stretches of a sequence hand the state on, each part of the rows as soon as it is there.
+"""Turns of ranks along a split sequence: each rank hands its state on, for one part of the rows at a time.
 
     rnn(x, ...) on 2 ranks, in 2 parts            turn 0               turn 1               turn 2
                                          rank 0   part 0 from before   part 1 from before

@@ -1,4 +1,4 @@
-"""Attention written out as a ring in zigzag order: under a causal mask every rank has as much to do at each step.
+"""Ring attention in zigzag order: under a causal mask every rank has equal work at each step.
 
     q, k, v = to_zigzag(q), ...                                     rank r has its first half, and the second one of rank n - 1 - r
     out, lse = attention_zigzag(q, k, v)                            blocks, shifts and merges as in `ring.py`
