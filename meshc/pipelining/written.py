@@ -39,7 +39,7 @@ _LINK: Final = re.compile(r"([FB])(\d{1,9})>(\d{1,9})")
 
 
 class Described(TypedDict):
-    """A pipeline as JSON holds it. Of one that is read, nothing is certain but that `read` looks at it."""
+    """A pipeline in JSON. `read` validates one that comes from a file."""
 
     axis: str
     name: str
@@ -52,7 +52,7 @@ class Described(TypedDict):
 
 
 def listings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
-    """What a program's text shows of a pipeline: titles, each with its items."""
+    """The pipeline's sections in a program's text: (title, items)."""
     by_owner: dict[int, list[str]] = defaultdict(list)
     for key, rank in pipeline.owners.items():
         by_owner[rank].append(key)
@@ -71,7 +71,7 @@ def _move(move: Move) -> str:
 
 
 def described(pipeline: Pipeline) -> Described:
-    """As JSON holds it."""
+    """The pipeline as JSON data."""
     return {
         "axis": pipeline.axis,
         "name": pipeline.schedule.name,
@@ -85,7 +85,7 @@ def described(pipeline: Pipeline) -> Described:
 
 
 def read(told: Described) -> Pipeline:
-    """What `described` gave. Raises ScheduleError for what cannot be read; whether it can run is for `complete.faults` to say."""
+    """The pipeline of JSON data from `described`. Raises ScheduleError for malformed data; `complete.faults` checks if it can run."""
     links = {_link(text): _keys(text, keys) for text, keys in told["messages"].items()}
     lines = told["schedule"]
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
