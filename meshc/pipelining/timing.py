@@ -43,7 +43,7 @@ class Costs:
 
 
 def equal(stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Costs:
-    """All stages alike; a whole backward takes ``input + weight`` seconds, messages nothing."""
+    """Costs of equal stages, in seconds; a whole backward takes ``input + weight``, messages take 0."""
     parts = {"F": forward, "I": input, "W": weight, "B": input + weight}
     return Costs({(op, stage): seconds for op, seconds in parts.items() for stage in range(stages)})
 

@@ -8,7 +8,7 @@
     ]
 
     messages = [
-        message("F0>1", ["flow:add_3"]),        what goes from stage 0 to stage 1, of each microbatch
+        message("F0>1", ["flow:add_3"]),        values sent from stage 0 to stage 1 in each microbatch
         message("B1>0", ["flow:mm_9"]),
     ]
 
@@ -20,7 +20,7 @@
     shared = [move("parameter:up.weight", 0, 1)]        once a call: before the first microbatch
     returned = [move("sum:mm_12", 1, 0)]                and after the last
 
-    starts = [start("start_1_all_reduce", ["sum:mm_14", "sum:mm_16"], "B1.3")]      a stage; sums, which are whole within that action
+    starts = [start("start_1_all_reduce", ["sum:mm_14", "sum:mm_16"], "B1.3")]      a stage; sums, which are complete within that action
 """
 
 from __future__ import annotations
