@@ -88,7 +88,7 @@ FAMILIES = (
 
 
 def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
-    """The rule for this node's operator and shapes; None where there is none, and the operator must run on whole operands."""
+    """The rule for this node's operator and shapes; None for an operator without a rule, which must run on whole operands."""
     for family in FAMILIES:
         found = family.RULES.get(node.target)
         if found is not None:

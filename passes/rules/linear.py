@@ -42,10 +42,10 @@ PICKS: Final = overloads(
     "replication_pad2d replication_pad3d unfold_copy take upsample_nearest1d upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
     "_upsample_nearest_exact1d _upsample_nearest_exact3d"
 )
-"""Every entry of their result is an entry of operand 0."""
+"""Operators whose result's entries are entries of operand 0."""
 
 BLANKS: Final = overloads("masked_fill.Scalar where.ScalarOther index_fill.int_Scalar tril triu max_unpool2d max_unpool3d")
-"""Every entry of their result is an entry of operand 0 (of `where`, of operand 1), or a number."""
+"""Operators whose result's entries are entries of operand 0 (for `where`, of operand 1), or a number."""
 
 SCALES: Final = overloads("mul.Tensor div.Tensor")
 """Operators whose result is a multiple of the first operand if the second is one number."""

@@ -203,7 +203,7 @@ def _counts(local: Local, pool: _Pool) -> Node | None:
 
 
 def _like_window(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, bool]:
-    """Something of the shape of the window of x, and whether that is another than x itself."""
+    """(a tensor with the shape of the rank's window of x, whether it differs from x)."""
     lengths = {
         pool.place(index): pool.windows()[letter][1].length(local.local_size(letter))
         for index, letter in enumerate(pool.y)

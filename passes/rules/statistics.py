@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
-"""(local, x, dims that go, axes that split them) -> the reduction of all ranks' x, with the dims kept as 1."""
+"""(local, x, reduced dims, axes that split them) -> the reduction of all ranks' x, with these dims kept as 1."""
 
 
 def _vector_norm(dim: int, keep: int) -> RuleFunction:
