@@ -1,1 +1,1 @@
-"""The language of pipeline schedules: lists of actions and messages, what is checked of them, what they cost, how they look."""
+"""Pipeline schedules: their text form, checks, simulated timelines and drawings."""

@@ -1,4 +1,4 @@
-"""What a rank holds between a microbatch's forward and the backward that frees it."""
+"""Activations in flight on a rank: microbatches, or their bytes, between forward and the backward that frees them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from meshc.pipelining.schedule import Action
 
 
 def held(actions: Sequence[Action], stage_bytes: Sequence[float] | None = None) -> Iterator[float]:
-    """What is held while each action of one rank runs: pairs of stage and microbatch, or their bytes.
+    """Yields the activations in flight while each action of one rank runs: a count of (stage, microbatch) pairs, or their bytes.
 
-    A forward takes what its stage saves for one microbatch; B, or W where backward is split, frees it. Forwards without a backward hold
-    nothing: nobody asks for what they would save.
+    A forward allocates the activations that its stage saves for one microbatch; B, or W where backward is split, frees them. A forward
+    without a backward saves nothing.
 
     stage_bytes  bytes that each stage saves for one microbatch; every stage counts as 1 if not given
     """
@@ -27,5 +27,5 @@ def held(actions: Sequence[Action], stage_bytes: Sequence[float] | None = None) 
 
 
 def peaks(lists: Iterable[Sequence[Action]], stage_bytes: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Each rank's most that is held at a time."""
+    """Each rank's peak of `held`."""
     return tuple(max(held(actions, stage_bytes), default=0) for actions in lists)

@@ -1,4 +1,4 @@
-"""What must hold of a schedule before anything runs: nothing is missing, every message meets, nobody waits for ever, memory suffices."""
+"""Validation of a pipeline schedule before it runs: missing actions, unmatched messages, deadlocks, exceeded memory budgets."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def check(
     microbatches: int | None = None,
     trains: bool | None = None,
 ) -> None:
-    """ScheduleError with every fault found; each names the instruction, its rank, its position in the rank's list, counted from 0, and its
+    """Raises ScheduleError with every fault found: the instruction, its rank, its position in the rank's list, counted from 0, and its
     line if the schedule was read from text.
 
-    links         what stages give each other
+    links         the links between stages
     stage_bytes   bytes that each stage saves for one microbatch between forward and backward
-    budget        bytes that a rank may hold of these, for all ranks or one by one; not checked if either is missing
-    stages, microbatches  how many there should be; what the schedule says if not given
-    trains        whether there should be backwards; if not given, whether there are any
+    budget        bytes of saved activations allowed, for all ranks or one by one; not checked if `budget` or `stage_bytes` is missing
+    stages, microbatches  the expected numbers; those of the schedule if not given
+    trains        whether backwards are expected; if not given, whether the schedule has any
     """
     listing = _Listing(schedule)
     stages = max([1, schedule.stages, *(1 + max(link.source, link.target) for link in links)]) if stages is None else stages
@@ -53,7 +53,7 @@ def check(
 
 
 class _Listing:
-    """Where everything stands: (rank, position) of each instruction, the first one where it is there twice."""
+    """Positions of all instructions: `place` is the first (rank, position) of an instruction that is listed twice."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -93,7 +93,7 @@ def _repeated(listing: _Listing) -> Iterator[str]:
 
 
 def _strangers(listing: _Listing, stages: int, microbatches: int) -> Iterator[str]:
-    """Actions on the wrong rank, of stages or microbatches that do not exist, or that do a thing twice."""
+    """Actions on the wrong rank, of stages or microbatches that do not exist, or half backwards beside a whole one."""
     for action in listing.actions():
         rank, position = listing.place(action)
         owner = listing.schedule.rank_of(action.stage)
@@ -132,7 +132,7 @@ def _missing(listing: _Listing, stages: int, microbatches: int, trains: bool) ->
 
 
 def _misordered(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
-    """Actions that stand before another one of their rank that they need."""
+    """Actions listed before another action of their rank that they depend on."""
     sources: dict[tuple[str, int], list[int]] = defaultdict(list)
     for link in sorted(links):
         sources[link.op, link.target].append(link.source)
@@ -149,7 +149,7 @@ def _misordered(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
 
 
 def _messages(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
-    """Messages that are missing, or that nobody asked for, or that stand on the wrong side of their action."""
+    """Messages that are missing, unexpected, or on the wrong side of their action."""
     schedule = listing.schedule
     expected: dict[Message, tuple[Action, Action]] = {}
     for link in sorted(links):
@@ -176,7 +176,7 @@ def _messages(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
 
 
 def _unasked(listing: _Listing, item: Send | Recv, expected: dict[Message, tuple[Action, Action]], links: Collection[Link]) -> str | None:
-    """Why a message is not this rank's, or nobody's."""
+    """The reason why a send or receive is on the wrong rank, or on none; None for an expected one."""
     message = item.message
     rank, _ = listing.place(item)
     if message in expected:
@@ -195,7 +195,7 @@ def _unasked(listing: _Listing, item: Send | Recv, expected: dict[Message, tuple
 
 
 def _channels(listing: _Listing) -> Iterator[str]:
-    """Ordered pairs of ranks whose receives are in another order than the sends."""
+    """Channels whose receives are in another order than the sends; a channel is an ordered pair of ranks."""
     schedule = listing.schedule
     sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
     awaited: dict[tuple[int, int], list[Message]] = defaultdict(list)

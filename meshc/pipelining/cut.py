@@ -1,4 +1,4 @@
-"""How a program is cut into pipeline stages: what the stages hand to each other, and which rank owns what.
+"""Pipeline stages of a program: the values that stages send to each other, and the rank that owns each parameter.
 
 A program with an axis `pp` has a graph for each half of each stage (`forward_1`, `backward_1`; or `input_1` and `weight_1` where backward
 is in two), which a rank runs once a microbatch, and two for each rank, before the first and after the last microbatch.
@@ -19,7 +19,7 @@ STAGE_NAMES: Final = {"F": "forward", "B": "backward", "I": "input", "W": "weigh
 
 @dataclass(frozen=True)
 class Move:
-    """A value that one rank of the axis hands to another once a call: a tied parameter before the microbatches, its gradient after them."""
+    """A transfer between two ranks of the axis once a call: a tied parameter before the microbatches, its gradient after them."""
 
     key: str
     source: int
@@ -28,7 +28,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Start:
-    """`stage` gives a collective, which starts as soon as the sums `keys` are whole: within `during`, on the rank that has that action."""
+    """A collective of `stage` that starts as soon as the sums `keys` are complete: within the action `during`, on that action's rank."""
 
     stage: str
     keys: tuple[str, ...]
@@ -40,11 +40,11 @@ class Pipeline:
     """
     axis      the mesh axis
     schedule  each rank's list
-    messages  link -> keys of the values that go
-    owners    the rank that a parameter, a state or a gradient lives on, by the key of its port; what is not there lives on all ranks
-    shared    before the first microbatch
-    returned  after the last
-    starts    what starts while the microbatches run; those of one action in the order in which they start
+    messages  link -> keys of the values sent
+    owners    the rank that stores a parameter, a state or a gradient, by the key of its port; values without an entry are on all ranks
+    shared    transfers before the first microbatch
+    returned  transfers after the last microbatch
+    starts    collectives that start while the microbatches run; those of one action in the order in which they start
     """
 
     axis: str
@@ -56,7 +56,7 @@ class Pipeline:
     starts: tuple[Start, ...] = ()
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The ranks that send, each with one that it sends to; in an order that is the same everywhere."""
+        """Pairs (sending rank, receiving rank), in the same order on every rank."""
         rank_of = self.schedule.rank_of
         found = {(rank_of(link.source), rank_of(link.target)) for link in self.messages}
         return sorted(found | {(move.source, move.target) for move in (*self.shared, *self.returned)})
@@ -69,5 +69,5 @@ def stage_name(action: Action) -> str:
 
 @cache
 def slot(key: str, microbatch: int) -> str:
-    """What a rank keeps a value under: one that belongs to a microbatch apart from those of others. Asked of all inputs at each call."""
+    """The name under which a rank stores a value; a `flow` has one for each microbatch. Memoised: called for all inputs at each call."""
     return f"{key}@{microbatch}" if is_a(key, "flow") else key

@@ -1,4 +1,4 @@
-"""A timeline as a picture: SVG with a row for each rank, or a few lines of text; and its files."""
+"""Drawings of a timeline: SVG with a row for each rank, or a few lines of text; and their files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from meshc.pipelining.schedule import OPS, Action
 from meshc.pipelining.timing import Event, Timeline
 
 COLOURS: Final = {"F": (106, 165, 227), "B": (99, 181, 106), "I": (240, 176, 79), "W": (196, 146, 224), "run": (190, 190, 190)}
-"""Red, green and blue of an op in a rank's first stage, and of stages that are no pipeline's. In a rank's other stages they are paler."""
+"""Red, green and blue of an op in a rank's first stage, and of stages outside a pipeline; paler in the rank's other stages."""
 
 _ROW, _GAP, _LEFT, _RIGHT, _TOP, _BOX = 26, 6, 64, 170, 58, 18
-"""Pixels: height of a row, space below it, margins, width of an action that is longer than a quarter of all."""
+"""Pixels: height of a row, space below a row, margins, width of an action at the first quartile of durations."""
 _WIDEST = 6000
 _LETTER = 6.6
-"""Pixels of a letter of a legend, on average."""
+"""Average pixels of a letter in the legend."""
 _UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def svg(timeline: Timeline) -> str:
-    """Rows are ranks, boxes actions, with the number of the microbatch; hovering shows the action and its times. Empty: nothing ran.
+    """The timeline as SVG: rows are ranks, boxes are actions with their microbatch; hovering shows the action and its times.
 
-    Of several pipelines one stands below the other, each in the order of its stages' ranks.
-    Stages outside of a schedule (before the first microbatch, after the last one) are grey, with their names.
+    Several pipelines are drawn one below the other, each in the order of its stages' ranks.
+    Stages outside a schedule (before the first microbatch, after the last one) are grey, with their names.
     """
     events = [event for events in timeline.ran for event in events]
     first_s = min((event.start_s for event in events), default=0.0)
@@ -61,7 +61,7 @@ def svg(timeline: Timeline) -> str:
 
 
 def _headline(timeline: Timeline, unit_s: float, unit: str) -> str:
-    """What the microbatches take, and what the call takes where that is more."""
+    """Text of the makespan, and of the whole call's time where that is longer."""
     whole = f"{timeline.call_s / unit_s:.4g} {unit}"
     if not any(timeline.computed):
         return whole
@@ -70,7 +70,7 @@ def _headline(timeline: Timeline, unit_s: float, unit: str) -> str:
 
 
 def _legend(timeline: Timeline, shades: Mapping[tuple[int, int], int]) -> Iterator[tuple[float, str]]:
-    """Lines, each with where it ends."""
+    """(x of the right end, SVG) of each entry of the legend."""
     used = {_op(event) for events in timeline.ran for event in events}
     outside = "before and after the microbatches" if any(timeline.computed) else "stage"
     x = float(_LEFT)
@@ -106,13 +106,13 @@ def _rows(timeline: Timeline, width: float) -> Iterator[str]:
 
 
 def _places(timeline: Timeline) -> Mapping[int, int]:
-    """Rank -> its row, from above."""
+    """Rank -> its row, counted from the top."""
     ranks = [rank for pipeline in timeline.pipelines for rank in pipeline] or range(timeline.ranks)
     return {rank: place for place, rank in enumerate(ranks)}
 
 
 def _shades(timeline: Timeline) -> Mapping[tuple[int, int], int]:
-    """(rank, stage) -> which of its rank's stages it is, counted from 0."""
+    """(rank, stage) -> index of the stage among the rank's stages, counted from 0."""
     stages = [sorted({_action(event).stage for event in events}) for events in timeline.computed]
     return {(rank, stage): shade for rank, mine in enumerate(stages) for shade, stage in enumerate(mine)}
 
@@ -140,7 +140,7 @@ def _box(event: Event, place: int, shades: Mapping[tuple[int, int], int], first_
 
 
 def _stage_label(run: Run) -> str:
-    """`before` of `before_0`: the row says the rank. Of a stage that runs once a microbatch that one's number."""
+    """`before` for `before_0`, since the row shows the rank; the microbatch's number for the stage `each`."""
     return str(run.microbatch) if run.stage == "each" else run.stage.rstrip("0123456789").removesuffix("_")
 
 
@@ -158,7 +158,7 @@ def _axis(makespan_s: float, scale: float, bottom: int, unit_s: float, unit: str
 
 
 def text(timeline: Timeline, unit_s: float = 1.0) -> str:
-    """A line a rank, three columns for each ``unit_s`` seconds: ops and microbatches, in small letters for a rank's later stages."""
+    """The timeline as text: a line for each rank, three columns for each `unit_s` seconds; later stages of a rank in lower case."""
     lines = []
     shades = _shades(timeline)
     start_s = min((event.start_s for events in timeline.computed for event in events), default=0.0)
@@ -173,9 +173,9 @@ def text(timeline: Timeline, unit_s: float = 1.0) -> str:
 
 
 def write(timeline: Timeline, path: str | Path) -> None:
-    """As a picture where the path ends in .svg, as a trace for Perfetto where it ends in .json; else it is a folder, and gets both.
+    """Writes an SVG for a path that ends in .svg, a Perfetto trace for one that ends in .json, and both into a folder.
 
-    PlanError: another ending. FileError: it cannot be written.
+    Raises PlanError for another ending, FileError if the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in ("", ".svg", ".json") and not path.is_dir():

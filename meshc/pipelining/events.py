@@ -1,4 +1,4 @@
-"""What a timeline may hold beside the instructions of a schedule: what a rank does once a call, and what a program without a pipeline runs.
+"""Timeline events beside a schedule's instructions: stages and transfers that run once a call, and work on the host.
 
     RUN:main.0  OUT:main.to_host_1  HOST:main.adam_many_  IN:main.from_host_3        a copy to the host, an operator there, a copy back
     RUN:before_0.0  RECV:parameter:table.weight@0>1  F0.0 ... B0.3  SEND:sum:gradient@1>0  RUN:after_0.0
@@ -15,7 +15,7 @@ from meshc.pipelining.schedule import Instruction, parse_instruction
 
 @dataclass(frozen=True, slots=True, order=True)
 class Run:
-    """A stage that no schedule of a pipeline has: before the first microbatch, after the last, or of a program without pipeline stages."""
+    """A stage outside a schedule: before the first microbatch, after the last, or of a program without pipeline stages."""
 
     stage: str
     microbatch: int = 0
@@ -26,7 +26,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Handed:
-    """A value that one rank of the pipeline axis hands to another once a call; `op` is SEND or RECV."""
+    """A transfer between two ranks of the pipeline axis once a call; `op` is SEND or RECV."""
 
     op: str
     key: str
@@ -39,8 +39,8 @@ class Handed:
 
 @dataclass(frozen=True, slots=True, order=True)
 class There:
-    """What a rank does with its host within a stage; `op` is OUT (a copy to the host), IN (from there) or HOST (an operator that runs
-    there), `name` the stage's and the node's."""
+    """Host work of a rank within a stage; `op` is OUT (a copy to the host), IN (a copy from the host) or HOST (an operator that runs on
+    the host), `name` is `stage.node`."""
 
     op: str
     name: str
@@ -50,10 +50,10 @@ class There:
 
 
 THERE: Final = {"OUT": "to the host", "HOST": "on the host", "IN": "from the host"}
-"""What their lanes are called, in the order of the lanes."""
+"""Names of the host's lanes in a trace, in the order of the lanes."""
 
 Item: TypeAlias = Instruction | Run | Handed | There
-"""What an event is."""
+"""The instruction of a timeline event."""
 
 _RUN: Final = re.compile(r"RUN:(\w+)\.(\d{1,9})", re.ASCII)
 _THERE: Final = re.compile(r"(OUT|IN|HOST):([\w.]+)", re.ASCII)
@@ -61,7 +61,7 @@ _HANDED: Final = re.compile(r"(SEND|RECV):(.+)@(\d{1,9})>(\d{1,9})", re.ASCII)
 
 
 def parse_item(text: str) -> Item:
-    """One item, as `str` prints it. ScheduleError: it is none."""
+    """Parses one item, as `str` prints it. Raises ScheduleError for any other text."""
     if run := _RUN.fullmatch(text):
         return Run(run[1], int(run[2]))
     if there := _THERE.fullmatch(text):

@@ -1,9 +1,9 @@
-"""Plays a schedule: ranks go through their lists, messages through their channels, and an observer is told of each thing as it can happen.
+"""Schedule interpreter: runs each rank's list and each channel's messages in order, and calls an observer at each event.
 
     0: F0.0 SEND:F0.0>1           ran F0.0   posted SEND:F0.0>1   posted RECV:F0.0>1   carried F0.0>1   ran F1.0
     1: RECV:F0.0>1 F1.0
 
-It knows the order and no clock: `timing` puts one to it, and `waiting` looks at where ranks stand when nothing happens any more.
+The player determines order, not times: `timing` adds a clock, and `waiting` inspects the ranks that are blocked at the end.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Place: TypeAlias = tuple[int, int]
 
 
 class Observer:
-    """Hears of what happens, and does nothing about it."""
+    """Callbacks for the events of a schedule; this base class ignores them."""
 
     def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
-        """An action, all of whose messages have come."""
+        """An action whose messages have all arrived."""
 
     def posted(self, place: Place) -> None:
-        """One end of a transfer."""
+        """A SEND or RECV that is posted."""
 
     def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
-        """A transfer of which both ends are posted. The end that takes another message than the one that comes never gets it."""
+        """A transfer of which both ends are posted. `comes` is False if the receiver expects another message, which never arrives."""
 
 
 class Player:
-    """A schedule that is played once; `at` is how far each rank is."""
+    """One run through a schedule; `at` is each rank's position in its list."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -50,7 +50,7 @@ class Player:
             self._needs.append(needs)
 
     def play(self, observer: Observer) -> list[int]:
-        """Goes on with each rank as far as it can, in turn, until none moves. Returns the ranks that are not at their end."""
+        """Advances the ranks in turn until all are finished or blocked. Returns the ranks that are blocked."""
         moved = True
         while moved:
             moved = False
@@ -61,13 +61,13 @@ class Player:
         return [rank for rank, items in enumerate(self.schedule.lists) if self.at[rank] < len(items)]
 
     def finish(self, observer: Observer) -> None:
-        """Goes on to the end. ScheduleError: ranks wait for ever (`check` says for what)."""
+        """Plays to the end. Raises ScheduleError if ranks wait for ever (`check` reports what they wait for)."""
         if stopped := self.play(observer):
             stuck = ", ".join(f"rank {rank} at {self.schedule.lists[rank][self.at[rank]]}" for rank in stopped)
             raise ScheduleError(f"the schedule stops before its end: {stuck}; `check` says what each of them waits for")
 
     def awaited(self, rank: int) -> Message | None:
-        """The message for which the action at which the rank stands waits."""
+        """The message that the rank's current action waits for, or None."""
         item = self.schedule.lists[rank][self.at[rank]]
         needs = self._needs[rank].get(item, ()) if isinstance(item, Action) else ()
         return next((message for message in needs if message not in self._come[rank]), None)
@@ -98,7 +98,7 @@ class Player:
 
 
 class _Channel:
-    """What was posted at either end, and how much of it has been carried."""
+    """Posted sends and receives of an ordered pair of ranks, and the number of transfers that are complete."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Place, Message]] = []

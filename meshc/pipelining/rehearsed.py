@@ -1,5 +1,6 @@
-"""Rehearsed: a schedule that is played under many costs. What happens in which order follows from the lists alone (`player.py` knows no
-clock), so it is found out once, as numbers, and only the clock runs again.
+"""Replay of one schedule under many costs: the order of events is recorded once, and only the times are computed again.
+
+The order follows from the lists alone, since `player.py` knows no clock; events are recorded as numbers.
 
     0: F0.0 SEND:F0.0>1           ran F of stage 0    posted 0    posted 1    carried by channel 0    ran F of stage 1, reads message 0
     1: RECV:F0.0>1 F1.0
@@ -18,7 +19,7 @@ Thing = TypeVar("Thing")
 
 
 class Rehearsed:
-    """A schedule, and what happens when it is played. Raises ScheduleError if ranks would wait for ever."""
+    """A schedule and the recorded order of its events. Raises ScheduleError if ranks would wait for ever."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -26,7 +27,7 @@ class Rehearsed:
         Player(schedule).finish(self._script)
 
     def makespan_s(self, costs: Costs) -> float:
-        """What `simulate(schedule, costs).makespan_s` is."""
+        """The same seconds as `simulate(schedule, costs).makespan_s`."""
         script = self._script
         takes = [costs.of(action) for action in script.actions.values()]
         wires = [costs.of(message) for message in script.messages.values()]
@@ -50,9 +51,10 @@ class Rehearsed:
 
 
 class _Script(Observer):
-    """
-    steps     an action: True, its rank, which of `actions` it is like, the messages that it reads; a post: False, its rank, its place;
-              a transfer: False, .., which of `messages` it is like, (where it is sent, where it is taken, its channel, its message)
+    """Records the events of a schedule as numbers.
+
+    steps     an action: True, rank, index into `actions`, arrivals that the action reads; a post: False, rank, index into `places`;
+              a transfer: False, rank, index into `messages`, (place of the send, place of the receive, channel, arrival)
     actions   one of each op and stage;  messages  one of each link
     """
 

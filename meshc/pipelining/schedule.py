@@ -1,13 +1,13 @@
-"""A pipeline schedule: for each rank of the pipeline axis the list of what it computes, sends and receives, in order, as data and as text.
+"""Pipeline schedules: for each rank of the pipeline axis, the ordered list of actions, sends and receives, as data and as text.
 
     0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1 RECV:B1.0>0 RECV:B1.1>0 B0.0 B0.1
     1: RECV:F0.0>1 F1.0 ...
 
-``F0.1`` is the forward of stage 0 on microbatch 1; ``B`` a whole backward; ``I`` the half of it that makes the gradient of the stage's
-inputs, ``W`` the half that makes the gradients of its weights. ``F0.1>1`` is the message with what ``F0.1`` made for stage 1.
+``F0.1`` is the forward of stage 0 on microbatch 1; ``B`` a whole backward; ``I`` the half that computes the gradient of the stage's
+inputs, ``W`` the half that computes the gradients of its weights. ``F0.1>1`` is the message from ``F0.1`` to stage 1.
 
-``SEND`` and ``RECV`` post a transfer and do not wait. The first action that needs a message waits until it has come. Each ordered pair of
-ranks is a channel of its own, in which the k-th ``RECV`` takes what the k-th ``SEND`` gave.
+``SEND`` and ``RECV`` post a transfer and do not wait. The first action that needs a message waits until it has arrived. Each ordered pair
+of ranks is a channel of its own, in which the k-th ``RECV`` receives the message of the k-th ``SEND``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Action:
 
     @property
     def direction(self) -> str:
-        """What its result is to other stages: an activation, ``F``, or a gradient, ``B``. ``W`` makes nothing for others."""
+        """The kind of result that other stages read: an activation, ``F``, or a gradient, ``B``. No other stage reads that of ``W``."""
         return "B" if self.op == "I" else self.op
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Message:
-    """What action ``of`` made for stage ``to``."""
+    """The result of action ``of`` that stage ``to`` reads."""
 
     of: Action
     to: int
@@ -56,7 +56,7 @@ class Message:
 
     @property
     def users(self) -> tuple[Action, ...]:
-        """The actions that may need it; a rank has one of them."""
+        """The actions that may read the message; a rank has one of them."""
         return tuple(Action(op, self.to, self.of.microbatch) for op in ("F" if self.of.op == "F" else "IB"))
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ Instruction: TypeAlias = Action | Send | Recv
 
 @dataclass(frozen=True, slots=True, order=True)
 class Link:
-    """For every microbatch stage ``source`` makes something for stage ``target``: activations (``op`` F) or gradients (``op`` B)."""
+    """A dependence, in every microbatch, of stage ``target`` on ``source``: activations (``op`` F) or gradients (``op`` B)."""
 
     op: str
     source: int
@@ -96,10 +96,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of the pipeline axis does.
+    """The instructions of each rank of the pipeline axis.
 
-    lists  one a rank
-    name   what people call it; not compared, not printed
+    lists  one for each rank
+    name   display name; not compared, not printed
     lines  the line of the text that each rank's list was read from; empty if it was not read
     """
 
@@ -118,17 +118,17 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """How many stages there are, the highest number in it plus one."""
+        """Number of stages: the highest stage in the lists plus one."""
         return 1 + max((action.stage for action in itertools.chain(*self.actions)), default=-1)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches there are, the highest number in it plus one."""
+        """Number of microbatches: the highest microbatch in the lists plus one."""
         return 1 + max((action.microbatch for action in itertools.chain(*self.actions)), default=-1)
 
     @cached_property
     def trains(self) -> bool:
-        """Whether any backward is in it."""
+        """Whether the schedule has a backward."""
         return any(action.op != "F" for action in itertools.chain(*self.actions))
 
     @cached_property
@@ -140,7 +140,7 @@ class Schedule:
         return ranks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that runs a stage; the first of them in a schedule that `check` refuses for having two. KeyError: nobody does."""
+        """The rank that runs a stage; the first one in a schedule that `check` refuses for having two. Raises KeyError for none."""
         return self._ranks[stage]
 
     def __str__(self) -> str:
@@ -151,16 +151,16 @@ class Schedule:
 
 
 def chain(stages: int) -> frozenset[Link]:
-    """The links of a plain chain: each stage gives activations to the next one, and gradients to the one before."""
+    """The links of a plain chain: each stage sends activations to the next stage, and gradients to the one before."""
     pairs = list(itertools.pairwise(range(stages)))
     return frozenset([Link("F", a, b) for a, b in pairs] + [Link("B", b, a) for a, b in pairs])
 
 
 def connect(lists: Iterable[Sequence[Action]], links: Collection[Link], name: str = "") -> Schedule:
-    """The schedule of these actions with the messages that the links ask for; nothing is sent between stages of one rank.
+    """The schedule of these actions with the messages of `links`; nothing is sent between stages of one rank.
 
-    A SEND stands directly after the action that makes the message. A RECV stands before the action that precedes its user, so that the
-    transfer runs under that action; earlier where its channel's order asks for it. Links whose actions are missing are left to `check`.
+    A SEND directly follows the action that computes the message. A RECV comes before the action that precedes its user, so that the
+    transfer overlaps that action; earlier where its channel's order requires. Links whose actions are missing are left to `check`.
     """
     lists = [tuple(actions) for actions in lists]
     place = {action: (rank, position) for rank, actions in enumerate(lists) for position, action in enumerate(actions)}
@@ -188,7 +188,7 @@ def connect(lists: Iterable[Sequence[Action]], links: Collection[Link], name: st
 
 
 def _posts(channels: Mapping[tuple[int, int], list[tuple[Message, int]]]) -> Mapping[tuple[int, int], list[Message]]:
-    """(rank, position) -> what is received before that action. A message is needed no later than the ones that follow it in its channel."""
+    """(rank, position) -> messages received before that action: each no later than the messages that follow it in its channel."""
     found: dict[tuple[int, int], list[tuple[int, int, int, Message]]] = defaultdict(list)
     for (source, target), sent in channels.items():
         needed = sent[-1][1]
@@ -203,7 +203,7 @@ def _posts(channels: Mapping[tuple[int, int], list[tuple[Message, int]]]) -> Map
 _RANK: Final = re.compile(r"\s*(\d{1,9})\s*:", re.ASCII)
 _TOKEN: Final = re.compile(r"(?:(SEND|RECV):)?([FBIW])(\d{1,9})\.(\d{1,9})(?:>(\d{1,9}))?", re.ASCII)
 _WIDTH: Final = 100
-"""How many columns of a long line an error shows."""
+"""Columns of a long line that an error shows."""
 
 
 class _Fault(Exception):
@@ -213,10 +213,10 @@ class _Fault(Exception):
 
 
 def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> Schedule:
-    """Reads what `str(schedule)` prints, with blank lines and comments (``#``). `ScheduleError` lists every line that cannot be read.
+    """Reads the text of `str(schedule)`, with blank lines and comments (``#``). Raises ScheduleError that lists every line at fault.
 
-    A text that has actions alone gets its messages from `connect`, for ``links`` (a plain chain if not given). One that has any message has
-    to have them all, which `check` looks into.
+    A text with actions alone gets its messages from `connect`, for ``links`` (a plain chain if not given). A text with any message must
+    have all of them, which `check` verifies.
     """
     found: dict[int, tuple[int, list[Instruction]]] = {}
     faults = []
@@ -249,7 +249,7 @@ def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> S
 
 
 def parse_instruction(text: str) -> Instruction:
-    """One instruction, as `str` prints it."""
+    """Parses one instruction, as `str` prints it. Raises ScheduleError for any other text."""
     try:
         return _read_token(text, 0)
     except _Fault as fault:
@@ -286,7 +286,7 @@ def _read_token(token: str, column: int) -> Instruction:
 
 
 def _shown(number: int, line: str, fault: _Fault) -> str:
-    """The line, or the part of it around the fault, with a caret below."""
+    """The line, or its part around the fault, with a caret below."""
     start = max(0, fault.column - _WIDTH // 2) if len(line) > _WIDTH else 0
     part = line[start : start + _WIDTH]
     head = f"line {number}: " + ("... " if start else "")

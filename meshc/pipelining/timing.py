@@ -1,11 +1,11 @@
-"""How long a schedule takes, by playing it: ranks compute one action at a time, channels carry one message at a time.
+"""Simulated timeline of a schedule at given costs: ranks compute one action at a time, channels carry one message at a time.
 
     rank 0  |F0.0|F0.1|         |  B0.0  |...
     channel      |F0.0>1|  |B1.0>0|
     rank 1              |F1.0|  ...
 
-An action starts when its rank is free and all its messages have come. A message starts when its SEND and its RECV are posted and the
-message before it has left the channel; it takes the ranks no time.
+An action starts when its rank is free and all its messages have arrived. A message starts when its SEND and its RECV are posted and the
+message before it has left the channel; a transfer takes the ranks themselves no time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from meshc.pipelining.schedule import Action, Link, Message, Recv, Schedule, Sen
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions and messages take.
+    """Seconds of actions and messages.
 
-    seconds  (op, stage) -> seconds; a B that is not in it takes what I and W take
-    send_s   seconds a message of each link takes, or of every link; a link that is not in it takes none
+    seconds  (op, stage) -> seconds; a B without an entry takes the sum of I and W
+    send_s   seconds of a message, by link or for all links; 0 for a link without an entry
     """
 
     seconds: Mapping[tuple[str, int], float]
     send_s: Mapping[Link, float] | float = 0.0
 
     def of(self, item: Action | Message) -> float:
-        """Seconds of an action or a message. ScheduleError: the table has no such action."""
+        """Seconds of an action or a message. Raises ScheduleError for an action without costs."""
         if isinstance(item, Message):
             return self.send_s.get(item.link, 0.0) if isinstance(self.send_s, Mapping) else self.send_s
         ops = [item.op] if (item.op, item.stage) in self.seconds or item.op != "B" else ["I", "W"]
@@ -43,7 +43,7 @@ class Costs:
 
 
 def equal(stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Costs:
-    """All stages alike; a whole backward takes ``input + weight`` seconds, messages nothing."""
+    """Costs of equal stages, in seconds; a whole backward takes ``input + weight``, messages take 0."""
     parts = {"F": forward, "I": input, "W": weight, "B": input + weight}
     return Costs({(op, stage): seconds for op, seconds in parts.items() for stage in range(stages)})
 
@@ -60,10 +60,10 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """What happened when, simulated or measured. Seconds count from the first event's clock.
+    """Events with their times, simulated or measured. Seconds count from the first event's clock.
 
-    pipelines  ranks that make one pipeline, in its order; all ranks in one, if empty. A measured timeline has a row for every rank of the
-               mesh, so that the ranks along other axes make several pipelines
+    pipelines  the ranks of each pipeline, in stage order; empty means one pipeline of all ranks. A measured timeline has a row for every
+               rank of the mesh, so that the ranks along other axes form several pipelines
     """
 
     events: tuple[Event, ...]
@@ -91,26 +91,26 @@ class Timeline:
 
     @cached_property
     def call_s(self) -> float:
-        """From the start of the first stage to the end of the last one, with what runs before and after the microbatches."""
+        """Seconds from the start of the first stage to the end of the last, with the stages before and after the microbatches."""
         return _span([event for events in self.ran for event in events])
 
     @cached_property
     def makespan_s(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Seconds from the first action's start to the last one's end."""
         return _span([event for events in self.computed for event in events])
 
     @cached_property
     def idle_s(self) -> tuple[float, ...]:
-        """Seconds of the makespan in which each rank computes nothing."""
+        """Seconds of the makespan in which each rank is idle."""
         return tuple(self.makespan_s - sum(event.end_s - event.start_s for event in events) for events in self.computed)
 
     @cached_property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they compute nothing, 0 to 1."""
+        """Idle share of all ranks' time, 0 to 1."""
         return sum(self.idle_s) / (self.ranks * self.makespan_s) if self.makespan_s else 0.0
 
     def peaks(self, stage_bytes: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Each rank's most activations in flight at a time: a count of (stage, microbatch) pairs, or bytes by ``stage_bytes``."""
+        """Each rank's peak of activations in flight: a count of (stage, microbatch) pairs, or bytes by ``stage_bytes``."""
         lists = [[event.instruction for event in events if isinstance(event.instruction, Action)] for events in self.computed]
         return peaks(lists, stage_bytes)
 
@@ -120,9 +120,9 @@ def _span(events: Sequence[Event]) -> float:
 
 
 def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None = None) -> Timeline:
-    """Plays a schedule; it takes messages as the schedule has them. ScheduleError: ranks wait for ever (`check` says for what).
+    """The timeline of a schedule, with its messages as listed. Raises ScheduleError if ranks wait for ever (see `check`).
 
-    start_s  when each rank begins; all at 0 if not given
+    start_s  start time of each rank; 0 if not given
     """
     clock = _Clock(costs, start_s or [0.0] * schedule.ranks)
     Player(schedule).finish(clock)
@@ -130,7 +130,7 @@ def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None =
 
 
 class _Clock(Observer):
-    """When what is played happens, and how long it takes."""
+    """Computes start and end of each event of a schedule."""
 
     def __init__(self, costs: Costs, start_s: Sequence[float]) -> None:
         self.costs = costs

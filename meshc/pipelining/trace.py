@@ -1,9 +1,9 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show, and such a trace as a timeline.
+"""Timelines as traces for Perfetto (ui.perfetto.dev) and chrome://tracing, and such traces read back as timelines.
 
-A process is a rank. Its thread 0 computes, its thread 1 + r sends to rank r; behind these stand one for copies to its host, one for what
-runs there, and one for copies from there. Arrows go from the action that makes a message to the one that waits for it. Messages that
-overlap another one of their thread are asynchronous events, since slices of a thread may not. Source of the
-format: "Trace Event Format", Google, 2016.
+A process is a rank. Its thread 0 computes, its thread 1 + r sends to rank r; the last three are copies to the host, operators on the
+host, and copies from the host. Arrows lead from the action that computes a message to the action that waits for it. Messages that overlap
+another one of their thread are asynchronous events, since slices of a thread may not overlap. Source of the format: "Trace Event Format",
+Google, 2016.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CATEGORIES: Final[Mapping[type[Item], str]] = {Run: "stage", There: "host"}
 
 
 class _Entry(TypedDict, total=False):
-    """An event as it is read, of which nothing is known."""
+    """An unvalidated event of a trace."""
 
     ph: object
     name: str
@@ -44,7 +44,7 @@ def _us(seconds: float) -> float:
 
 
 def write(timeline: Timeline, about: Mapping[str, object] | None = None) -> str:
-    """JSON with ``traceEvents``; times in microseconds. `about`: more for ``otherData``, which `read` passes over."""
+    """JSON with ``traceEvents``; times in microseconds. `about`: further entries of ``otherData``, which `read` ignores."""
     found: list[dict[str, object]] = []
     for rank in range(timeline.ranks):
         found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -71,7 +71,7 @@ def _lanes_of_hosts(timeline: Timeline) -> Iterator[dict[str, object]]:
 
 
 def _pipeline(events: Sequence[Event], ranks: Sequence[int], number: int) -> Iterator[dict[str, object]]:
-    """The events of the ranks of one pipeline, in its order. `number`: of the first one."""
+    """The trace events of one pipeline, whose ranks are in stage order. `number`: the first event's id."""
     computing = {item: event for event in events if isinstance(item := event.instruction, Action)}
     owners = {action.stage: event.rank for action, event in computing.items()}
 
@@ -118,29 +118,29 @@ def _slice(event: Event, thread: int) -> dict[str, object]:
 
 
 def _asynchronous(event: Event, kind: str, thread: int, number: int) -> Iterator[dict[str, object]]:
-    """Of these many may be under way at a time, as receives that are posted."""
+    """An asynchronous event: several of a thread may overlap, such as posted receives."""
     shared = {"name": str(event.instruction), "cat": kind, "pid": event.rank, "tid": thread, "id": number}
     yield {"ph": "b", **shared, "ts": _us(event.start_s)}
     yield {"ph": "e", **shared, "ts": _us(event.end_s)}
 
 
 def _arrow(item: Recv, number: int, computing: Mapping[Action, Event]) -> Iterator[dict[str, object]]:
-    """From the action that made a message to the one that waits for it."""
+    """An arrow from the action that computes a message to the action that waits for it."""
     made = computing.get(item.message.of)
     user = next((computing[user] for user in item.message.users if user in computing), None)
     if made and user:
         arrow = {"name": str(item.message), "cat": "message", "id": number, "tid": 0}
-        # An arrow hangs on the slice that its time lies in, and a slice's end is not in it.
+        # An arrow attaches to the slice that contains its time, and a slice does not contain its end.
         leaves_s = made.end_s - (made.end_s - made.start_s) / 1000
         yield {"ph": "s", **arrow, "pid": made.rank, "ts": _us(leaves_s)}
         yield {"ph": "f", "bp": "e", **arrow, "pid": user.rank, "ts": _us(user.start_s)}
 
 
 def read(text: str, where: str = "this") -> Timeline:
-    """The timeline of a trace: all slices (ph X) and asynchronous pairs (ph b, e) that are called like items; a process is a rank.
+    """The timeline of a trace: all slices (ph X) and asynchronous pairs (ph b, e) whose name is an item; a process is a rank.
 
-    Other events are passed over, so that a trace may hold more than the pipeline. `where` names the text in messages.
-    Raises ArtifactError for what is no trace, has no such event, or more of them, ranks or time than can be drawn.
+    Other events are ignored, so that a trace may hold more than the pipeline. `where` names the text in messages.
+    Raises ArtifactError for malformed traces, those without such events, and those with more events, ranks or time than can be drawn.
     """
     trace = parse_json(text, where)
     told = cast(_Trace, {"traceEvents": trace} if isinstance(trace, list) else trace)
@@ -161,7 +161,7 @@ def read(text: str, where: str = "this") -> Timeline:
 
 
 def _pipelines(told: object, ranks: int, where: str) -> tuple[tuple[int, ...], ...]:
-    """Each rank stands in one of them, or there are none."""
+    """The trace's pipelines: none, or lists that contain each rank once. Raises ArtifactError for others."""
     if not isinstance(told, list | tuple) or not all(isinstance(one, list) for one in told):
         raise ArtifactError(f"{where}: the pipelines of a trace are lists of ranks")
     found = tuple(tuple(integer(rank, f"{where}: a pipeline's rank", 0, ranks - 1) for rank in one) for one in told)
@@ -188,5 +188,5 @@ def _event(entry: _Entry, ends: Mapping[tuple[str, object, object], object], whe
 
 
 def _seconds(microseconds: object, what: str, low: float = -MOST_SECONDS) -> float:
-    """To the picosecond, so that no two times differ by less than a picture can say."""
+    """Seconds, rounded to the picosecond, so that two times never differ by less than a drawing can show."""
     return round(number(microseconds, what, low * _US, MOST_SECONDS * _US) / _US, 12)

@@ -1,4 +1,4 @@
-"""Tried: what a search has tried, and why what was not taken was dropped."""
+"""Candidates of a pipeline search: predicted time and memory of each, and the reason why it was dropped."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tried:
-    """One candidate: so many microbatches, under this schedule, cut there, with stored parameters gathered once a call or not.
+    """One candidate: number of microbatches, schedule, cuts, and whether stored parameters are gathered once a call.
 
-    schedule  "" where it was not come to that
-    seconds   of a call's microbatches, as predicted; None: refused, or it does not fit
-    estimated whether these were estimated, by a microbatch of another number of rows or of uncut stages: it was slower already by that
-    again     how many values of forward backward recomputes, to hold less
-    holds     bytes that the rank that needs most holds; None: nothing is asked of memory, or it was not cut
-    dropped   why it is not taken; "" of the one that is
+    schedule  "" if the candidate was dropped before a schedule was chosen
+    seconds   predicted for the microbatches of a call; None if the candidate was refused or does not fit
+    estimated whether `seconds` is an estimate, from another number of rows or from uncut stages, that already was too slow
+    again     number of forward's values that backward recomputes to save memory
+    holds     peak bytes of the rank that needs most; None without a memory budget, or if the candidate was not cut
+    dropped   the reason why the candidate is not chosen; "" for the chosen one
     """
 
     microbatches: int

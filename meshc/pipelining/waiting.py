@@ -1,4 +1,4 @@
-"""Who waits for whom for ever, if anybody does."""
+"""Deadlock detection: the cycle of ranks that wait for each other, if there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshc.pipelining.schedule import Message, Schedule, Send
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The action at ``place`` waits for a message that the action at ``made`` makes; places are (rank, position)."""
+    """The action at `place` waits for the message `needs`, which the action at `made` computes; places are (rank, position)."""
 
     place: tuple[int, int]
     needs: Message
@@ -18,7 +18,7 @@ class Wait:
 
 
 def circle(schedule: Schedule) -> list[Wait]:
-    """Ranks that wait for each other, each for one that stands behind the action at which the next one waits; empty if all come to an end.
+    """A cycle of waits, each for an action behind the one at which the next rank waits; empty if all ranks finish.
 
     Assumes that each message is sent and received once, on the right ranks and sides of their actions, in the same order.
     """

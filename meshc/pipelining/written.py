@@ -1,4 +1,4 @@
-"""A pipeline as text for people, and as JSON for a saved program, and back.
+"""Pipelines as text for people, as JSON for a saved program, and read back from that JSON.
 
     pipeline = "pp"
 
@@ -8,7 +8,7 @@
     ]
 
     messages = [
-        message("F0>1", ["flow:add_3"]),        what goes from stage 0 to stage 1, of each microbatch
+        message("F0>1", ["flow:add_3"]),        values sent from stage 0 to stage 1 in each microbatch
         message("B1>0", ["flow:mm_9"]),
     ]
 
@@ -20,7 +20,7 @@
     shared = [move("parameter:up.weight", 0, 1)]        once a call: before the first microbatch
     returned = [move("sum:mm_12", 1, 0)]                and after the last
 
-    starts = [start("start_1_all_reduce", ["sum:mm_14", "sum:mm_16"], "B1.3")]      a stage; sums, which are whole within that action
+    starts = [start("start_1_all_reduce", ["sum:mm_14", "sum:mm_16"], "B1.3")]      a stage; sums, which are complete within that action
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LINK: Final = re.compile(r"([FB])(\d{1,9})>(\d{1,9})")
 
 
 class Described(TypedDict):
-    """A pipeline as JSON holds it. Of one that is read, nothing is certain but that `read` looks at it."""
+    """A pipeline in JSON. `read` validates one that comes from a file."""
 
     axis: str
     name: str
@@ -52,7 +52,7 @@ class Described(TypedDict):
 
 
 def listings(pipeline: Pipeline) -> list[tuple[str, list[str]]]:
-    """What a program's text shows of a pipeline: titles, each with its items."""
+    """The pipeline's sections in a program's text: (title, items)."""
     by_owner: dict[int, list[str]] = defaultdict(list)
     for key, rank in pipeline.owners.items():
         by_owner[rank].append(key)
@@ -71,7 +71,7 @@ def _move(move: Move) -> str:
 
 
 def described(pipeline: Pipeline) -> Described:
-    """As JSON holds it."""
+    """The pipeline as JSON data."""
     return {
         "axis": pipeline.axis,
         "name": pipeline.schedule.name,
@@ -85,7 +85,7 @@ def described(pipeline: Pipeline) -> Described:
 
 
 def read(told: Described) -> Pipeline:
-    """What `described` gave. Raises ScheduleError for what cannot be read; whether it can run is for `complete.faults` to say."""
+    """The pipeline of JSON data from `described`. Raises ScheduleError for malformed data; `complete.faults` checks if it can run."""
     links = {_link(text): _keys(text, keys) for text, keys in told["messages"].items()}
     lines = told["schedule"]
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):

@@ -1,4 +1,4 @@
-"""The operator rules, one file a family. `rule_of(node)` finds the rule of a node's operator, or None.
+"""Sharding rules of operators, one file per family; `rule_of(node)` finds the rule of a node's operator, or None.
 
 Each family's file has a table `RULES` from operator to a function of `(node, tensors)`; users register rules of their own operators with
 `meshc.register_rule`. `docs/add-a-rule.md` shows how to add either.
@@ -88,7 +88,7 @@ FAMILIES = (
 
 
 def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
-    """The rule for this node's operator and shapes; None where there is none, and the operator must run on whole operands."""
+    """The rule for this node's operator and shapes; None for an operator without a rule, which must run on whole operands."""
     for family in FAMILIES:
         found = family.RULES.get(node.target)
         if found is not None:

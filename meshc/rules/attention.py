@@ -1,8 +1,8 @@
-"""`meshc::attention`: batch and heads pass, each query stands alone, all keys must be there, at once or one block after the other.
+"""Sharding rules of `meshc::attention`: batch, heads and queries may be split; keys are whole, or pass round a ring in blocks.
 
-Under a causal mask a rank's queries must be a range, of which the operator is told the beginning. Where `propagate` has split the keys too,
-along the axis that splits the queries, blocks of them pass round a ring (`ring.py`); the blocks' own operators are never in a model, and
-their rules say what of them lies alike.
+Under a causal mask a rank's queries must be a range, whose start is an argument of the operator. Where `propagate` has split the keys too,
+along the axis that splits the queries, blocks of keys pass round a ring (`ring.py`). The operators of blocks are never in a model; their
+rules relate the shardings of their operands and results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def shape_of_mask(node: Node) -> tuple[bool, int, int]:
 
 
 def _lower(local: Local) -> Made:
-    """As a ring; or the same call on local operands, which under a causal mask begins where the tile does."""
+    """A ring, or the same call on local operands; under a causal mask it gets the start of the tile of queries."""
     node = local.node
     causal = place_of(node, "causal")
     if local.axes("k"):
@@ -67,7 +67,7 @@ def _lower(local: Local) -> Made:
 
 
 def _block(node: Node, tensors: list[Node]) -> Rule:
-    """Where queries and keys begin is said of the rank's own: neither is split further."""
+    """The call holds the start positions of the rank's own queries and keys, so neither may be split further."""
     operands = ["b h q! d!", K, K] + ["b h q! k!"] * (len(tensors) - 3)
     return einsum(f"{', '.join(operands)} -> b h q! d! | b h q!", node, tensors)
 

@@ -1,9 +1,9 @@
-"""Which values an operator that reads or writes by an index has rows for.
+"""Valid ranges of the indices by which operators read and write.
 
     embedding(weight [v, d], index)     0 <= index < v            index(x [a, b], [None, i])     -b <= i < b
     take(x [rows, v], index, ignore)    0 <= index < v, or ignore
 
-The same bounds as torch's kernels check on one device: some count negative values from the end, others refuse them.
+These are the bounds that torch's kernels check on one device: some count negative values from the end, others refuse them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ meshc = torch.ops.meshc
 
 @dataclass(frozen=True)
 class Bound:
-    """Operand `operand` (a position among the tensor operands) holds values of [low, high), or `ignore`."""
+    """Operand `operand` (a position among the tensor operands) must hold values of [low, high), or `ignore`."""
 
     operand: int
     low: int
@@ -67,7 +67,7 @@ def _each(node: Node, tensors: list[Node]) -> list[Bound]:
 
 
 MASKING = (meshc.take.default, meshc.one_hot.default)
-"""Operators for which an index out of range is none of theirs, whatever is split."""
+"""Operators that ignore an index out of range, split or not."""
 BOUNDS: dict[object, Callable[[Node, list[Node]], list[Bound]]] = {
     aten.embedding.default: _rows,
     aten._embedding_bag.default: _rows,
@@ -96,7 +96,7 @@ PLACES: dict[object, tuple[int, int | None]] = {
     aten.topk.default: (2, -1), aten.sort.default: (1, -1), aten.sort.stable: (2, -1), aten.max.dim: (1, -1), aten.min.dim: (1, -1),
     aten.argmax.default: (1, None), aten.argmin.default: (1, None), aten.argsort.default: (1, -1),
 }  # fmt: skip
-"""Operators whose last result says where in a dim something stands: which of their arguments is that dim, and what it is otherwise."""
+"""Operators whose last result is a position along a dim: (position of the argument `dim`, its default; None: all dims)."""
 
 MOVES: set[object] = {
     aten.reshape.default, aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
@@ -104,16 +104,16 @@ MOVES: set[object] = {
     aten.clone.default, aten.alias.default, aten.detach.default, aten.flip.default, aten.repeat.default, aten.split.Tensor,
     aten.split_with_sizes.default, aten.unbind.int, aten._to_copy.default, aten.cat.default,
 }  # fmt: skip
-"""Operators whose results hold no other integers than their first operand does (`cat`: than its operands do)."""
+"""Operators whose results hold only integers of their first operand (`cat`: of all its operands)."""
 
 
 def only_moves(node: Node) -> bool:
-    """Whether a node's results hold no other integers than its operands do."""
+    """Whether a node's results hold only integers of its operands."""
     return node.target in MOVES
 
 
 def ranges(node: Node, tensors: list[Node]) -> list[tuple[int, int, int, int | None]]:
-    """(operand, low, high, ignore) of each index that a node reads or writes by; of shapes that it does not take, none."""
+    """(operand, low, high, ignore) of each index that a node reads or writes by; empty for shapes that the operator does not accept."""
     try:
         return [(one.operand, one.low, one.high, one.ignore) for one in BOUNDS[node.target](node, tensors)] if node.target in BOUNDS else []
     except (IndexError, AssertionError):
@@ -121,7 +121,7 @@ def ranges(node: Node, tensors: list[Node]) -> list[tuple[int, int, int, int | N
 
 
 def origin(node: Node) -> Node:
-    """Where the integers of a value come from: the node behind all that only moves them."""
+    """The node that computed a value's integers: `node`, without the operators of MOVES after it."""
     while node.op == "call_function":
         made, _ = value_of(node)
         sources = made.all_input_nodes
@@ -132,7 +132,7 @@ def origin(node: Node) -> Node:
 
 
 def fits(index: Node, bound: Bound) -> bool:
-    """Whether the values of an index are within the bound whatever a call's inputs and sizes are."""
+    """Whether the values of an index are provably within the bound, for all inputs and sizes of a call."""
     found = origin(index)
     if found.op != "call_function":
         return False
@@ -153,5 +153,5 @@ def fits(index: Node, bound: Bound) -> bool:
 
 
 def _below(start: int, end: int, bound: Bound) -> bool:
-    """Whether [start, end) lies in the bound; a size that calls choose is not known to."""
+    """Whether [start, end) is within the bound; False for a size that calls choose."""
     return all(type(one) is int for one in (start, end, bound.high)) and bound.low <= start and end <= bound.high

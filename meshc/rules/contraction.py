@@ -1,4 +1,4 @@
-"""Matrix products and distances: an einsum each."""
+"""Sharding rules of matrix products and distances, an einsum each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROLES = {aten.mm.default: WEIGHT, aten.bmm.default: {"b": "multiplies", **WEIGHT
 
 
 def _addmm(node: Node, tensors: list[Node]) -> Rule:
-    """bias + x @ w. With k split the product is partial, and so must the bias be: it counts once."""
+    """bias + x @ w. With k split the product is partial, so the bias is kept on one rank and counts once."""
     bias = " ".join("m n".split()[2 - len(shape_of(tensors[0])) :])
     return einsum(f"{bias}, m k, k n -> m n +k", node, tensors, lower=_lower_addmm, first=0, roles=WEIGHT)
 
@@ -66,7 +66,7 @@ def _addbmm(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _trilinear(node: Node, tensors: list[Node]) -> Rule:
-    """The product of three, each without the dims in which it is expanded, summed over some dims: a bilinear layer and its gradients."""
+    """Product of three operands, each without the dims in which it is expanded, summed over some dims: a bilinear layer."""
     without = [set(integers(argument)) for argument in node.args[3:6]]
     summed = set(integers(node.args[6]))
     rank = len(shape_of(tensors[0])) + len(without[0])

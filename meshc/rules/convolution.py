@@ -1,11 +1,11 @@
-"""Convolutions: batch and channels like a matrix product, space by windows.
+"""Sharding rules of convolutions: batch and channels as in a matrix product, spatial dims by windows.
 
     y[t] reads x[t * stride - padding + dilation * (0 .. kernel - 1)]       a tile of y goes with a window of x
-    transposed, x[t] writes y[...] so: a tile of x goes with a window of y
+    transposed, x[t] writes such y[...]: a tile of x goes with a window of y
 
-A rank extends its tile of x to its window by a halo, padding included, and convolves that without padding along split dims. Backward, the
-gradient of the window is summed back into tiles. A transposed convolution is the same with x and y exchanged. Channels of a convolution in
-groups are whole, unless it is depthwise: then they are one letter.
+A rank extends its tile of x to its window by a halo, padding included, and convolves the window without padding along split dims. In
+backward, the gradient of the window is summed back into tiles. A transposed convolution is the same with x and y exchanged. Channels of a
+grouped convolution are whole, unless it is depthwise: then they are one letter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 class _Shape:
     """A convolution's letters and windows, from the shapes of x, weight and y and from (stride, padding, dilation, transposed, ...).
 
-    Shapes say whether it is depthwise: a rank that has one of its channels is told of one group.
+    Depthwise convolutions are recognised by shapes, since a rank with one channel has `groups` 1.
     """
 
     def __init__(self, x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], settings: Sequence[Argument]) -> None:
@@ -48,7 +48,7 @@ class _Shape:
         self.weight = f"i o {kernel}" if self.transposed else f"o i {kernel}"
         if x[1] == weight[0] == y[1] > 1 and weight[1] == 1:
             self.i, self.o, self.reduced = "c", "c", False
-            self.roles = {}  # it makes no width of another
+            self.roles = {}  # no channel is contracted
             self.weight = f"c _ {kernel}"
         elif groups != 1:
             self.i, self.o = "i!", "o!"
@@ -59,7 +59,7 @@ class _Shape:
 
 
 def _each(setting: object, count: int) -> list[int]:
-    """One number a dim; torch also takes one for all."""
+    """A number for each dim; torch also accepts one for all."""
     found = integers(setting)
     return found * count if len(found) == 1 else found
 
@@ -76,7 +76,7 @@ def _convolution(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _settings(local: Local, settings: Sequence[Argument], letters: list[str]) -> list[Argument]:
-    """Stride, padding, ... of a rank's convolution: along split dims, nothing is padded any more. Groups are those that it has."""
+    """Stride, padding, ... of a rank's convolution: no padding along split dims, whose halo includes it; groups are the rank's own."""
     count = len(letters)
     split = [bool(local.axes(letter)) for letter in letters]
     stride, padding, dilation, transposed, output_padding, groups = settings
@@ -109,7 +109,7 @@ def _lower_convolution(local: Local) -> Node:
 
 
 def _convolution_backward(node: Node, tensors: list[Node]) -> Rule:
-    """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient sums batch and space; it knows no input channel."""
+    """(grad, x, weight) -> gradients of x, weight, bias. The bias's gradient is summed over batch and space."""
     shape = _Shape(shape_of(tensors[1]), shape_of(tensors[2]), shape_of(tensors[0]), list(node.args[4:]))
     x, y = shape.dims(shape.i, shape.x), shape.dims(shape.o, shape.y)
     sums = " ".join(f"+{letter}" for letter in ["b", *shape.tile])

@@ -1,4 +1,4 @@
-"""Views as copies: the rules of the views, since a program's values have no memory that they could share."""
+"""Sharding rules of operators that copy a view (`view_copy`, ...): those of the views, since values of a program share no memory."""
 
 from __future__ import annotations
 

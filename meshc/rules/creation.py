@@ -1,4 +1,4 @@
-"""Operators that make values from nothing: constants fill the tile, positions count from the tile's start."""
+"""Sharding rules of operators that create values: constants fill the tile, positions count from the tile's start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _lower_fill(local: Local) -> Node:
 
 
 def _new(node: Node, tensors: list[Node]) -> Rule:
-    """x.new_zeros(size) and the like: only x's dtype matters."""
+    """x.new_zeros(size) and similar: only x's dtype matters."""
     (shape,) = result_shapes(node)
     seed = tuple(f"x{i}" for i in range(len(tensors[0].meta["meshc"].shape)))
     return Rule((seed,), (tuple(f"d{i}" for i in range(len(shape))),), ({},), lower=_lower_new)
@@ -41,7 +41,7 @@ def _lower_new(local: Local) -> Node:
 
 
 def _strided(node: Node, tensors: list[Node]) -> Rule:
-    """Memory of some layout with nothing in it: programs' values have no strides."""
+    """Uninitialised memory; its strides are dropped, since values of a program have none."""
     return replace(_new(node, tensors) if tensors else _fill(node, tensors), lower=_lower_strided)
 
 

@@ -1,11 +1,11 @@
-"""The gated delta rule: each rank takes the steps of its stretch, from what the stretches before it come to.
+"""Sharding rules of the gated delta rule: each rank runs its tile of the steps from the state that the tiles before it produce.
 
     k v e g of a rank's tile -> product, end                      one gather of both: keys x (keys + values) numbers for each head
-    those of the ranks before, one after another -> the state that this rank begins with
+    products and ends of the ranks before, composed in order -> the state that this rank begins with
 
-Backward the same from the other end as well: what a stretch makes of a gradient is gathered beside what it makes of a state. Or each hands
-its state on, of a part of the rows or heads at a time (`turns.py`): nothing is made of a stretch but where it ends, and ranks wait for each
-other. Backward then takes the states once more from the first rank on, and gradients of states from the last.
+Backward also does so from the other end, for gradients of states, in the same gather. Alternatively ranks take turns (`turns.py`): each
+hands its state on, for a part of the rows or heads at a time; then no products are computed, and ranks wait for each other. Backward then
+recomputes the states from the first rank on, and the gradients of states from the last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _rule(node: Node, tensors: list[Node], operands: list[str], results: str, lower: Callable[[Local], Made]) -> Rule:
-    """Operands of padding are zero: such a position changes nothing, such a column is zero."""
+    """Padding of operands is zero: a padded position leaves the state as it is, a padded column is zero."""
     text = ", ".join(operands + [S] * (len(tensors) - len(operands)))
     rows = [f"*{index}" for index in range(len(shape_of(tensors[0])) - 3)]
     return einsum(
@@ -86,14 +86,14 @@ def _lower_backward(local: Local) -> Made:
 
 
 def _in_turns(local: Local, axes: Sequence[str], back: bool, turn: Target, operands: Sequence[Node | None], count: int) -> list[Node]:
-    """What a call for each turn gives, put together; of the last, which is the state, with its first dim."""
+    """The results of a call for each turn, joined over the turns; the last one is the state and keeps its first dim."""
     along, one = _along(local), count == 1
     made = in_turns(local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, along, *at), count, one)
     return [together(local, axes, each, along + (index == count - 1), back) for index, each in enumerate(made)]
 
 
 def _along(local: Local) -> int:
-    """The dim of rows or heads that is taken in parts."""
+    """The dim of rows or heads of which a turn takes a part."""
     assert local.turns is not None
     letter, lead = local.turns.letter, len(local.shape(local.operands[1])) - 2
     return lead - 1 if letter == "h" else int(letter[1:]) if letter.startswith("*") else 0
@@ -104,21 +104,21 @@ def _without_first(local: Local, x: Node) -> Node:
 
 
 def _everywhere(local: Local, axes: Sequence[str], states: Node, index: int, back: bool) -> Node | None:
-    """Where the chain ends, which its last rank alone knows, on all ranks. None if nobody reads it."""
+    """The state at the end of the chain, broadcast from its last rank to all ranks. None if nobody reads it."""
     if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
         return None
     return local.all_reduce(local.keep_end(_without_first(local, states), axes, back), axes, "sum")
 
 
 def _edges(local: Local) -> tuple[Node | None, Node | None]:
-    """Backward's state before the first position, and the gradient behind the last, if they are given."""
+    """Backward's state before the first position, and the gradient after the last; each may be None."""
     rest = iter(local.operands[6:])
     before, after = ((*local.node.args, None, None)[index] for index in (6, 7))
     return (next(rest) if before is not None else None), (next(rest) if after is not None else None)
 
 
 def _of_all(local: Local, axes: Sequence[str], end: Target, *operands: Node) -> list[Node]:
-    """What each rank's stretch comes to, one after another, in one message."""
+    """Gathers each rank's product and end (or ends) in one message, in rank order."""
     made = local.emit(end, *operands)
     parts = [local.item(made, index) for index in range(2 if end is meshc.delta_rule_end.default else 3)]
     rows = local.emit(aten.unsqueeze.default, local.emit(aten.cat.default, parts, -1), 0)
@@ -129,13 +129,13 @@ def _of_all(local: Local, axes: Sequence[str], end: Target, *operands: Node) -> 
 
 
 def _states(local: Local, axes: Sequence[str], products: Node, ends: Node, edge: Node | None, reverse: bool) -> list[Node]:
-    """What the ranks before this one come to (reversed: those behind it), and what all do."""
+    """The state after the ranks before this one (`reverse`: after the ranks behind it), and the state after all ranks."""
     every = -1 if reverse else local.ranks(axes)
     return [local.emit(meshc.delta_rule_join.default, products, ends, edge, place, reverse) for place in (local.index(axes), every)]
 
 
 def _turn(node: Node, tensors: list[Node]) -> Rule:
-    """Of a rank's own stretch, of whose rows or heads it takes a part: nothing is split further."""
+    """A turn on a rank's own tile, for a part of the rows or heads: nothing may be split further."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = [name for name, value in zip(names, node.args, strict=True) if isinstance(value, Node) and name != "place"]
     lead, along = len(shape_of(tensors[given.index("k")])) - 2, integer(node.args[names.index("along")])

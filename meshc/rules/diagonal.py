@@ -1,4 +1,4 @@
-"""Diagonals and triangles: rows and columns by their global positions; whole where a diagonal is taken out or put in."""
+"""Sharding rules of diagonals and triangles: `tril` and `triu` by global positions; dims with a diagonal taken out or put in are whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _triangle(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_triangle(local: Local) -> Node:
-    """Rows and columns by their global positions."""
+    """Masks entries by the global positions of their row and column."""
     (x,) = local.operands
     node = local.node
     rank = len(local.shape(x))
@@ -70,7 +70,7 @@ def _diagonal_scatter(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _diag_embed(node: Node, tensors: list[Node]) -> Rule:
-    """diag_embed(x [..., n], offset, dim1, dim2) -> a matrix for each row; rows and columns are whole."""
+    """diag_embed(x [..., n], offset, dim1, dim2) -> a matrix for each row of x; its rows and columns are whole."""
     shape = result_shapes(node)[0]
     rank = len(shape)
     pair = {integer(argument(node, 2, "dim1", -2)) % rank, integer(argument(node, 3, "dim2", -1)) % rank}
@@ -81,7 +81,7 @@ def _diag_embed(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _block_diag(node: Node, tensors: list[Node]) -> Rule:
-    """Every block lies in rows and columns of its own."""
+    """Every block has rows and columns of its own, so all dims are whole."""
     operands = tuple(_line(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))), shape_of(t)) for k, t in enumerate(tensors))
     out = _line(("r", "c"), result_shapes(node)[0])
     whole = frozenset(letter for dims in (*operands, out) for letter in dims) - {ONE}

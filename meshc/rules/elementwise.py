@@ -1,4 +1,4 @@
-"""Pointwise operators: one rule for all of them. Dropout and random draws, which count by global position."""
+"""Sharding rules of pointwise operators, and of dropout and random draws, which are numbered by global position."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ UNTAGGED = {
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whatever torch itself tags as pointwise, out of place."""
+    """Whether an out-of-place operator is pointwise: by torch's tag, or by UNTAGGED."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
@@ -68,7 +68,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def tagged(node: Node, tensors: list[Node]) -> Rule | None:
-    """A pointwise operator's."""
+    """The rule of a pointwise operator; None for others."""
     if not is_pointwise(node):
         return None
     return pointwise(node, tensors, linear=linear_in(node, len(tensors)), defers=defers(node))
@@ -86,7 +86,7 @@ def _lower_dropout(local: Local) -> Node:
 
 
 def _glu(node: Node, tensors: list[Node]) -> Rule:
-    """Halves of one dim, which is whole, times each other; everything else passes."""
+    """Product of the halves of one dim, which is whole; other dims may be split."""
     shape = shape_of(tensors[-1])
     position = len(tensors)
     dim = integer(node.args[position] if len(node.args) > position else -1) % len(shape)
@@ -102,7 +102,7 @@ def _draw(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_draw(local: Local) -> Node:
-    """The tile is drawn factor by factor, so the result has a dim a factor until it is viewed."""
+    """The drawn tile has a dim for each factor, and is then reshaped to the dims of the result."""
     (seed_step,) = local.operands
     node = local.node
     before = node.args[1:-3] if node.target is meshc.keep_mask.default else node.args[1:2]

@@ -1,11 +1,11 @@
-"""Routed experts in groups (`meshc/ops/expert_groups.py`, `meshc/ops/bounded_groups.py`): an axis that takes a group takes its matrices.
+"""Sharding rules of routed experts in groups (`meshc/ops/expert_groups.py`): an axis that splits groups splits their matrices.
 
     group_mm    rows [q/ep, r, k], matrices [experts 8/ep, k, n], choice [q/ep, r]  ->  [q/ep, r, n]
     to_groups   x [t, h], own [q/ep, t, m]  ->  [q/ep, t, m, h]                         each rank has its own group's rows
     from_groups rows [q/ep, t, m, h], own   ->  [t, h] partial(sum: ep)
 
-A group goes with a window of the experts, as many as it has, so that 8 experts lie 3, 3, 2 on three ranks. Of rows that have copies on
-other ranks (`meshc/ops/expert_copies.py`) each rank gives its own, which are added up to where they are wanted; so do gradients:
+A group goes with a window of as many experts as it has, so that three ranks have 3, 3 and 2 of 8 experts. Experts may have copies on other
+ranks (`meshc/ops/expert_copies.py`): each rank contributes the rows of its own tile as a partial sum, and gradients of copies are added up:
 
     copies_of     x [experts 8/ep, ..], copies [q, n]              ->  [q, n, ..] partial(sum: ep)
     added_copies  grad [q, n, ..], copies [q, n]                   ->  [experts 8/ep, ..]
@@ -43,7 +43,7 @@ def _choices(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_choices(local: Local) -> Node:
-    """A rank's groups, from the number on that its first one has. Padding has chosen nothing."""
+    """The rank's groups, numbered from the global index of its first one. Padding of tokens chooses no expert."""
     _, _, each, most, first = local.node.args
     start = local.start("q")
     if first != 0 and start != 0:
@@ -101,7 +101,7 @@ def _lower_added(local: Local) -> Node:
 
 
 def _inside(local: Local, copies: Node) -> Node:
-    """Copies of rows of this rank's tile, by their place in it; -1 for others."""
+    """Copies of rows of this rank's tile, by local index; -1 for others."""
     if not local.axes("e"):
         return copies
     places, inside = inside_tile(local, copies, "e")
@@ -139,7 +139,7 @@ def _bounded(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_bounded(local: Local) -> Node:
-    """A rank's groups, from the number on that its first one has. Padding has chosen nothing."""
+    """The rank's groups, numbered from the global index of its first one. Padding of tokens chooses no expert."""
     _, _, each, places, _, groups, _ = local.node.args
     chosen = local.neutralise(local.operands[0], "b", -1)
     size, start = local.local_size("q"), local.start("q")
@@ -155,7 +155,7 @@ def _lower_counts(local: Local) -> Node:
 
 
 def _chosen(local: Local, *letters: str) -> Node:
-    """Choices, of which padding has none."""
+    """Choices, with -1 in the padding of these letters."""
     x = local.operands[0]
     for letter in ("b", *letters):
         x = local.neutralise(x, letter, -1)
@@ -167,7 +167,7 @@ def _first(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_first(local: Local) -> Node:
-    """Tiles of a row follow each other: counts of those before this one are what stands in front of it."""
+    """Tiles of a row follow each other: `before` of a tile includes the counts of the tiles that precede it."""
     chosen, before, axes = _chosen(local, "s"), local.neutralise(local.operands[1], "b", 0, 1), local.axes("s")
     if axes:
         mine = local.emit(meshc.counts_of_rows.default, chosen, local.shape(before)[1])
@@ -189,12 +189,12 @@ def _lower_heaviest(local: Local) -> Node:
 
 
 def _module(local: Local) -> str:
-    """Where in the model, for errors."""
+    """The module's path in the model, for errors."""
     return records(local.node)[0].source.module
 
 
 def _summing(text: str) -> RuleFunction:
-    """Of what adds up rows: what each of them still waits for, the sum waits for, and is smaller."""
+    """The rule of a sum of rows: a reduction of the rows is deferred past the sum, which is smaller."""
     return lambda node, tensors: einsum(text, node, tensors, linear=ALONE, defers=True)
 
 

@@ -1,10 +1,10 @@
-"""`meshc::explicit_attention`: attention that drops weights or whose bias has a gradient, whole or as a ring.
+"""Sharding rules of `meshc::explicit_attention` (dropped weights, or a bias with a gradient), with keys whole or in a ring.
 
-Batch and heads pass, each query stands alone, and all keys must be there, at once or one block after the other. What is dropped goes by
-where a weight stands among all: a rank is told which tile of [batch, heads, q, k] it has, and of a block in a ring which tile that is.
+Batch, heads and queries may be split; each query needs all keys, at once or block by block. Dropout is drawn by a weight's global position:
+the call holds the rank's tile of [batch, heads, q, k], and for a block in a ring the tile of that block.
 
-    dbias  [.., q of the rank, all keys]        backward's blocks give the columns of rank r, r - 1, ..., round the ring; those of
-                                                tile j come with block r - j, and so are put in order
+    dbias  [.., q of the rank, all keys]        backward's blocks give the columns of rank r, r - 1, ..., round the ring; tile j comes
+                                                with block r - j, so the tiles are reordered
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 
 def _optional(node: Node) -> tuple[list[str], list[str]]:
-    """The texts of a bias and of a seed, as far as there are."""
+    """The rule's texts of a bias and of a seed; empty where the call has none."""
     given = [node.args[place_of(node, name)] is not None for name in ("bias", "seed_step")]
     return [BIAS] * given[0], [SEED] * given[1]
 
@@ -50,7 +50,7 @@ def _backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _of_bias(shape: Sequence[int], queries: Sequence[int]) -> str:
-    """A bias's gradient: one number, and a sum, over what the bias is the same for."""
+    """The text of a bias's gradient, which is summed over the dims along which the bias broadcasts."""
     same = [letter for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
     return " ".join([*(ONE if token in same else token for token in BIAS.split()), *(f"+{letter}" for letter in same)])
 
@@ -64,7 +64,7 @@ def _rule(node: Node, tensors: list[Node], operands: list[str], results: list[st
 
 
 def _of_block(text: str) -> str:
-    """Of a call on a block of the keys: where queries begin is said of the rank's own, and no gradient is a sum over ranks."""
+    """The rule's text for a block of the keys: queries are the rank's own, so they are whole and no gradient is partial."""
     return " ".join({"q": "q!", "q,": "q!,", "+q": ""}.get(letter, letter) for letter in text.split())
 
 
@@ -79,8 +79,7 @@ def _lower(local: Local) -> Made:
 
 
 def _numbers(local: Local, back: int) -> tuple[object, ...]:
-    """The arguments behind `seed_step` up to where queries begin; of the keys that the rank so many places before this one has, if they
-    are split."""
+    """The arguments from `call` to the start of the queries; where keys are split, for those of the rank `back` places before this one."""
     node = local.node
     call, how = place_of(node, "call"), mask_of(node)
     draws = local.weights_drawn(WEIGHTS, {"k": back}) if node.args[place_of(node, "seed_step")] is not None else ([], [], [])
@@ -88,7 +87,7 @@ def _numbers(local: Local, back: int) -> tuple[object, ...]:
 
 
 class ExplicitRing(Ring):
-    """Such an attention whose queries and keys are both split by one axis."""
+    """A `meshc::explicit_attention` whose queries and keys are both split by one axis."""
 
     def __init__(self, local: Local) -> None:
         super().__init__(local)
@@ -100,7 +99,7 @@ class ExplicitRing(Ring):
         return self.local.emit(meshc.explicit_attention.default, q, keys, values, bias, self.seed, *self.where(step))
 
     def where(self, step: int) -> tuple[object, ...]:
-        """Which block it is, too."""
+        """The numbers of a block's call, with the block's tile for dropout."""
         return *_numbers(self.local, step), self.local.start("k", step), self.local.count("k", step)
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
@@ -116,7 +115,7 @@ class ExplicitRing(Ring):
         return [*found, self.all_columns()] if self.of_bias else found
 
     def all_columns(self) -> Node:
-        """The bias's gradient, of what the blocks say of their keys."""
+        """The bias's gradient, put together from the columns of each block's keys."""
         emit, shape = self.local.emit, self.local.shape
         if shape(self.of_bias[0])[3] == 1:
             total, *rest = self.of_bias

@@ -1,4 +1,4 @@
-"""Fourier transforms and windows along one dim: what is transformed must be whole, and since they are linear a partial sum goes through."""
+"""Sharding rules of Fourier transforms and `unfold`: the transformed dim is whole; being linear, they accept partial sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _letters(shape: tuple[int, ...]) -> list[str]:
 
 
 def _transform(node: Node, tensors: list[Node]) -> Rule:
-    """_fft_c2c, _fft_r2c, _fft_c2r: the result may have another size along a dim that is transformed."""
+    """_fft_c2c, _fft_r2c, _fft_c2r: the result may have another size along a transformed dim."""
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     inside, out = _letters(source), _letters(target)
     whole = set()
@@ -41,7 +41,7 @@ def _unfold(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
-    """Windows that overlap add up, so unlike `unfold` this is no layout."""
+    """Overlapping windows are added up, so unlike `unfold` this is no layout operator."""
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     if not target:
         return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear=ALONE, defers=True)

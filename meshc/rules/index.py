@@ -1,4 +1,4 @@
-"""Reading by an index: the indexed letter is split by global position, and indices outside a rank's tile give zero."""
+"""Sharding rules of reads by an index (embedding, take, gather): indices outside a rank's tile give zero."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ meshc = torch.ops.meshc
 
 
 READS: dict[str, object] = {"self_masked": True, "clean": (1,), "major": frozenset("v")}
-"""What readers of rows `v` by an index, their second operand, have in common: the index's padding must not point anywhere."""
+"""Fields of rules that read rows `v` by an index, the second operand; its padding must be a valid index, zero."""
 
 
 def _index_letters(node: Node) -> list[str]:
@@ -32,14 +32,14 @@ def _embedding(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _is_given(index: Node) -> bool:
-    """Whether an index is an input, as it comes or turned and cut: not positions that the model counts."""
+    """Whether an index is an input, maybe reshaped or sliced, and not positions that the model computes."""
     while index.op == "call_function" and len(index.all_input_nodes) == 1:
         index = index.all_input_nodes[0]
     return index.op == "placeholder"
 
 
 def inside_tile(local: Local, index: Node, letter: str) -> tuple[Node, Node]:
-    """(index inside the tile or 0, mask of those inside)."""
+    """(local index, 0 outside the rank's tile; mask of the indices inside the tile)."""
     shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
     low = local.emit(aten.ge.Scalar, shifted, 0)
     high = local.emit(aten.lt.Scalar, shifted, local.count(letter))
@@ -86,7 +86,7 @@ def _take(node: Node, tensors: list[Node]) -> Rule:
 def _lower_take(local: Local) -> Node:
     x, index = local.operands
     ignore = local.node.args[2]
-    if len(local.axes("v")) > 1:  # tiles of tiles: what lies behind this tile is another's, though the padding has room for it
+    if len(local.axes("v")) > 1:  # tiles of tiles: an index after this tile is another rank's, though padding has room for it
         before = local.emit(aten.lt.Scalar, local.emit(aten.sub.Tensor, index, local.start("v")), local.count("v"))
         index = local.emit(aten.where.ScalarOther, before, index, ignore)
     return local.emit(meshc.take.default, x, index, ignore, local.start("v"))
@@ -113,14 +113,14 @@ def _lower_one_hot(local: Local) -> Node:
 
 
 def _flat_take(node: Node, tensors: list[Node]) -> Rule:
-    """aten.take: an index into all entries, row by row."""
+    """aten.take: a flat index into all entries, row-major."""
     rows = " ".join(_index_letters(tensors[1]))
     x = " ".join(f"v{d}!" for d in range(len(shape_of(tensors[0]))))
     return einsum(f"{x}, {rows} -> {rows}", node, tensors, clean=(1,))
 
 
 def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
-    """(dim, letters of x, letters of index): other dims pass where they have one size; where the index is shorter they must be whole."""
+    """(dim, letters of x, letters of index): other dims may be split where both have one size; where the index is shorter, not."""
     shape, short = shape_of(x), shape_of(index)
     dim = integer(node.args[1]) % len(shape)
     left = [f"a{d}" if a == b else f"x{d}!" for d, (a, b) in enumerate(zip(shape, short, strict=True))]
@@ -130,7 +130,7 @@ def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
 
 
 def _gather(node: Node, tensors: list[Node]) -> Rule | None:
-    """Like `take`, with any number of entries a row."""
+    """Like `take`, with any number of entries for each row."""
     if not shape_of(tensors[0]) or not shape_of(tensors[1]):
         return undivided(node, tensors)
     _, left, right = along(node, *tensors)
@@ -174,14 +174,14 @@ def _lower_index_select(local: Local) -> Node:
 
 
 def index_tensors(node: Node) -> list[Node | None]:
-    """Of x[i, None, j], by dim; None where a dim is not indexed."""
+    """The index tensors of x[i, None, j], by dim; None where a dim is not indexed."""
     given = node.args[1]
     assert isinstance(given, list | tuple)
     return [index if isinstance(index, Node) else None for index in given]
 
 
 def indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
-    """Letters of x, of each index tensor, and of x[indices], which has the indices' dims in the place of those that they index."""
+    """Letters of x, of each index tensor, and of x[indices], where the indices' dims replace the indexed dims; None for masks."""
     indices = index_tensors(node)
     if any(index is not None and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):
         return None
@@ -207,7 +207,7 @@ def _index(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _take_flat(node: Node, tensors: list[Node]) -> Rule:
-    """Entries of the whole by their place in it."""
+    """aten.take: entries of x by their flat position."""
     x = " ".join(f"x{d}!" for d in range(len(shape_of(tensors[0]))))
     index = " ".join(_index_letters(tensors[1]))
     return einsum(f"{x}, {index} -> {index}", node, tensors, clean=(1,))

@@ -1,7 +1,7 @@
-"""Operators that move nothing: views, permutations, expansions, splits, concatenations.
+"""Sharding rules of layout operators: views, permutations, expansions, splits, concatenations.
 
-A view states only which dims hold the same elements; `factorize` solves that into factors. Splits into equal parts select each one of `#N`
-tiles, which is local when the tiles are whole. Others need their dim whole.
+A view states only which dims hold the same elements; `factorize` derives factors from such relations. Each result of a split into equal
+parts is one of `#N` tiles, which is local when the tiles are whole. Other splits need their dim whole.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _lower_shape(local: Local) -> Node:
 
 
 def order_of(node: Node) -> list[int]:
-    """The dims of the operand of a permutation, in the result's order."""
+    """The operand's dims of a permutation or transposition, in the result's order."""
     rank = len(result_shapes(node)[0])
     if node.target in (aten.t.default, aten.t_copy.default):
         return list(reversed(range(rank)))
@@ -78,7 +78,7 @@ def permute(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _squeeze(node: Node, tensors: list[Node]) -> Rule:
-    """unsqueeze and squeeze: sizes of 1 come and go."""
+    """unsqueeze and squeeze: dims of size 1 are inserted or removed."""
     letters = iter([letter for letter in dims_of("d", shape_of(tensors[0])) if letter != ONE])
     out = tuple(ONE if size == 1 else next(letters) for size in result_shapes(node)[0])
     return Rule((dims_of("d", shape_of(tensors[0])),), (out,), ({},), kind="layout", lower=_lower_shape)
@@ -105,7 +105,7 @@ def _same(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _cast(node: Node, tensors: list[Node]) -> Rule:
-    """The reduction of a sum is deferred past a cast that loses nothing; others round it, so they need it finished."""
+    """The reduction of a sum is deferred past an exact cast; a cast that rounds needs the complete sum."""
     source, target = dtype_of(tensors[0]), dtype_of(node)
     letters = dims_of("d", shape_of(tensors[0]))
     eight = any(dtype.itemsize == 1 and dtype.is_floating_point for dtype in (source, target))  # torch promotes none of those
@@ -123,7 +123,7 @@ def _select(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _split(node: Node, tensors: list[Node]) -> Rule:
-    """Equal parts refine the dim into parts and rest; unequal parts need it whole."""
+    """Equal parts factor the dim into (parts, rest); unequal parts need the dim whole."""
     source = shape_of(tensors[0])
     dim = integer(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(source)
     inside = dims_of("d", source)
@@ -159,7 +159,7 @@ def _lower_split(local: Local) -> list[Node]:
 
 
 def _cat(node: Node, tensors: list[Node]) -> Rule:
-    """Carries. Equal parts fill the tiles of the result's dim, softly: only where something else splits that dim so."""
+    """Kind `carry`. Equal parts fill tiles of the result's dim by a soft relation: only where another operator factors that dim so."""
     (shape,) = result_shapes(node)
     dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
     out = list(dims_of("d", shape))
@@ -187,7 +187,7 @@ def _cat(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _stack(node: Node, tensors: list[Node]) -> Rule:
-    """A cat along a dim of its own, which is whole."""
+    """A cat along a new dim, which is whole."""
     (shape,) = result_shapes(node)
     dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
     letters = dims_of("d", shape_of(tensors[0]))
@@ -218,7 +218,7 @@ def _lower_select_backward(local: Local) -> Node:
 
 
 def is_grown(node: Node) -> bool:
-    """Whether a layout operator makes its value larger (a partial sum had better be reduced before)."""
+    """Whether a layout operator's result is larger than its operands (a partial sum is better reduced before)."""
     producer, _ = value_of(node)
     if is_getitem(node):
         return False
@@ -254,4 +254,4 @@ RULES: dict[object, RuleFunction] = {
     aten._to_copy.default: _cast,
 }
 SAME = {op for op, rule in RULES.items() if rule in (_same, _cast)}
-"""What keeps every dim in its place."""
+"""Operators that keep every dim in its place."""

@@ -1,4 +1,4 @@
-"""Factorisations and solvers over the last two dims: batches pass, the matrices are whole; of a right-hand side the columns pass."""
+"""Sharding rules of factorisations and solvers: batch dims and columns of right-hand sides may be split, matrices are whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = {
     aten.linalg_ldl_factor_ex.default: f"{MATRIX} -> {OTHER} | ... v! | ...",
     aten.triangular_solve.default: f"... n! k, {MATRIX} -> ... n! k | {OTHER}",
 }
-"""In padding matrices are zero: the operators that would refuse those (a Cholesky factorisation without a report) have no rule."""
+"""Padded matrices are zero: operators that refuse zero matrices (a Cholesky factorisation without `info`) have no rule."""
 
 
 def _solve_triangular(node: Node, tensors: list[Node]) -> Rule:
@@ -49,7 +49,7 @@ def _lu_solve(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _ormqr(node: Node, tensors: list[Node]) -> Rule:
-    """Q of a factorisation times a matrix, or that times Q with left=False."""
+    """Q of a factorisation times a matrix, or the matrix times Q with left=False."""
     other = "... r! k" if argument(node, 3, "left", True) else "... k r!"
     return einsum(f"{MATRIX}, ... v!, {other} -> {other}", node, tensors, clean=(0, 1))
 
@@ -59,7 +59,7 @@ def _ldl_solve(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_ldl_solve(local: Local) -> Node:
-    """Pivots count from 1, below zero for blocks of two; LAPACK trusts those in padding too."""
+    """Pivots count from 1 and are negative for blocks of two; LAPACK does not check them, so those in padding become 1."""
     ld, pivots, b = local.operands
     for letter in local.rule.operands[1][:-1]:
         pivots = local.neutralise(pivots, letter, 1, index=1)
@@ -67,19 +67,19 @@ def _lower_ldl_solve(local: Local) -> Node:
 
 
 def _lu_unpack(node: Node, tensors: list[Node]) -> Rule:
-    """What is not asked for comes as an empty row."""
+    """Results that the call does not request are empty rows."""
     texts = [text if len(shape) > 1 else "e!" for text, shape in zip((OTHER, THIRD, "... t! u!"), result_shapes(node), strict=True)]
     return einsum(f"{MATRIX}, ... v! -> {' | '.join(texts)}", node, tensors, clean=(0, 1), lower=_lower_pivots)
 
 
 def _lower_pivots(local: Local) -> Node:
-    """Pivots count from 1, also in padding: LAPACK trusts them."""
+    """Pivots count from 1; LAPACK does not check them, so those in padding become 1."""
     lu, pivots, *rest = local.operands
     return local.call(lu, local.emit(aten.clamp.default, pivots, 1), *rest)
 
 
 def _solve_ex(node: Node, tensors: list[Node]) -> Rule | None:
-    """A X = B. A vector for B, or a batch of them, is told from a matrix by its rank."""
+    """A X = B. B is a vector, or a batch of vectors, if it has one dim less than A."""
     a, b = (shape_of(tensor) for tensor in tensors)
     if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]):
         return einsum(f"{MATRIX}, ... n! -> ... n! | {OTHER} | ... v! | ...", node, tensors, clean=(0, 1))

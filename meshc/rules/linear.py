@@ -1,13 +1,13 @@
-"""Linear operators, each once: the operands in which a call is additive, together, while the others are whole on every rank.
+"""Linear operators: the operands of each in which a call is additive, together, while the others are whole on every rank.
 
     mm        ((0,), (1,))          (sum of x) @ w = sum of x @ w, and likewise in w
     addmm     ((0, 1), (0, 2))      the bias with one of the factors
     add       ((0, 1),)             both at once
-    where     ((1, 2),)             what it chooses from, not the condition
+    where     ((1, 2),)             the values, not the condition
 
-It is what `Rule.linear` says of an operator whose family does not say it of the call itself (a reduction, a concatenation). Sums that are
-still partial may come in there. Where `propagate` makes use of that is another matter: it defers a reduction past what `defers` names,
-where that saves a collective, and finishes sums before anything else.
+`Rule.linear` of an operator is taken from here unless its family's rule sets it for the call (a reduction, a concatenation). Partial sums
+may enter at these operands. `propagate` uses only some of this: it defers a reduction past operators that `defers` accepts, where that
+saves a collective, and completes sums before all others.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ PICKS: Final = overloads(
     "replication_pad2d replication_pad3d unfold_copy take upsample_nearest1d upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
     "_upsample_nearest_exact1d _upsample_nearest_exact3d"
 )
-"""Every entry of their result is an entry of operand 0."""
+"""Operators whose result's entries are entries of operand 0."""
 
 BLANKS: Final = overloads("masked_fill.Scalar where.ScalarOther index_fill.int_Scalar tril triu max_unpool2d max_unpool3d")
-"""Every entry of their result is an entry of operand 0 (of `where`, of operand 1), or a number."""
+"""Operators whose result's entries are entries of operand 0 (for `where`, of operand 1), or a number."""
 
 SCALES: Final = overloads("mul.Tensor div.Tensor")
-"""Multiples of their first operand where the second is one number."""
+"""Operators whose result is a multiple of the first operand if the second is one number."""
 
 TERMWISE: Final = overloads("neg mul.Scalar div.Scalar _conj add.Tensor sub.Tensor")
-"""Of which reductions are deferred: nothing that they read or make is larger for it."""
+"""Operators past which reductions are deferred: none of their operands or results gets larger by that."""
 
 OPERATORS: Final[Mapping[str, Positions]] = {
     "neg mul.Scalar div.Scalar _conj conj_physical positive deg2rad rad2deg div.Tensor ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other "
@@ -89,7 +89,7 @@ LINEAR: Final[Mapping[object, Positions]] = {
 
 
 def linear_in(node: Node, count: int) -> Positions:
-    """The sets of operands, of `count`, in each of which this call is additive."""
+    """Sets of operand positions, of `count` operands, in each of which this call is additive."""
     if node.target in BLANKS and node.args[-1] == 0:
         return ((blanked(node),),)
     found = LINEAR.get(node.target, ())
@@ -99,12 +99,12 @@ def linear_in(node: Node, count: int) -> Positions:
 
 
 def blanked(node: Node) -> int:
-    """The operand of which some entries stay, of what BLANKS the others."""
+    """Position of the operand whose entries an operator of BLANKS retains."""
     return int(node.target is aten.where.ScalarOther)
 
 
 def defers(node: Node) -> bool:
-    """Whether reductions of sums are deferred past this call, which is pointwise: a sum, or a multiple."""
+    """Whether reductions of sums are deferred past this pointwise call: a sum, or a multiple by one number."""
     if node.target not in SCALES:
         return node.target in TERMWISE
     left, right = node.args[:2]

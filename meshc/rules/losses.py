@@ -1,7 +1,8 @@
-"""Losses that compare entry by entry, as torch's operators: capture takes them apart, so that these are for programs that name them; and
-what a row's frames say, which splits by rows.
+"""Sharding rules of entry-wise losses (`mse_loss`, `huber_loss`, ...) and of the CTC loss.
 
-    mse_loss(x, y, reduction)      none: pointwise      sum: partial over what is split      mean: the same, divided by the global size
+Capture decomposes the entry-wise losses, so their rules are for programs that name these operators. The CTC loss splits by rows.
+
+    mse_loss(x, y, reduction)      none: pointwise      sum: partial over split dims      mean: the same, divided by the global size
     ctc_loss(log_probs, targets, frames, lengths, ...)                  rows
 """
 
@@ -33,7 +34,7 @@ PLACES: dict[object, int] = {
     aten.binary_cross_entropy.default: 3,
     aten.binary_cross_entropy_with_logits.default: 4,
 }
-"""Where the reduction stands among the arguments."""
+"""Position of the argument `reduction`."""
 
 
 def reduction_of(node: Node) -> int:
@@ -43,7 +44,7 @@ def reduction_of(node: Node) -> int:
 
 
 def _loss(node: Node, tensors: list[Node]) -> Rule:
-    """Operands broadcast. A letter along which the largest does not reach cannot be masked, so all are whole then, if they are summed."""
+    """Operands broadcast. Padding is masked in an operand that has all letters; without one, the letters of a sum are whole."""
     shapes = [shape_of(tensor) for tensor in tensors]
     shape = torch.broadcast_shapes(*shapes)
     letters = tuple(f"d{i}" for i in range(len(shape)))
@@ -78,7 +79,7 @@ def _lower_loss(local: Local) -> Node:
 
 
 def _rest(node: Node, args: Sequence[object], place: int) -> dict[str, object]:
-    """What stands behind the reduction (a delta, a beta), by name."""
+    """The arguments after `reduction` (a delta, a beta), by name."""
     names = [found.name for found in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names[place + 1 :], args[place + 1 :], strict=False))
 

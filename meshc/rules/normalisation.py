@@ -1,6 +1,6 @@
-"""Layer and group norm, kept whole: their own statistics need the normalised dims whole, everything else passes.
+"""Sharding rules of layer norm: the normalised dims are whole, the others may be split.
 
-(Batch norm is taken apart by `differentiate` into means, so that it is synchronised by the rules of sums alone.)
+(`differentiate` decomposes batch norm into means, so that the rules of sums synchronise it.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Update operators of optimizers: elementwise in parameter, gradient and state; numbers and step counters have no dims."""
+"""Sharding rules of optimizer updates: elementwise in parameter, gradient and state; numbers and step counters have no dims."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _lower_round_state(local: Local) -> Node:
 
 
 BLOCKS: Final = "_blocks"
-"""The letter of scales' last dim, which is whole: with codes that are split along theirs, each rank has the scales of all blocks."""
+"""The letter of the last dim of scales, which is whole: even with codes split along it, each rank has the scales of all blocks."""
 
 
 def _block_scale(node: Node, tensors: list[Node]) -> Rule:
-    """block_scale(value, global, local, offsets, last): a block that lies on several ranks has the maximum of their parts."""
+    """block_scale(value, global, local, offsets, last): a block on several ranks has the maximum of their parts."""
     letters = tuple(f"d{i}" for i in range(len(shape_of(tensors[0]))))
     result, sums = (*letters[:-1], BLOCKS), {letters[-1]: "max"}
     return Rule((letters,), (result,), (sums,), whole=frozenset({BLOCKS}), kind="update", lower=_lower_block_scale)
@@ -79,7 +79,7 @@ def _lower_decode_state(local: Local) -> Node:
 
 
 def _tile(local: Local) -> tuple[object, ...]:
-    """Where the tile of a value lies, every factor a dim, and how many of these are the last dim's."""
+    """(global shape, local shape, offsets) of the value's tile with a dim for each factor, and the number of factors of the last dim."""
     letters = local.rule.operands[0]
     return *local.tile(letters), len(local.tile(letters[-1:])[0])
 

@@ -1,8 +1,8 @@
-"""In which order an operator takes the tiles of what is split (`meshc/ir/sharding.py`).
+"""Operators that accept the tiles of a split letter in any order (`meshc/ir/sharding.py`).
 
-An operator that is called on its tiles as they are, wherever these begin, does the same in any order of the positions along a letter that
-is neither tied to a window nor whole. Of those whose lowering looks at where a tile begins, along letters that are said to be major (an
-embedding's vocabulary), or not at all, there is a table. All others take natural order, but for attention over blocks in zigzag order.
+An operator without a lowering of its own gives the same result for any order of the positions along a letter that is neither whole nor tied
+to a window. `ANY_ORDER` lists the operators whose lowering uses the start of a tile along `major` letters only (an embedding's vocabulary),
+or not at all. All others need natural order, except attention over blocks in zigzag order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ANY_ORDER: Final = frozenset({
     "meshc.group_choices", "meshc.group_mm", "meshc.group_outer", "aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin",
     "aten.logcumsumexp", "meshc.cumsum_back", "meshc.logcumsumexp_back",
 })  # fmt: skip
-"""Operators with a lowering of their own that looks at where a tile begins along `major` letters alone, or not at all."""
+"""Operators whose lowering uses the start of a tile along `major` letters only, or not at all."""
 
 
 def in_any_order(node: Node, rule: Rule, letter: str) -> bool:
-    """Whether an operator does the same to each position along a letter, in whatever order they are."""
+    """Whether an operator accepts the positions along a letter in any order."""
     if letter in rule.whole or letter in rule.windows or any(letter == other for other, _ in rule.windows.values()):
         return False
     if rule.kind == "layout" or rule.lower is None:

@@ -1,4 +1,4 @@
-"""What may come into an operator still partial: which operands, over which reduction, and over which its result is then partial.
+"""Deferrable reductions: operands that may enter an operator partial, and the reduction over which its result is then partial.
 
     relu(max over ranks of x)       =  max over ranks of relu(x)              it grows with x
     -(max over ranks of x)          =  min over ranks of -x                   it falls
@@ -6,9 +6,9 @@
     x[i], for x partial any way     =  partial the same way                   it picks entries
     (mean over ranks of x) + y      =  mean over ranks of x + y               affine in x
 
-This is what is true: a reduction may be deferred past the operator. `propagate` defers those of sums where that saves a collective
-(`Rule.defers`), and finishes the others first. Averages are stated for what they say of the operators alone: a program has none, since it
-divides a sum at once. Nothing is said of NaN in a maximum or a minimum, of which backends think differently.
+This lists all that is valid: a reduction may be deferred past the operator. `propagate` defers only reductions of sums, where that saves a
+collective (`Rule.defers`), and completes the others first. Averages are listed as properties of the operators: a program has none, since it
+divides a sum at once. NaN in a maximum or a minimum is left open, since backends differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXTREMES = tuple(name for name, other in FLIPPED.items() if name != other)
 
 @dataclass(frozen=True)
 class Deferral:
-    """Operands at these positions, all partial over `reduction` alike, leave the result partial over `left` (over nothing if it is "").
+    """Operands at `positions`, all partial by `reduction`, leave the result partial by `left` (not partial if `left` is "").
 
     Reductions are sum, max, min and avg. The other operands are whole on every rank.
     """
@@ -59,9 +59,9 @@ MINIMA: dict[object, dict[int, str]] = {
     aten.igamma.default: {0: "max", 1: "min"},
     aten.igammac.default: {0: "min", 1: "max"},
 }
-"""They grow, or fall, where they are defined, which is above some number: if a minimum lies there, so does every rank's part of it.
+"""Operators that are monotone on their domain, all numbers above a bound: if a minimum is inside, so is every rank's part of it.
 
-Operand that may be partial over a minimum -> what the result is then partial over.
+Position of an operand that may be partial by a minimum -> reduction by which the result is then partial.
 """
 FALLS = overloads("neg erfc rsub.Scalar special_erfcx")
 RISES_IN_EACH = overloads(
@@ -79,13 +79,13 @@ TOGETHER = {
     aten.clamp_min.Tensor: "max",
     aten.clamp_max.Tensor: "min",
 }
-"""Of one reduction they are themselves: it may be done before or after, on all operands at once."""
+"""Operators that equal a reduction, which commutes with them on all operands at once."""
 
 SCALED = SCALES | overloads("mul.Scalar div.Scalar")
-"""With a number for their second argument they grow, or fall where it is negative."""
+"""Operators that increase in their operand if the second argument is a number, and decrease if that is negative."""
 
 BIASED = overloads("addmm baddbmm addbmm addmv addr addcmul")
-"""They grow with their first operand, which counts `beta` times."""
+"""Operators that increase in their first operand, which is multiplied by `beta`."""
 
 AFFINE: dict[object, tuple[tuple[int, ...], ...]] = {
     **{op: ((0,),) for op in overloads("add.Scalar sub.Scalar rsub.Scalar add.Tensor sub.Tensor constant_pad_nd masked_fill.Scalar")},
@@ -94,25 +94,25 @@ AFFINE: dict[object, tuple[tuple[int, ...], ...]] = {
     aten.lerp.Tensor: ((2,),),
     aten.binary_cross_entropy_with_logits.default: ((1,),),
 }
-"""Operands in which, together, an operator is linear but for a number that its call gives."""
+"""Operands in which, together, an operator is linear up to a constant of its call."""
 JOINS = overloads(
     "cat stack block_diag where.self index_put scatter.src index_copy slice_scatter select_scatter diagonal_scatter masked_fill.Tensor "
     "index_fill.int_Tensor"
 )
-"""Every entry of their result is an entry of some operand that is no index and no condition, or zero."""
+"""Operators whose result's entries are entries of operands, other than indices and conditions, or zero."""
 
 LIKES = overloads(
     "zeros_like ones_like full_like empty_like zero fill.Scalar new_zeros new_ones new_full new_empty new_empty_strided"
 )
-"""Nothing of their operand matters but its shape or its dtype."""
+"""Operators that use only the shape or dtype of their operand."""
 ZEROS = overloads("zeros_like zero new_zeros")
 
 FEW = 4
-"""Of so many operands any part may be an average that is partial."""
+"""Up to this many operands, every subset is listed for partial averages."""
 
 
 def deferrals(node: Node, rule: Rule) -> list[Deferral]:
-    """Everything that may come into this call partial. Complex numbers and truths have sums at most."""
+    """All deferrals of this call. Complex numbers and booleans have sums at most."""
     count = len(rule.operands)
     if not count:
         return []
@@ -126,23 +126,23 @@ def deferrals(node: Node, rule: Rule) -> list[Deferral]:
 
 
 def _rounds(node: Node) -> bool:
-    """Whether a cast keeps the order of numbers: as for sums, no rank's part may be beyond what the new type holds."""
+    """Whether a cast keeps the order of numbers. As for sums, no rank's part may exceed the range of the new dtype."""
     source, target = dtype_of(operands(node)[0]), dtype_of(node)
     return node.target is aten._to_copy.default and not _complex(node) and source != torch.bool and target not in (torch.bool, torch.uint8)
 
 
 def _sums(node: Node, rule: Rule) -> list[Deferral]:
-    """What is linear lets sums through; what moves nothing, anything."""
+    """Sums for linear operators, and all reductions for layout operators."""
     moved = [Deferral((0,), how, how) for how in ("sum", *(() if _complex(node) else EXTREMES))] if rule.kind == "layout" else []
     return [*moved, *(Deferral(positions, "sum", "sum") for positions in rule.linear)]
 
 
 def _averages(node: Node, sums: list[Deferral], count: int) -> list[Deferral]:
-    """What lets sums through in operands J together lets averages through in any of J, the rest of J being whole on every rank.
+    """An operator that accepts sums in operands J together accepts averages in any subset of J, the rest of J being whole on every rank.
 
-    For f additive jointly in J, f(t / n) = f(t) / n, and operands (x_i, y) of the ranks i, x_i in the part that is partial and y in the
-    rest, have the mean (mean of x_i, y). So the mean of f(x_i, y) is f(mean of x_i, y). A constant beside f, as in AFFINE, is its own mean;
-    a sum it would enter once a rank.
+    For f additive jointly in J, f(t / n) = f(t) / n, and the operands (x_i, y) of the ranks i, with x_i partial and y whole, have the mean
+    (mean of x_i, y). So the mean of f(x_i, y) is f(mean of x_i, y). A constant added to f, as in AFFINE, is its own mean, while a sum over
+    ranks would count it once for each rank.
     """
     affine = [positions for positions in AFFINE.get(node.target, ()) if max(positions) < count]
     together = [*(found.positions for found in sums), *affine]
@@ -150,7 +150,7 @@ def _averages(node: Node, sums: list[Deferral], count: int) -> list[Deferral]:
 
 
 def _parts(positions: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Any of some operands; of many, of which there would be more parts than can be counted, each by itself and all of them."""
+    """All nonempty subsets of the positions; of more than FEW, only single positions and the whole set."""
     sizes = range(1, len(positions) + 1) if len(positions) <= FEW else sorted({1, len(positions)})
     return itertools.chain.from_iterable(itertools.combinations(positions, size) for size in sizes)
 
@@ -189,7 +189,7 @@ def _extremes(node: Node, rule: Rule, count: int) -> list[Deferral]:
 
 
 def _grows(node: Node, count: int) -> bool:
-    """Whether the numbers of a call of what RISES, or has a bias, are such that it does grow with its first operand."""
+    """Whether a call of an operator of RISES or BIASED increases in its first operand, by the numbers of its arguments."""
     if node.target in BIASED:
         return _weight(node, "beta") >= 0 or node.target is aten.addcmul.default
     if node.target is aten.threshold.default:
@@ -198,7 +198,7 @@ def _grows(node: Node, count: int) -> bool:
 
 
 def _weight(node: Node, name: str) -> float:
-    """A number that the call gives, or what its schema has in its place; NaN, which is no bound, for what is no real number."""
+    """A numeric argument of the call, or its default; NaN, for which all comparisons are false, if the argument is no real number."""
     for argument, given in itertools.zip_longest(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
         if argument.name == name:
             found = node.kwargs.get(name, argument.default_value) if given is None else given
@@ -207,6 +207,6 @@ def _weight(node: Node, name: str) -> float:
 
 
 def _complex(node: Node) -> bool:
-    """Whether complex numbers take part: they have no order."""
+    """Whether an operand or result is complex: complex numbers have no order."""
     dtypes = [*map(dtype_of, operands(node)), *(result.dtype for result in records(node))]
     return any(dtype is not None and dtype.is_complex for dtype in dtypes)

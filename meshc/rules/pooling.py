@@ -1,10 +1,10 @@
-"""Pooling: batch and channels pass, space goes by windows; positions that a maximum remembers are global.
+"""Sharding rules of pooling: batch and channels may be split, spatial dims by windows; indices of maxima are global.
 
     y[t] reads x[t * stride - padding + dilation * (0 .. kernel - 1)]       a tile of y goes with a window of x
 
-A rank extends its tile of x to its window (beyond the ends by minus infinity for a maximum, by zero for a mean) and pools that without
-padding along split dims. What a mean divides by follows from global positions where not all windows count alike. Backward needs no values
-of x: the gradient of the window is summed back into tiles.
+A rank extends its tile of x to its window (beyond the ends by minus infinity for a maximum, by zero for a mean) and pools without padding
+along split dims. The divisor of a mean is computed from global positions where windows count different numbers of elements. Backward needs
+no values of x: the gradient of the window is summed back into tiles.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ aten = torch.ops.aten
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by the names of its schema, defaults among them."""
+    """A call's arguments, with defaults, by the names of its schema."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((argument.name for argument in schema), node.args, strict=False))
     return {argument.name: given.get(argument.name, node.kwargs.get(argument.name, argument.default_value)) for argument in schema}
 
 
 def each(setting: int | Sequence[int] | None, count: int, default: list[int] | None = None) -> list[int]:
-    """One number a dim; torch also takes one for all, or none for the default."""
+    """A number for each dim; torch also accepts one for all, or none for the default."""
     row = [setting] if isinstance(setting, int) else list(setting or default or [])
     return row * count if len(row) == 1 else row
 
 
 class _Pool:
-    """A pooling's settings, a number a dim."""
+    """A pooling's settings, with a number for each spatial dim."""
 
     def __init__(self, node: Node, x: tuple[int, ...], y: tuple[int, ...]) -> None:
         found = arguments(node)
@@ -63,15 +63,15 @@ class _Pool:
         return " ".join([*self.lead, *(letter + "!" * whole for letter in space)])
 
     def local_padding(self, local: Local) -> list[int]:
-        """Along split dims nothing is padded any more."""
+        """Padding by dim; 0 for split dims, whose halo includes it."""
         return [0 if local.axes(letter) else padding for letter, padding in zip(self.y, self.padding, strict=True)]
 
     def place(self, index: int) -> int:
-        """The dim of the index-th letter."""
+        """The dim of the spatial letter `index`."""
         return index + len(self.lead)
 
     def varies(self, index: int) -> bool:
-        """Whether windows along a dim count differently many elements."""
+        """Whether windows along a dim count different numbers of elements."""
         kernel, stride, padding = self.kernel[index], self.stride[index], self.padding[index]
         beyond = (self.outputs[index] - 1) * stride - padding + kernel > self.inputs[index] + padding
         return beyond or (padding > 0 and not self.include)
@@ -110,7 +110,7 @@ def _lower_max_pool(local: Local) -> Made:
 
 
 def _max_pool_backward(node: Node, tensors: list[Node]) -> Rule:
-    """(grad, x, indices): of x only the shape matters. Where the gradient is padding it must be zero, and its index one that exists."""
+    """(grad, x, indices): of x only the shape matters. Padding of the gradient must be zero, and its index must exist."""
     pool = _backward(node)
     x, y = pool.dims(pool.x), pool.dims(pool.y)
     return einsum(f"{y}, {x}, {y} -> {x}", node, tensors, lower=_lower_max_pool_backward, windows=pool.windows(), clean=(0, 2))
@@ -127,7 +127,7 @@ def _lower_max_pool_backward(local: Local) -> Node:
 
 
 def _moved(local: Local, pool: _Pool, indices: Node, sizes: list[int], target: list[int], sign: int) -> Node:
-    """Flat positions in a space of `sizes` as flat positions in one of `target`, window (sign 1) to whole dim or back (-1)."""
+    """Converts flat positions in a space of `sizes` to flat positions in one of `target`: window to global (sign 1) or back (-1)."""
     found: Node | None = None
     for index in reversed(range(pool.count)):
         letter, unit = pool.y[index], prod(target[index + 1 :])
@@ -137,7 +137,7 @@ def _moved(local: Local, pool: _Pool, indices: Node, sizes: list[int], target: l
             start = local.window_start(letter)
             at = local.emit(aten.add.Tensor if sign > 0 else aten.sub.Tensor, at, start)
             at = local.emit(aten.sub.Tensor if sign > 0 else aten.add.Tensor, at, pool.padding[index])
-            at = local.emit(aten.clamp.default, at, 0, target[index] - 1)  # what padding remembers must exist
+            at = local.emit(aten.clamp.default, at, 0, target[index] - 1)  # indices of padding must exist
         if unit != 1:
             at = local.emit(aten.mul.Tensor, at, unit)
         found = at if found is None else local.emit(aten.add.Tensor, at, found)
@@ -165,7 +165,7 @@ def _lower_avg_pool(local: Local) -> Node:
 
 
 def _avg_pool_backward(node: Node, tensors: list[Node]) -> Rule:
-    """(grad, x): of x only the shape matters. The gradient's padding must be zero: its windows may reach what is real."""
+    """(grad, x): of x only the shape matters. The gradient's padding must be zero, since its windows may overlap real positions."""
     pool = _backward(node)
     x, y = pool.dims(pool.x), pool.dims(pool.y)
     return einsum(f"{y}, {x} -> {x}", node, tensors, lower=_lower_avg_pool_backward, windows=pool.windows(), clean=(0,))
@@ -183,7 +183,7 @@ def _lower_avg_pool_backward(local: Local) -> Node:
 
 
 def _counts(local: Local, pool: _Pool) -> Node | None:
-    """What each output of the tile is the mean of, as a tensor that broadcasts over it; None where the operator itself knows."""
+    """Number of elements in the mean of each output of the tile, as a tensor that broadcasts; None where the operator divides itself."""
     if pool.divisor is not None or not any(local.axes(letter) and pool.varies(index) for index, letter in enumerate(pool.y)):
         return None
     found: Node | None = None
@@ -203,7 +203,7 @@ def _counts(local: Local, pool: _Pool) -> Node | None:
 
 
 def _like_window(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, bool]:
-    """Something of the shape of the window of x, and whether that is another than x itself."""
+    """(a tensor with the shape of the rank's window of x, whether it differs from x)."""
     lengths = {
         pool.place(index): pool.windows()[letter][1].length(local.local_size(letter))
         for index, letter in enumerate(pool.y)
@@ -225,7 +225,7 @@ def _sum_back(local: Local, pool: _Pool, x: Node) -> Node:
 
 
 def _fractional(node: Node, tensors: list[Node]) -> Rule:
-    """Regions lie where random numbers of each image and channel say: the space is whole."""
+    """Regions are drawn by random numbers of each image and channel, so space is whole."""
     lead, read, made = _fractional_letters(node, shape_of(tensors[0]))
     samples = "b c" if lead == "b c" else "_ c"
     return einsum(f"{lead} {read}, {samples} s! -> {lead} {made} | {lead} {made}", node, tensors, clean=(1,))

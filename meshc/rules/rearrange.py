@@ -1,6 +1,6 @@
-"""Operators that put entries elsewhere: repeats, rolls, flips, turns, shuffles of channels and pixels, pairs of numbers as complex ones.
+"""Sharding rules of operators that move entries (repeat, roll, flip, rot90, shuffles, complex views): moved dims are whole.
 
-What moves must be whole.
+Dims whose entries move must be whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _repeat(node: Node, tensors: list[Node]) -> Rule:
-    """Dims repeated once pass; copies one after the other would be tiles of nothing that a split could name."""
+    """Dims repeated once may be split; repeated dims are whole, since consecutive copies are not tiles of the operand's dim."""
     source, repeats = shape_of(tensors[0]), integers(node.args[1])
     shift = len(repeats) - len(source)
     inside, out = list(dims_of("d", source)), []
@@ -38,7 +38,7 @@ def _roll(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _pairs(node: Node, tensors: list[Node]) -> Rule:
-    """Complex numbers as pairs along a last dim, and back."""
+    """Complex numbers as pairs along a last dim, or pairs as complex numbers."""
     letters = dims_of("d", min(shape_of(tensors[0]), result_shapes(node)[0], key=len))
     pair = (*letters, "pair")
     inside, out = (pair, letters) if node.target is aten.view_as_complex.default else (letters, pair)
@@ -64,7 +64,7 @@ def _rot90(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _shuffle(node: Node, tensors: list[Node]) -> Rule:
-    """Channels are mixed, so dim 1 is whole; the others pass."""
+    """Channels are permuted, so dim 1 is whole; the others may be split."""
     letters = dims_of("d", shape_of(tensors[0]))
     return Rule((letters,), (letters,), ({},), frozenset({letters[1]}) - {ONE}, kind="layout")
 

@@ -1,10 +1,10 @@
-"""Linear recurrences: each rank takes the steps of its stretch, from what the stretches before it come to.
+"""Sharding rules of linear recurrences: each rank runs its tile of the steps from the state that the tiles before it produce.
 
     a b of a rank's tile -> product of a, last h from zero        one gather of both, 1 position of t each
-    those of the ranks before, taken as steps -> the h that this rank begins with
+    products and last h of the ranks before, run as steps -> the h that this rank begins with
 
-Backward the same from the other end, with g in the place of h; and the last h of the ranks before. Or each hands its last h on, of a part
-of the rows at a time (`turns.py`): steps are taken once, and ranks wait for each other.
+Backward does so from the other end, with g in place of h, and also gathers the last h of the ranks before. Alternatively ranks take turns
+(`turns.py`): each hands its last h on, for a part of the rows at a time; steps are computed once, and ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _lower_backward(local: Local, letter: str, dim: int) -> Made:
 
 
 def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Target, operands: Sequence[Node], count: int) -> list[Node]:
-    """What a call for each turn gives, put together."""
+    """The results of a call for each turn, joined over the turns."""
     assert local.turns is not None
     along = int(local.turns.letter[1:])
     made = in_turns(
@@ -96,7 +96,7 @@ def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Tar
 
 
 def _before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -> Node:
-    """The last h of the ranks before: of the one before, where no tile has padding, which may be a whole tile of it between others."""
+    """The last h before this rank's tile: that of the previous rank if no tile has padding, since a whole tile may be padding."""
     real = local.neutralise(h, letter, 0.0)
     if real is h:
         return local.hand_on(_at_end(local, h, dim), axes, dim, False)
@@ -105,7 +105,7 @@ def _before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -
 
 
 def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
-    """The last h of a tile, padding aside, as steps come to it: 0 times what was before, and it. A tile of padding takes no step."""
+    """The tile's last h before padding, as a step (factor 0, that h). A tile of padding alone is the identity step."""
     real = local.neutralise(h, letter, 0.0)
     if real is not h:
         return _as_steps(local, h, real, letter, dim)
@@ -128,14 +128,14 @@ def _end(local: Local, a: Node, b: Node, dim: int, reverse: bool) -> tuple[Node,
 
 
 def _of_all(local: Local, axes: Sequence[str], dim: int, *each: Node) -> list[Node]:
-    """Of all ranks, one after another along the dim, in one message."""
+    """Gathers these values of all ranks in one message, in rank order along the dim."""
     rows = local.emit(aten.stack.default, list(each), 0)
     found = local.all_gather(rows, axes, dim + 1)
     return [local.emit(aten.select.int, found, 0, index) for index in range(len(each))]
 
 
 def _come_to(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, side: Target) -> Node:
-    """What the ranks on one side of this one come to: others take no step."""
+    """The state after the steps of the ranks on one side of this one; the others' steps are the identity."""
     shape = local.shape(ends)
     places = local.emit(aten.arange.default, shape[dim], dtype=torch.int64, device=torch.device("cpu"))
     there = local.emit(side, places, local.index(axes))
@@ -145,7 +145,7 @@ def _come_to(local: Local, axes: Sequence[str], dim: int, products: Node, ends: 
 
 
 def _turn(node: Node, tensors: list[Node]) -> Rule:
-    """Of a rank's own stretch, of whose rows it takes a part: nothing is split further."""
+    """A turn on a rank's own tile, for a part of the rows: nothing may be split further."""
     count = 4 if node.target is meshc.recurrence_backward_turn.default else 2
     dims = len(shape_of(tensors[0]))
     dim, along = (integer(node.args[count + offset]) for offset in (1, 2))

@@ -1,6 +1,6 @@
-"""Reductions that are partial until their parts are put together: the letters of the dims that go are summed (or maximised, ...).
+"""Sharding rules of reductions whose result stays partial over the axes of a reduced dim: sum, mean, max, any and others.
 
-A mean divides by the global size. Truths are numbers here: `any` is a maximum, `all` a minimum.
+A mean divides by the global size. Booleans are numbers here: `any` is a maximum, `all` a minimum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def reduce(node: Node, tensors: list[Node], dims: object, keep: bool, how: str | None, **changes: Any) -> Rule:
-    """The letters d0, d1, ... of an operand, of which those of `dims` go; `how` None: they must be whole."""
+    """The rule of a reduction of `dims` (None or []: all) of an operand d0, d1, ... by `how`; `how` None: these dims must be whole."""
     (x,) = tensors
     shape = shape_of(x)
     letters = tuple(f"d{i}" for i in range(len(shape)))
@@ -51,7 +51,7 @@ def _sum_all(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _mean(node: Node, tensors: list[Node]) -> Rule:
-    """Over the last dim it is part of a norm that is written out."""
+    """A mean over the last dim has the role `hidden`, as part of a norm that the model computes itself."""
     dims = argument(node, 1, "dim", None)
     roles = {f"d{len(shape_of(tensors[0])) - 1}": "hidden"} if dims in ([-1], (-1,)) else {}
     keep = bool(argument(node, 2, "keepdim", False))
@@ -103,14 +103,14 @@ def _truth(how: str) -> RuleFunction:
 
 
 def _count(node: Node, tensors: list[Node]) -> Rule:
-    """count_nonzero and nansum: sums of something else than x."""
+    """count_nonzero and nansum: sums of a function of x, so not linear in x."""
     dims = argument(node, 1, "dim", None)
     return reduce(node, tensors, dims, bool(argument(node, 2, "keepdim", False)), "sum")
 
 
 def _histc(node: Node, tensors: list[Node]) -> Rule:
-    """How many elements lie in each bin: counts add up if the borders are given, and padding lies beyond them. With none given (min = max)
-    the borders are those of the data, which must be whole.
+    """Elements in each bin: counts add up if the borders are given, and padding is infinite, beyond them. Without borders (min = max) they
+    depend on the data, which must be whole.
     """
     (x,) = tensors
     letters = tuple(f"d{i}" for i in range(len(shape_of(x))))
@@ -120,7 +120,7 @@ def _histc(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _sum_of_parts(node: Node, tensors: list[Node]) -> Rule:
-    """A microbatch's share of a sum over microbatches: it lies as it is made, and what is partial waits for all of them."""
+    """A microbatch's term of a sum over microbatches: it keeps its sharding, and its reduction is deferred past all microbatches."""
     return pointwise(node, tensors, kind="carry", linear=ALONE, defers=True, accumulates=True, lower=lambda local: local.operands[0])
 
 

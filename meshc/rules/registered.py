@@ -1,7 +1,7 @@
-"""Rules of users' own operators: the text that `meshc.register_rule` was given, for the call at hand.
+"""Sharding rules that users registered with `meshc.register_rule`, instantiated for one call.
 
-A text has a part for each tensor in the operator's schema, in its order. Of a call, parts of tensors that are None are left out, and the
-part of a list of tensors stands for each of them.
+A text has a part for each tensor in the operator's schema, in order. For a call, parts of tensors that are None are left out, and the part
+of a list of tensors is repeated for each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADVICE: Final = "  what to do: docs/add-a-rule.md says how a rule is written; me
 
 
 def registered(node: Node, tensors: list[Node]) -> Rule | None:
-    """The rule that a user has given to the node's operator, for its shapes. Raises CompileError where it does not fit them."""
+    """The rule that a user registered for the node's operator, or None. Raises CompileError if the rule does not fit the shapes."""
     found = RULES.get(node.target)  # type: ignore[call-overload]
     if found is None:
         return None
@@ -45,7 +45,7 @@ def registered(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _with_positions(rule: Rule) -> Rule:
-    """The rule with the positions that `linear`'s words stand for, which also say that reductions are deferred past the operator."""
+    """The rule with `linear` given as "each" or "all" replaced by positions, past which reductions are then deferred."""
     said: object = rule.linear
     if not isinstance(said, str):
         return rule
@@ -54,7 +54,7 @@ def _with_positions(rule: Rule) -> Rule:
 
 
 def _named(lower: Callable[[Local], Made], node: Node) -> Callable[[Local], Made]:
-    """A user's `lower`; what it raises names its operator and line."""
+    """A user's `lower`, whose exceptions become a CompileError that names the operator and the call."""
 
     def lowered(local: Local) -> Made:
         try:

@@ -1,6 +1,6 @@
-"""Resizing of images: nearest by whole factors and adaptive means over equal parts go by windows, the rest keeps its space whole.
+"""Sharding rules of image resizing: upsampling by whole factors and adaptive means over equal parts by windows, others whole.
 
-    upsample by f      a tile of x goes with the window of f times as many y       nothing moves where both divide
+    upsample by f      a tile of x goes with the window of f times as many y       no communication where both sizes divide
     adaptive mean      a tile of y goes with the window of size(x) / size(y) times as many x
 """
 
@@ -30,7 +30,7 @@ def _lead(shape: tuple[int, ...], count: int) -> list[str]:
 
 
 def _whole(node: Node, tensors: list[Node]) -> Rule:
-    """Batch and channels pass, space is whole. Indices lie in space; those in padding must not point outside it."""
+    """Batch and channels may be split, space is whole."""
 
     def dims(shape: tuple[int, ...], prefix: str) -> str:
         lead = _lead(shape, min(len(shape) - 1, 2 + ("3d" in str(node.target))))
@@ -42,7 +42,7 @@ def _whole(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _windowed(node: Node, tensors: list[Node], small: tuple[int, ...], large: tuple[int, ...], text: str, lower: Lower) -> Rule:
-    """`text` speaks of `small` and `large`, the dims of the sides: one position of the smaller stands for a whole number of the larger."""
+    """`text` names the dims of the two sides `small` and `large`: each position of `small` maps to the same number of `large`."""
     lead = _lead(small, 2 + ("3d" in str(node.target)) if "adaptive" in str(node.target) else len(small) - 2)
     sides = {"small": [*lead], "large": [*lead]}
     windows = {}
@@ -55,26 +55,26 @@ def _windowed(node: Node, tensors: list[Node], small: tuple[int, ...], large: tu
             letters.append(f"{name[0]}{i}" + "!" * (not fits))
     for name, letters in sides.items():
         text = text.replace(name, " ".join(letters))
-    # what is padding on one side may reach what is real on the other
+    # windows of padding on one side may overlap real positions on the other
     return einsum(text, node, tensors, lower=lower, windows=windows, clean=(0,))
 
 
 def _places(local: Local) -> list[tuple[int, str]]:
-    """(dim, letter) of what goes by windows."""
+    """(dim, letter) of each dim with windows."""
     rank = len(local.shape(local.operands[0]))
     space = rank - len([letter for letter in local.rule.operands[0] if letter in ("b", "c")])
     return [(rank - space + int(letter[1:]), letter) for letter in local.rule.windows]
 
 
 def _reached(local: Local, large: Node) -> Node:
-    """The tile of the larger side that a tile of the smaller stands for."""
+    """The window of the larger side that belongs to the rank's tile of the smaller side."""
     for dim, letter in _places(local):
         large = local.window(large, dim, letter)
     return large
 
 
 def _back(local: Local, large: Node) -> Node:
-    """What a tile of the smaller side has made of the larger: brought to where that lies, and added up."""
+    """Sums the ranks' windows of the larger side into its tiles."""
     for dim, letter in _places(local):
         large = local.sum_of_windows(large, dim, letter)
     return large
@@ -127,7 +127,7 @@ def _torch_upsample_backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _lower_torch_upsample_backward(local: Local) -> Node:
-    """(grad, output_size, input_size, ...): input_size speaks of batch and channels too."""
+    """(grad, output_size, input_size, ...): input_size includes batch and channels, so it is replaced by the local shape."""
     args = local.node.args
     return local.emit(local.node.target, local.operands[0], args[1], list(local.out_shape(0)), *args[3:], **local.node.kwargs)
 

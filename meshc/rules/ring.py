@@ -1,4 +1,4 @@
-"""Attention written out as a ring: keys and values pass round the ranks, a block at a time, and no rank ever holds them all.
+"""Ring attention: keys and values pass round the ranks block by block, and no rank ever holds all of them.
 
     out, lse = attention(q, k, v)       k1 = ring_shift(k, 1)   v1 = ring_shift(v, 1)       on their way ...
   becomes on 3 ranks                    out, lse = attention_block(q, k, v)                 ... meanwhile
@@ -6,14 +6,14 @@
                                         more = attention_block(q, k1, v1)                   out, lse = attention_merge(out, lse, *more)
                                         more = attention_block(q, k2, v2)                   out, lse = attention_merge(out, lse, *more)
 
-In backward keys and values pass round again, and behind them what has been added up of their gradients, which the last shift brings home:
+In backward keys and values pass round again, followed by the partial sums of their gradients, which the last shift returns to their rank:
 
     dq, dk, dv = backward(q, k, v)      dq1, gk, gv = backward(q, k1, v1)       gk = ring_shift(gk, 1)      beside the next block
-                                        dq2, dk2, dv2 = backward(q, k2, v2)     gk = ring_shift(gk + dk2, 1)    which brings it home
+                                        dq2, dk2, dv2 = backward(q, k2, v2)     gk = ring_shift(gk + dk2, 1)    back on its rank
                                         dk = dk + gk
 
-Under a window no block passes on farther than the window reaches. What is made larger by layout alone (keys that several heads share)
-travels before it is. Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (arXiv:2310.01889).
+Under a sliding window no block passes on farther than the window reaches. Keys and values that layout operators expand (for heads that
+share them) travel before the expansion. Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ LAYOUT = {
     aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
     aten.permute.default, aten.transpose.int,
 }  # fmt: skip
-"""What keys and values may be made larger by, on their way to attention, without anything being computed."""
+"""Layout operators that may expand keys and values before attention."""
 
 
 def steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, window: int, offset: int) -> int:
-    """How often a block of keys is passed on: to all, or as far as a window reaches. Of sizes that calls choose, tiles may be smaller."""
+    """How often a block of keys is passed on: to all ranks, or as far as a window reaches if sizes are static."""
     if not causal or not window or offset or queries != keys or any(isinstance(size, Size) for size in (queries, tile)):
         return ranks - 1
     return min(ranks - 1, -(-(window - 1) // tile))
 
 
 def place_of(node: Node, name: str) -> int:
-    """Where an argument of this name stands in a call of one of meshc's operators."""
+    """Position of the argument `name` in a call of one of meshc's operators."""
     return [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
 
 
 def mask_of(node: Node) -> tuple[bool, object, int, int]:
-    """(causal, scale, window, offset) of a call of an attention."""
+    """(causal, scale, window, offset) of a call of attention."""
     causal, scale, window, offset = (*node.args[place_of(node, "causal") :], 0, 0)[:4]
     return bool(causal), scale, integer(window), integer(offset)
 
 
 class Ring:
-    """One attention whose queries and keys are both split by one axis; `lower` of its rule hands it to this."""
+    """Lowering of one attention whose queries and keys are both split by one axis."""
 
     def __init__(self, local: Local) -> None:
         self.local = local
@@ -76,7 +76,7 @@ class Ring:
         self.shared = {index: heads if local.lies_together("h", heads) else 1 for index, heads in shared.items()}
 
     def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
-        """Keys and values of each block, the rank's own first; the next are on their way meanwhile."""
+        """Yields keys and values of each block, the rank's own first; the next block's transfer starts before each yield."""
         travelling = _Travelling(self, k), _Travelling(self, v)
         for step in range(self.steps + 1):
             here = [one.start(last=step == self.steps) for one in travelling]
@@ -87,20 +87,20 @@ class Ring:
         return self.local.ring_shift(x, self.axes, by)
 
     def where(self, step: int) -> tuple[object, ...]:
-        """The numbers of a block's call: how the mask goes, where queries and keys begin, how many of these are keys."""
+        """The numbers of a block's call: mask settings, starts of queries and keys, number of keys without padding."""
         return *self.how, self.local.start("q"), self.local.start("k", step), self.local.count("k", step)
 
     def bias(self, bias: Node | None, step: int) -> Node | None:
-        """What the bias, which is whole along its keys, says of a block's."""
+        """The part of the bias, which is whole along keys, that belongs to a block."""
         if bias is None or self.local.shape(bias)[3] == 1:
             return bias
         tiled, length = self.local.local_size("k") * self.ranks, self.local.global_size("k")
-        if -(-length // self.ranks) * self.ranks != tiled:  # a tile is so many positions of the major factor, each of several keys
+        if -(-length // self.ranks) * self.ranks != tiled:  # a tile is several positions of the major factor, each of several keys
             bias = self.local.emit(aten.constant_pad_nd.default, bias, [0, tiled - length], 0)
         return self.local.emit(spmd.shard, bias, 3, self.ranks, self.local.place(self.axes[0], step))
 
     def wide(self, x: Node) -> Node:
-        """In which dtype parts are added up."""
+        """x in the dtype in which parts are added up, at least float32."""
         return self._cast(x, torch.float32) if self.local.dtype(x).itemsize < 4 else x
 
     def narrow(self, x: Node, like: Node) -> Node:
@@ -110,7 +110,7 @@ class Ring:
         return self.local.emit(aten._to_copy.default, x, dtype=dtype)
 
     def fewer(self, gradient: Node, index: int) -> Node:
-        """A gradient of keys or values on its way: where the heads that share keys are only ever added up, their sum."""
+        """A gradient of keys or values for transfer: summed over heads that share keys, if their gradients are only ever summed."""
         heads = self.shared[index]
         if heads == 1:
             return gradient
@@ -119,7 +119,7 @@ class Ring:
         return self.local.emit(aten.sum.dim_IntList, grouped, [2])
 
     def at_home(self, total: Node, index: int) -> Node:
-        """That sum as gradients of all heads with the same sum: the first of those that share keys has it, the others have zero."""
+        """The sum of `fewer` as gradients of all heads: the first head of a group has the sum, the others have zero."""
         heads = self.shared[index]
         if heads == 1:
             return total
@@ -136,17 +136,17 @@ class Ring:
         return [self.narrow(out, q), lse]
 
     def attended(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
-        """(output, log-sum-exp) of a block of the keys."""
+        """Attention to one block of the keys: (output, log-sum-exp)."""
         return self.local.emit(meshc.attention_block.default, q, keys, values, bias, *self.where(step))
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
-        """Of the queries, and of a block of the keys and values. `known`: the output's, the output, log-sum-exp."""
+        """Gradients of the queries, and of a block's keys and values. `known`: gradient of the output, the output, log-sum-exp."""
         grad, out, lse = known
         made = self.local.emit(meshc.attention_block_backward.default, grad, q, keys, values, bias, out, lse, *self.where(step))
         return [self.local.item(made, index) for index in range(3)]
 
     def joined(self, parts: Iterable[Node]) -> tuple[Node, Node]:
-        """What attention to each block of the keys comes to together, each joined as soon as it is there: (output, log-sum-exp)."""
+        """Merges attention to each block of the keys, one after the other: (output, log-sum-exp)."""
         emit, item = self.local.emit, self.local.item
         found: tuple[Node, Node] | None = None
         for made in parts:
@@ -185,7 +185,7 @@ class Ring:
 
 
 def heads_added_up(backward: Node, index: int) -> int:
-    """How many heads share their keys, if all that reads this gradient of an attention adds up those of each such group; else 1."""
+    """Heads in a group that shares keys, if all readers of gradient `index` of an attention sum over each group; else 1."""
     read = [user for user in backward.users if is_getitem(user) and user.args[1] == index]
     views = [user for gradient in read for user in gradient.users]
     found = {_group_of(view) for view in views}
@@ -193,7 +193,7 @@ def heads_added_up(backward: Node, index: int) -> int:
 
 
 def _group_of(view: Node) -> int:
-    """[batch, heads, keys, head] viewed as [batch, groups, heads of a group, keys, head], of which only sums over a group are read."""
+    """Heads of a group in a view [batch, groups, heads of a group, keys, head], if only its sums over a group are read; else 1."""
     if view.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
         return 1
     (gradient,) = view.all_input_nodes
@@ -205,7 +205,7 @@ def _group_of(view: Node) -> int:
 
 
 class _Travelling:
-    """Keys or values on their way round, as small as they are before layout makes them larger."""
+    """Keys or values that pass round the ring, in their smallest form: before layout operators expand them."""
 
     def __init__(self, ring: Ring, x: Node) -> None:
         self.ring, self.own = ring, x
@@ -220,14 +220,14 @@ class _Travelling:
         self.first = self.small
 
     def start(self, last: bool) -> Node:
-        """The block that is here, which goes on to the next rank but for the last."""
+        """The rank's present block; unless `last`, its transfer to the next rank starts."""
         here = self.small
         if not last:
             self.small = self.ring.shift(here, 1)
         return here
 
     def made_of(self, small: Node) -> Node:
-        """A block as attention takes it."""
+        """A block expanded to the form that attention reads."""
         if small is self.first:
             return self.own
         for node in self.layout:

@@ -1,7 +1,7 @@
-"""Steps of recurrent layers: rows go their own ways; along a split sequence ranks take theirs in turn, and hand the state on (`turns.py`).
+"""Sharding rules of recurrent layers: rows may be split; along a split sequence ranks take turns and hand the state on (`turns.py`).
 
-What goes into the gates is made of all positions outside, by products that have rules of their own; within a step each h needs all of the
-one before, so h is whole.
+The inputs of the gates are computed for all positions before, by products with rules of their own. Each step's h needs all of the previous
+h, so h is whole.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _lower_backward(local: Local) -> Made:
 
 
 def _end(local: Local, axes: tuple[str, ...], states: list[Node], back: bool, index: int) -> Node | None:
-    """What the chain comes to, on its last rank; zeros elsewhere, which add up to it. None if nobody reads it."""
+    """The state at the end of the chain on its last rank, zeros elsewhere: a partial sum. None if nobody reads it."""
     if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
         return None
     found = together(local, axes, states, 2, back)
@@ -77,7 +77,7 @@ def _end(local: Local, axes: tuple[str, ...], states: list[Node], back: bool, in
 
 
 def _turn(node: Node, tensors: list[Node]) -> Rule:
-    """Of a rank's own stretch, of whose rows it takes a part."""
+    """A turn on a rank's own tile, for a part of the rows."""
     bias, before, handed = (node.args[index] is not None for index in (3, 4, 5))
     operands = ["t! b! g!", "g! h!", *["g!"] * bias, *["s! b! h!"] * before, *["o! s! p! h!"] * handed]
     return einsum(f"{', '.join(operands)} -> t! p! h! | t! p! k! | o! s! p! h!", node, tensors)

@@ -1,4 +1,4 @@
-"""What a rule says that its letters are to a model, as far as one call of the operator can tell.
+"""Checks of the roles that a rule gives to its letters, as far as one call of the operator can show them.
 
     contracts     two operands have it, and no result (in groups, where it is whole, the other has it in parts)
     makes         a result has it, from an operand that is contracted too
@@ -16,7 +16,7 @@ from meshc.rules.rule import ROLES, Rule
 
 
 def check_roles(rule: Rule, results: Sequence[Tensor | None]) -> None:
-    """Raises AssertionError where a letter cannot be what the rule says. Dims of size 1 have no letter, and tell nothing."""
+    """Raises AssertionError if a letter cannot have the role that the rule gives. Dims of size 1 have no letter and are not checked."""
     for letter, role in rule.roles.items():
         assert role in ROLES, f"{letter} has the role {role!r}; roles are {', '.join(ROLES)}"
         if any(letter in dims for dims in (*rule.operands, *rule.results)):
@@ -55,7 +55,7 @@ def _weighs(rule: Rule, letter: str, results: Sequence[Tensor | None]) -> str:
         if letter in dims and result is not None:
             total = result.sum(dims.index(letter))
             near = (total - 1).abs() < (1e-2 if result.dtype.itemsize < 4 else 1e-4)
-            if not (near | total.isnan() | (total == 0)).all():  # of nothing but -inf there are none
+            if not (near | total.isnan() | (total == 0)).all():  # a row of -inf alone has no weights
                 return "a result does not add up to one along it"
     return ""
 

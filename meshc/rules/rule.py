@@ -1,11 +1,11 @@
-"""What a rule is: letters for the dims of each operand and result of one operator, written like an einsum.
+"""Sharding rules: letters for the dims of each operand and result of one operator, written like an einsum.
 
     "m k, k n -> m n +k"         a contraction: k is gone from the result, so sharding it leaves the result partial (sum)
-    "... c! -> ... c!"           c must be whole (a softmax); `...` is whatever leads
-    "b i, o i -> b o +i | o"     several results, parted by |; a letter that is missing and not behind + is no part of that result's sum
+    "... c! -> ... c!"           c must be whole (a softmax); `...` stands for the leading dims
+    "b i, o i -> b o +i | o"     several results, separated by |; a result is partial only over letters with + before them
     "_"                          a dim of size 1, or one that broadcasts: no letter
 
-Letters are local to one operator. A letter may stand for a dim that is a product of factors; the rule does not care.
+Letters are local to one operator. A letter may stand for a dim that is a product of factors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Dims = tuple[str, ...]
 Made = Node | Sequence[Node | None]
-"""What an operator becomes: a node for each result, None for one that nobody reads."""
+"""Result of `lower`: a node for each result, None for one that nobody reads."""
 ONE = "_"
 Positions = tuple[tuple[int, ...], ...]
 ALONE: Final[Positions] = ((0,),)
-"""`linear` of what is so in its first operand, or its only one."""
+"""`linear` of an operator that is linear in its first operand."""
 
 ROLES: Final[Mapping[str, str]] = {
     "contracts": "a product sums over it, between what comes in and what it is multiplied by",
@@ -43,11 +43,11 @@ ROLES: Final[Mapping[str, str]] = {
     "experts": "routed experts, or groups of them: of these a row's choice names one",
     "hidden": "the features that a model's layers hand on: what is embedded, what is normalised",
 }
-"""What a letter may be to a model, by which `place/name_factors.py` finds what a plan calls `heads`, `ffn` or `vocab`."""
+"""Roles of letters in a model, by which `place/name_factors.py` finds the factors that a plan calls `heads`, `ffn` or `vocab`."""
 
 
 def together(count: int) -> Positions:
-    """`linear` of what is so in all of its operands at once."""
+    """`linear` of an operator that is linear in all of its operands together."""
     return (tuple(range(count)),)
 
 
@@ -57,7 +57,7 @@ class Relation:
     """Dims `inside` (of the operand) and `outside` (of the result) that hold the same elements in the same order.
 
     A letter starting with `#` is virtual: it stands for `#N` tiles of which the operator selects or fills one (or all, in a `cat`).
-    A soft relation holds only where other operators have already refined the dim that way.
+    A soft relation holds only where other operators already factor the dim that way.
     """
 
     inside: Dims
@@ -67,12 +67,12 @@ class Relation:
 
 @dataclass(frozen=True)
 class Passing:
-    """What `lower` can take a block of a letter at a time, from rank to rank.
+    """A letter whose blocks may pass round a ring of ranks: `lower` handles one block at a time.
 
-    operands  that then are split as the queries are
-    results   that come home, split alike and whole: their sums over the blocks travel with these
-    zigzag    whether their order may be another one, that gives all ranks as much to do
-    apart     whether they may stay where they are, if nothing but them is split, and what they give be joined
+    operands  positions of operands that pass round, split by the axis that splits the queries
+    results   positions of results that travel with them as sums over the blocks, and return complete to their rank
+    zigzag    whether blocks may be in zigzag order, which gives every rank equal work
+    apart     whether blocks may stay on their ranks, if nothing else is split, and the results be joined
     """
 
     letter: str
@@ -84,11 +84,11 @@ class Passing:
 
 @dataclass(frozen=True)
 class Stepping:
-    """A letter whose positions are steps, each from the state of the one before.
+    """A letter whose positions are steps of a recurrence.
 
-    letter  of them; where it is split, ranks may take their stretches in turn (`turns.py`)
-    parts   letters whose positions go their own ways, of which a turn may take a part
-    joins   whether stretches compose, so that ranks may also take theirs at once, and join what they come to
+    letter  the steps; where it is split, ranks may run their tiles in turns (`turns.py`)
+    parts   letters with independent positions, of which a turn may run a part
+    joins   whether tiles compose, so that all ranks may also run theirs at once and join the results
     """
 
     letter: str
@@ -98,7 +98,7 @@ class Stepping:
 
 @dataclass(frozen=True)
 class Turns:
-    """In how many parts ranks take the steps of an operator in turn, and along which letter these lie."""
+    """Turns of an operator's steps: the letter that is divided into parts, and the number of parts."""
 
     letter: str
     parts: int
@@ -108,26 +108,26 @@ class Turns:
 class Rule:
     """Letters of one operator instance.
 
-    kind     compute: chooses its letters by the plan; layout: moves nothing and has no opinion; carry: keeps a split that operands share
-    sums     per result, letters whose sharding leaves that result partial, with the reduction
+    kind     compute: shards its letters by the plan; layout: computes nothing, has no preference; carry: keeps a split that operands share
+    sums     for each result, letters whose sharding leaves that result partial, with the reduction
     whole    letters that may not be sharded
-    linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. Left out,
-             it is what `linear.py` says of the operator
-    defers   whether `propagate` defers reductions of sums past it, in the operands of the first set of `linear`
-    roles    what a letter is to a model (`ROLES`), for names
+    linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. If empty,
+             `linear.py` decides
+    defers   whether `propagate` defers reductions of sums past the operator, in the operands of the first set of `linear`
+    roles    letter -> role in a model (`ROLES`), for names of factors
     lower    builds the per-rank code; None: the same operator on local operands
-    first    an operand that counts once: of it `lower` keeps the first tile of letters that are summed, zeros elsewhere, and nothing else
-    neutral  what padding along a summed letter must hold, and what stands beyond the ends of a window (0, or an infinity for max and min)
+    first    an operand that counts once: all that `lower` does is to keep it on the first tile of summed letters, with zeros elsewhere
+    neutral  value of padding along a summed letter, and beyond the ends of a window (0, or an infinity for max and min)
     clean    operands whose padding must always be zero (indices)
     shrinks  a layout operator whose result is smaller: a reshard is cheaper after it
-    self_masked  `lower` masks by itself
+    self_masked  `lower` masks padding itself
     major    letters whose first factor only may be sharded (their positions must be a range)
     settles  a layout operator past which no reduction may be deferred
-    accumulates  its result is partial over the microbatches
-    zigzag   letters whose tiles lie in zigzag order, as its kernel takes them
+    accumulates  the result is partial over the microbatches
+    zigzag   letters whose tiles are in zigzag order for its kernel
     windows  letter -> (letter, Window): a tile of the first goes with a window of the second, so an axis splits both or neither
-    rings    letter -> what can pass round where one axis splits that letter
-    steps    the letter that it steps along, if it does
+    rings    letter -> the letter whose blocks can pass round a ring where one axis splits the first letter
+    steps    the letter of a recurrence's steps, or None
     """
 
     operands: tuple[Dims, ...]
@@ -156,17 +156,17 @@ class Rule:
 
     @property
     def passing(self) -> tuple[int, ...]:
-        """The operands that may pass round."""
+        """Positions of the operands that may pass round a ring."""
         return tuple(position for passing in self.rings.values() for position in passing.operands)
 
     @property
     def coming_home(self) -> tuple[int, ...]:
-        """The results that travel with them."""
+        """Positions of the results that travel with them and return to their rank."""
         return tuple(position for passing in self.rings.values() for position in passing.results)
 
     @property
     def adds(self) -> bool:
-        """Whether one reduction of the result may stand for one of each operand."""
+        """Whether one reduction of the result may replace a reduction of each operand."""
         return self.defers and any(len(positions) > 1 for positions in self.linear)
 
 
@@ -186,7 +186,7 @@ def dtype_of(node: Node) -> torch.dtype:
 
 
 def integer(argument: object) -> int:
-    """An argument of a graph's call as the number that its operator's schema says it is."""
+    """An argument of a call that the operator's schema types as int."""
     assert isinstance(argument, int)
     return argument
 
@@ -202,18 +202,18 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
 
 
 def _longest(texts: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]], least: int) -> int:
-    """How many dims `...` stands for where it stands for most."""
+    """The largest number of dims that `...` stands for, at least `least`."""
     return max([least, *(len(shape) - len(tokens) + 1 for tokens, shape in zip(texts, shapes, strict=True) if "..." in tokens)])
 
 
 def _without_sums(tokens: Sequence[str], lead: int) -> tuple[list[str], dict[str, str]]:
-    """A result's letters, and those that are summed over beside them."""
+    """(letters of a result, reductions over its summed letters)."""
     summed = [_lead(lead) if token == "+..." else [token[1:]] for token in tokens if token.startswith("+")]
     return [token for token in tokens if not token.startswith("+")], {letter: "sum" for letters in summed for letter in letters}
 
 
 def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
-    """A Rule from its text, for the shapes at hand. The caller leaves out operands that are None."""
+    """A Rule from its text, for the shapes of `tensors`, without operands that are None. Raises ValueError if the text does not fit."""
     left, right = text.split("->")
     whole: set[str] = set()
     operand_texts = [part.split() for part in left.split(",")] if left.strip() else []
@@ -261,12 +261,12 @@ def einsum(text: str, node: Node, tensors: Sequence[Node], **changes: Any) -> Ru
 
 
 def by_text(text: str, clean: Sequence[int] = (), roles: Mapping[str, str] | None = None) -> RuleFunction:
-    """The rule of an operator whose text is the same for all its calls."""
+    """A rule function with the same text for all calls."""
     return lambda node, tensors: einsum(text, node, tensors, clean=tuple(clean), roles=roles or {})
 
 
 def undivided(node: Node, tensors: Sequence[Node]) -> Rule:
-    """Nothing to split: for calls on scalars of operators whose rule speaks of a dim."""
+    """A rule with all dims whole: for calls on scalars of operators whose rule needs a dim."""
     operands = tuple(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))) for k, t in enumerate(tensors))
     results = tuple(tuple(f"y{k}.{d}" for d in range(len(shape))) for k, shape in enumerate(result_shapes(node)))
     whole = frozenset(letter for dims in (*operands, *results) for letter in dims)
@@ -278,7 +278,7 @@ def _lead(count: int) -> list[str]:
 
 
 def pointwise(node: Node, tensors: Sequence[Node], **changes: Any) -> Rule:
-    """Every operand broadcasts to the result."""
+    """The rule of a pointwise operator, whose operands broadcast to the result."""
     (shape,) = result_shapes(node)[:1]
     letters = [f"*{index}" for index in range(len(shape))]
 

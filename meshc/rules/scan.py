@@ -1,4 +1,4 @@
-"""Scans: each rank scans its tile, and adds what the tiles before it come to.
+"""Sharding rules of scans (cumsum, cummax, ...): each rank scans its tile and combines it with the totals of the tiles before.
 
 Tiles of a scanned dim must follow each other, so only its first factor may be split.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
 Fold = Callable[["Local", Node], Node]
-"""All of dim 0 in one."""
+"""(local, totals) -> reduction of `totals` over dim 0."""
 
 
 def _scan(neutral: float, fold: Fold, join: Target, back: bool = False) -> RuleFunction:
-    """`fold` reduces the totals of the tiles before this one (`neutral` in the place of the others), `join` puts it to each entry.
-    `back`: from the end, so of the tiles behind it.
+    """`fold` reduces the totals of the tiles before this one (`neutral` in place of the others); `join` combines that with each entry.
+    `back`: a scan from the end, so of the tiles behind.
     """
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
@@ -45,7 +45,7 @@ def _scan(neutral: float, fold: Fold, join: Target, back: bool = False) -> RuleF
             return local.call(x)
         mine = local.call(local.neutralise(x, letter, neutral))
         totals = _totals(local, mine, axes, dim, back)
-        # a number stays a number: in the place of a tensor it would change the totals' dtype
+        # an int for integer totals: a float would change their dtype
         value = neutral if local.dtype(totals).is_floating_point or local.dtype(totals).is_complex else int(neutral)
         return local.emit(join, mine, fold(local, local.emit(aten.where.ScalarOther, _before(local, totals, axes, back), totals, value)))
 
@@ -53,14 +53,14 @@ def _scan(neutral: float, fold: Fold, join: Target, back: bool = False) -> RuleF
 
 
 def _totals(local: Local, scanned: Node, axes: Sequence[str], dim: int, back: bool = False) -> Node:
-    """What each tile comes to, one after another along a dim in front."""
+    """The total of each tile, gathered along a new first dim."""
     at = 0 if back else local.shape(scanned)[dim] - 1
     last = local.emit(aten.slice.Tensor, scanned, dim, at, at + 1)
     return local.all_gather(local.emit(aten.unsqueeze.default, last, 0), axes, 0)
 
 
 def _before(local: Local, totals: Node, axes: Sequence[str], back: bool = False) -> Node:
-    """Which of them stand before this one's, or behind it."""
+    """Mask of the totals of tiles before this one, or with `back` behind it."""
     count = local.shape(totals)[0]
     places = local.emit(aten.arange.default, count, dtype=torch.int64, device=torch.device("cpu"))
     before = local.emit((aten.gt if back else aten.lt).Scalar, places, local.index(axes))
@@ -80,7 +80,7 @@ def _logsumexp(local: Local, totals: Node) -> Node:
 
 
 def _extreme(node: Node, tensors: list[Node]) -> Rule:
-    """The largest or smallest so far, and where it stands: of equal ones the last, so an earlier tile's only if it is better."""
+    """cummax and cummin: (value, index). Of equal values the last counts, so an earlier tile's is used only if it is better."""
     shape = shape_of(tensors[0])
     letters = tuple(f"d{i}" for i in range(len(shape)))
     if not shape:
@@ -115,7 +115,7 @@ def _lower_extreme(local: Local, letter: str) -> Made:
 
 
 def _worst(dtype: torch.dtype, largest: bool) -> float:
-    """What any number is at least as good as."""
+    """The neutral value: the smallest for a maximum, the largest for a minimum."""
     if dtype.is_floating_point:
         return -inf if largest else inf
     if dtype == torch.bool:

@@ -1,6 +1,7 @@
-"""Writing by an index. A rank writes what falls into its tile, the rest into a row behind it that is then cut off.
+"""Sharding rules of writes by an index (scatter, index_add, index_put): each rank writes the entries that fall into its tile.
 
-What is written must be whole, since of two entries for one place the last wins; unless they add up, where what was there counts once.
+The written values must be whole, since the last of two entries for one position wins. If entries add up, they may be split, and x is kept
+on one rank so that it counts once. Entries outside a tile go to an extra row, which is then cut off.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ADDS = {aten.scatter_add.default, aten.index_add.default}
 
 
 def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
-    """scatter, scatter_add, scatter_reduce: an index for every entry. Dims in which x, index and source differ must be whole."""
+    """scatter, scatter_add, scatter_reduce: an index for each entry. Dims in which x, index and source differ must be whole."""
     x, index, *sources = tensors
     if not shape_of(x) or not shape_of(index):
         return undivided(node, tensors)
@@ -44,7 +45,7 @@ def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _written(node: Node, x: Node, letter: str, fits: bool) -> str:
-    """A letter of what is written: summed where entries add up, else whole."""
+    """The letter of the written entries: summed where entries add up, else whole."""
     return f"+{letter}" if node.target in ADDS and fits and dtype_of(x) != torch.bool else f"{letter}!"
 
 
@@ -56,7 +57,7 @@ def _writing(node: Node, tensors: list[Node], x: str, index: str, written: list[
 
 
 def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
-    """index_add, index_copy, index_fill, index_reduce: an index for every row."""
+    """index_add, index_copy, index_fill, index_reduce: an index for each row."""
     shape = shape_of(tensors[0])
     if not shape or shape_of(tensors[1]) == ():
         return undivided(node, tensors)
@@ -81,7 +82,7 @@ def _lower_writing(local: Local) -> Node:
 
 
 def _or_behind(local: Local, index: Node, letter: str) -> Node:
-    """Global indices (from the end where negative) as places in the tile; those outside it point to the row behind it."""
+    """Converts global indices (from the end where negative) to local ones; those outside the tile point to the row behind it."""
     negative = local.emit(aten.lt.Scalar, index, 0)
     index = local.emit(aten.where.self, negative, local.emit(aten.add.Tensor, index, local.global_size(letter)), index)
     shifted = local.emit(aten.sub.Tensor, index, local.start(letter))
@@ -94,7 +95,7 @@ def _one_longer(local: Local, x: Node, dim: int) -> Node:
 
 
 def _masked_put(node: Node, tensors: list[Node]) -> Rule | None:
-    """x[mask] = values, for one mask over neighbouring dims: they are whole where there is a value for each of its truths."""
+    """x[mask] = values, for one mask over neighbouring dims, which are whole if there is a value for each True."""
     indices = index_tensors(node)
     masks = [place for place, index in enumerate(indices) if index is not None]
     if len(masks) != 1 or dtype_of(tensors[1]) != torch.bool:
@@ -109,7 +110,7 @@ def _masked_put(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
-    """Rows written one over the other must all be there; rows that add up may be split, and x then counts once."""
+    """Rows that overwrite each other must be whole; rows that add up may be split, and x then counts once."""
     found = indexed(node, tensors)
     if found is None:
         return _masked_put(node, tensors)
@@ -117,7 +118,7 @@ def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
     values = out[len(out) - len(shape_of(tensors[-1])) :]
     text = f"{', '.join(' '.join(row) for row in (x, *letters, values))} -> {' '.join(x)}"
     for letter in sorted({letter for row in letters for letter in row}):
-        # values that broadcast along a letter have no padding there that could be made zero
+        # values that broadcast along a letter have no padding that could be set to zero
         written = letter in values and shape_of(tensors[-1])[values.index(letter)] != 1
         adds = len(node.args) > 3 and bool(node.args[3])
         text = f"{text} +{letter}" if adds and written else text.replace(letter, f"{letter}!")
@@ -133,7 +134,7 @@ def _lower_index_put(local: Local) -> Node:
 
 
 def _part(node: Node, tensors: list[Node]) -> Rule:
-    """select_scatter, slice_scatter: the dim in which the part lies must be whole."""
+    """select_scatter, slice_scatter: the dim of the part must be whole."""
     shape = shape_of(tensors[0])
     dim = integer(argument(node, 2, "dim", 0)) % len(shape)
     letters = tuple(ONE if size == 1 else f"d{i}" for i, size in enumerate(shape))

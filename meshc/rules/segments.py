@@ -1,4 +1,4 @@
-"""Operators over runs of rows: bags of embeddings, segments, matrices for groups of rows. The rows and the runs are whole, columns pass."""
+"""Sharding rules of segmented operators: embedding bags, segment reductions, grouped matrix products, searchsorted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _embedding_bag(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _lower_embedding_bag(local: Local) -> list[Node]:
-    """Except for a maximum, what stands for the rows of the maxima differs from kernel to kernel; nothing reads it. A kernel may
-    leave out the bag of each row, and backward then finds it again."""
+    """Except for mode `max`, the rows of the maxima differ from kernel to kernel, and nothing reads them. A kernel may leave out the bag
+    of each row, which backward then recomputes."""
     made = local.call(*local.operands)
     found = [local.item(made, index) for index in range(4)]
     if list(local.out_shape(1)) == [0] != list(local.shape(found[1])):
@@ -53,7 +53,7 @@ def _embedding_bag_backward(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _segment_reduce(node: Node, tensors: list[Node]) -> Rule | None:
-    """(data, lengths or offsets) -> a row for each segment; what lies before and behind the segmented dim passes."""
+    """(data, lengths or offsets) -> a row for each segment; dims after the segmented dim may be split."""
     axis = integer(node.kwargs.get("axis", 0))
     data, lengths = tensors[0], tensors[-1]
     rank = len(shape_of(data))
@@ -75,7 +75,7 @@ def _segment_reduce_backward(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _grouped_mm(node: Node, tensors: list[Node]) -> Rule | None:
-    """Rows in runs, a matrix for each: offs are where the runs end. With both in runs the product is one matrix a run."""
+    """Runs of rows, each multiplied by its own matrix; `offs` are the ends of runs. With both operands in runs, a matrix for each run."""
     a, b = (len(shape_of(tensor)) for tensor in tensors[:2])
     if len(tensors) != 2 + ((a, b) != (3, 3)):
         return None
@@ -84,7 +84,7 @@ def _grouped_mm(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _lower_grouped_mm(local: Local) -> Node:
-    """The kernels ask for rows that lie multiples of 16 bytes apart: tiles of k and n that do not are filled up with zeros."""
+    """The kernels require row strides that are multiples of 16 bytes: other tiles of k and n are padded with zeros."""
     a, b, *ends = local.operands
     if not any(local.axes(letter) for letter in "kn"):
         return local.call(a, b, *ends)
@@ -101,7 +101,7 @@ def _filled(local: Local, x: Node, amounts: list[int]) -> Node:
 
 
 def _searched(node: Node, tensors: list[Node]) -> Rule | None:
-    """searchsorted(sorted rows, values): every value is looked for by itself in a whole row."""
+    """searchsorted(sorted rows, values): values may be split, the rows are whole."""
     rows, values = (shape_of(tensor) for tensor in tensors[:2])
     if len(tensors) != 2 or dtype_of(node) not in (torch.int64, torch.int32):
         return None
@@ -112,7 +112,7 @@ def _searched(node: Node, tensors: list[Node]) -> Rule | None:
 
 
 def _bucketize(node: Node, tensors: list[Node]) -> Rule:
-    """bucketize(values, borders): how many borders lie below, so that tiles of the borders add up."""
+    """bucketize(values, borders): the number of borders below each value, so counts of tiles of the borders add up."""
     return einsum("..., s -> ... +s", node, tensors, lower=_lower_bucketize, self_masked=True, major=frozenset("s"))
 
 
@@ -121,7 +121,7 @@ def _lower_bucketize(local: Local) -> Node:
     made = local.call(values, local.neutralise(borders, "s", float("inf"), 1))
     if not local.axes("s"):
         return made
-    return local.emit(aten.clamp.default, made, None, local.count("s"))  # a value may lie above the borders of the padding too
+    return local.emit(aten.clamp.default, made, None, local.count("s"))  # a value may be above the padding's borders too
 
 
 RULES: dict[object, RuleFunction] = {

@@ -1,6 +1,6 @@
-"""Picking entries by their order: the largest and its place, sorted rows, quantiles.
+"""Sharding rules of argmax, sort, topk and quantiles: a split argmax reduces over ranks, the others need the dim whole.
 
-A split argmax takes each rank's largest, the largest of these over ranks, and of the places where it stands the first. Orders need the dim
+A split argmax computes each rank's largest entry, reduces these over ranks, and takes the first position of the result. Sorts need the dim
 whole.
 """
 
@@ -78,7 +78,7 @@ def _places(local: Local, letters: list[str]) -> Node:
 
 
 def _ordered(dim: int, default: int) -> RuleFunction:
-    """sort, topk: everything along one dim together, which may come out shorter."""
+    """sort, topk: the sorted dim is whole, and may be shorter in the result."""
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
         shape = shape_of(tensors[0])
@@ -96,7 +96,7 @@ def _ordered(dim: int, default: int) -> RuleFunction:
 
 
 def _quantile(dim: int, keep: int) -> RuleFunction:
-    """median, kthvalue, mode: one entry of each row, which must be whole."""
+    """median, kthvalue, mode: one entry of each row; the dim is whole."""
     return lambda node, tensors: reduce(
         node, tensors, argument(node, dim, "dim", -1), bool(argument(node, keep, "keepdim", False)), None
     )

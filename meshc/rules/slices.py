@@ -1,13 +1,13 @@
-"""Slices, their gradients, padding: along some dims y[t] = x[t * step + start], and zero, or a number, where x has no such element.
+"""Sharding rules of slices, their gradients and padding: `y[t] = x[t * step + start]` along some dims, a constant outside x.
 
-    x[:, 4:8] of [2, 12]                    one of three tiles of its dim, beside slices that take the others: a split of the dim
-    x[:, 1::2] of [2, 12]                   every other position, beside a slice that takes the rest: likewise, 6 * 2
-    y = convolution(x, w); y[..., :seq]     beside windows: a tile of the result goes with a window of the operand, by a halo
-    pad(x, (0, 0, 1, -1))                   as many positions more at one end as fewer at the other: likewise
-    x[:, 1:]                                elsewhere: the dim is whole
+    x[:, 4:8] of [2, 12]                    one of three tiles of its dim, if other slices take the other tiles: a split of the dim
+    x[:, 1::2] of [2, 12]                   every other position, if another slice takes the rest: likewise, 6 * 2
+    y = convolution(x, w); y[..., :seq]     next to windows: a tile of the result goes with a window of the operand, by a halo
+    pad(x, (0, 0, 1, -1))                   as many positions added at one end as removed at the other: likewise
+    x[:, 1:]                                otherwise: the dim is whole
 
-They are layout operators: made in the sharding asked for. A causal convolution as torch has it (padded on both sides, then cropped) so
-does not gather what it has split.
+These are layout operators, computed in the sharding that their readers require. So a causal convolution as torch writes it (padded on both
+sides, then cropped) needs no gather of its split dim.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Crop:
-    """What one call says of its dims.
+    """Settings of one slice, slice gradient or padding.
 
-    dims     those that it changes
-    windows  dim -> (start, step) of those that go by windows
-    value    what stands where x has no element
-    tiles    whether it may take, or fill, one of several equal tiles of a dim
-    every    (start, step) where it takes, or fills, every so many positions of its one dim
+    dims     the dims that change
+    windows  dim -> (start, step) of the dims that can be split by windows
+    value    the value where x has no element
+    tiles    whether the call may take, or fill, one of several equal tiles of a dim
+    every    (start, step) if the call takes, or fills, every `step`-th position of its one dim
     """
 
     dims: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ def slice_bounds(node: Node) -> tuple[int, int, int, int]:
 
 
 def pad_windows(amounts: Sequence[int], rank: int) -> dict[int, tuple[int, int]]:
-    """What a constant_pad_nd's amounts (last dim first, before and after) say of each dim that it changes."""
+    """Dim -> (start, step) of each dim that constant_pad_nd changes; `amounts` are (before, after) pairs, last dim first."""
     pairs = [(amounts[i], amounts[i + 1]) for i in range(0, len(amounts), 2)]
     return {rank - 1 - i: (-before, 1) for i, (before, after) in enumerate(pairs) if before or after}
 
@@ -111,8 +111,8 @@ def _cropped(node: Node, tensors: list[Node]) -> Rule:
 
 
 def _tile(node: Node, found: Crop, inside: Sequence[str], out: Sequence[str]) -> Relation | None:
-    """What is cut out, or filled, as one of equal tiles of a dim, or as every so many of its positions: a split only where all of them
-    are cut out, else softly."""
+    """The relation of a crop that takes, or fills, one of equal tiles of a dim, or every n-th position; None for other crops. The relation
+    is soft unless sibling slices take all tiles."""
     (dim,) = found.dims
     source, target = shape_of(operands(node)[0])[dim], result_shapes(node)[0][dim]
     (small, part), (large, whole) = sorted([(source, inside[dim]), (target, out[dim])])
@@ -132,7 +132,7 @@ def _tile(node: Node, found: Crop, inside: Sequence[str], out: Sequence[str]) ->
 
 
 def _tiled_by_siblings(node: Node) -> bool:
-    """All such parts of the dim are taken by slices of the same value: only then is it a split."""
+    """Whether slices of the same value take all such tiles of the dim: only then are they a split."""
     dim, _, length, step = slice_bounds(node)
     (x,) = node.all_input_nodes
     cuts = {slice_bounds(user) for user in x.users if user.target is aten.slice.Tensor}
@@ -143,16 +143,16 @@ def _tiled_by_siblings(node: Node) -> bool:
 # ------------------------------------------------------------------------------------------------------------------- beside windows
 
 WINDOWED = {*convolution.RULES, *pooling.WINDOWED}
-"""Whose space goes by windows: dims from the third on."""
+"""Operators whose spatial dims, from the third on, are split by windows."""
 
 
 def beside_windows(node: Node, dims: Iterable[int]) -> bool:
-    """Whether these dims of a crop are space of an operator that goes by windows, only crops, transpositions and casts between."""
+    """Whether these dims of a crop are spatial dims of a windowed operator, with only crops, transpositions and casts in between."""
     return all(_before(operands(node)[0], dim) or _after(node, dim) for dim in dims)
 
 
 def _before(value: Node, dim: int) -> bool:
-    """Whether `dim` of a value is space of the operator that made it."""
+    """Whether `dim` of a value is a spatial dim of the windowed operator that computes it."""
     producer = value_of(value)[0]
     while producer.op == "call_function" and producer.target not in WINDOWED:
         inner = _turned(producer, dim, back=True)
@@ -163,7 +163,7 @@ def _before(value: Node, dim: int) -> bool:
 
 
 def _after(node: Node, dim: int) -> bool:
-    """Whether `dim` of a value is space of an operator that reads it."""
+    """Whether `dim` of a value is a spatial dim of a windowed operator that reads it."""
     work, seen = [(node, dim)], {node}
     while work:
         value, place = work.pop()
@@ -178,7 +178,7 @@ def _after(node: Node, dim: int) -> bool:
 
 
 def _turned(node: Node, dim: int, back: bool) -> int | None:
-    """Where a dim of the operand is in the result (or `back`), through an operator that only turns or crops; None through any other."""
+    """The result's dim for a dim of the operand (or `back`), for a transposition, crop or cast; None for other operators."""
     if node.target in RULES or node.target in layout.SAME:
         return dim
     if layout.RULES.get(node.target) is not layout.permute:
@@ -191,7 +191,7 @@ def _turned(node: Node, dim: int, back: bool) -> int | None:
 
 
 def _lower(windows: Mapping[int, tuple[int, int]], value: float) -> Callable[[Local], Node]:
-    """By a halo along dims that are split beside windows; otherwise the operator itself, on tiles."""
+    """A halo along dims that are split by windows; otherwise the operator itself, on tiles."""
 
     def lower(local: Local) -> Node:
         split = [dim for dim in windows if f"o{dim}" in local.rule.windows and local.axes(f"o{dim}")]
@@ -211,7 +211,7 @@ def _lower_split(local: Local, windows: Mapping[int, tuple[int, int]], split: li
 
 
 def _padded(local: Local, x: Node, rest: dict[int, int], value: float) -> Node:
-    """Whole dims of a padding (slices have no other dim than the one they cut)."""
+    """Pads the dims that are not split; `rest`: dim -> start."""
     amounts: list[int] = []
     for dim, size in reversed(list(enumerate(local.shape(x)))):
         before = -rest.get(dim, 0)

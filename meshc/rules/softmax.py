@@ -1,4 +1,4 @@
-"""Softmax and its logarithm. Split, a log-softmax needs two small reductions over its rows: the maximum and the sum of exponentials."""
+"""Sharding rules of softmax and log-softmax; a split log-softmax all-reduces the maximum and the sum of exponentials of each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding, pooling, unpooling, sampling of images: batch and channels pass, space is whole."""
+"""Sharding rules of image padding, pooling, unpooling and sampling with whole space: batch and channels may be split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _space(count: int) -> RuleFunction:
-    """All operands and results are [batch, channel, space ...] or [channel, space ...]; indices in padding must not point outside it."""
+    """Operands and results are [batch, channel, space ...] or [channel, space ...]; indices in padding must not point outside space."""
 
     def dims(shape: tuple[int, ...], prefix: str) -> str:
         lead = ["b", "c"][2 - (len(shape) - count) :]
@@ -55,7 +55,7 @@ def _columns(node: Node, tensors: list[Node]) -> Rule:
 def _grid(count: int) -> RuleFunction:
     """image [n, c, space], grid [n, places, count] -> [n, c, places]; every place is sampled from the whole image.
 
-    In padding the grid must be zero: kernels turn it into memory addresses, and not all of them look whether it is a number.
+    In padding the grid must be zero: kernels compute memory addresses from it, and not all of them check for NaN.
     """
     space = " ".join(f"x{i}!" for i in range(count))
     places = " ".join(f"p{i}" for i in range(count))
@@ -71,7 +71,7 @@ def _grid_backward(count: int) -> RuleFunction:
 
 
 def _affine_grid(node: Node, tensors: list[Node]) -> Rule:
-    """(theta [n, 2, 3], size [n, c, space], align_corners) -> [n, space, 2]; likewise of three dims. `size` speaks of the batch too."""
+    """(theta [n, 2, 3], size [n, c, space], align_corners) -> [n, space, 2]; likewise in 3-d. `size` includes the batch."""
     space = " ".join(f"x{i}!" for i in range(len(result_shapes(node)[0]) - 2))
     return einsum(f"n r! q! -> n {space} t!", node, tensors, lower=_lower_affine_grid)
 

@@ -1,11 +1,11 @@
-"""Attention whose keys stay on their ranks, for queries that are few: each rank looks at its own, and what they give is joined.
+"""Attention to keys that stay on their ranks, for few queries: each rank attends to its own keys, and the results are joined.
 
     out, lse = attention(q, k, v)           part, sums = attention_block(q, k, v)               to the rank's keys
                                             parts = all_gather(cat(part, sums))                 head + 1 numbers for each query and head
                                             out, lse = attention_join(parts)
 
-What is sent does not grow with the keys: a sum over ranks whose terms count by their sums of exponentials. Backward gives gradients of
-keys and values where these lie, and a sum over ranks for the queries.
+The message does not grow with the keys: outputs of ranks are weighted by their sums of exponentials. In backward, gradients of keys and
+values are computed on the ranks of these, and the gradient of the queries is summed over ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 
 
 class SplitKeys(Ring):
-    """One attention whose keys one axis splits, and nothing else of it."""
+    """Lowering of one attention of which only the keys are split."""
 
     def __init__(self, local: Local) -> None:
         super().__init__(local)

@@ -1,7 +1,6 @@
-"""Reductions that are not the sum of their parts: products, variances, norms, logarithms of sums of exponentials.
+"""Sharding rules of products, variances, norms and logsumexp: split, each is completed by one or two small collectives.
 
-Split, each finishes itself with one or two small collectives (a product gathers the ranks' products), so its result is not partial; but
-for norms that are sums or extremes.
+A product gathers the ranks' products; a variance sums twice. Results are not partial, except those of norms that are sums or extremes.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
-"""(local, x, dims that go, axes that split them) -> the reduction of all ranks' x, with the dims kept as 1."""
+"""(local, x, reduced dims, axes that split them) -> the reduction of all ranks' x, with these dims kept as 1."""
 
 
 def _vector_norm(dim: int, keep: int) -> RuleFunction:
-    """Of 0 and 1 the ranks' norms add up, of infinities their extreme counts; others finish themselves."""
+    """Norms of order 0 and 1 are partial sums, infinite orders a partial maximum or minimum; others are completed in `lower`."""
     finish = _finished(_norm, dim, keep)
 
     def rule(node: Node, tensors: list[Node]) -> Rule | None:
@@ -40,7 +39,7 @@ def _vector_norm(dim: int, keep: int) -> RuleFunction:
 
 
 def _finished(combine: Combine, dim: int, keep: int) -> RuleFunction:
-    """`dim` and `keep` are the places of these arguments; -1: all dims go, or the operator keeps none."""
+    """The rule of a reduction completed by `combine`. `dim`, `keep`: positions of these arguments; -1: all dims, or none kept."""
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
         dims = argument(node, dim, "dim", None) if dim >= 0 else None
@@ -116,7 +115,7 @@ def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
 
 
 def _result_dtype(local: Local) -> dict[str, object]:
-    """The dtype to compute in, where the call asks for another than x's."""
+    """The keyword `dtype` of the call, if it has one."""
     asked = local.node.kwargs.get("dtype")
     return {} if asked is None else {"dtype": asked}
 

@@ -1,4 +1,4 @@
-"""Steps taken in turn: ranks that hold stretches of a sequence hand the state on, each part of the rows as soon as it is there.
+"""Turns of ranks along a split sequence: each rank hands its state on, for one part of the rows at a time.
 
     rnn(x, ...) on 2 ranks, in 2 parts            turn 0               turn 1               turn 2
                                          rank 0   part 0 from before   part 1 from before
@@ -8,9 +8,9 @@
     halo = halo(state, ["cp"], 0, 2, [2, 1, -1, 1], 0.0)                          its last state goes to the next rank
     rnn_turn_1 = meshc.rnn_turn("lstm", x, .., state_1, .., 1, 2, coordinate, 2)
     ...
-    in_turn = meshc.in_turn([out, out_1, out_2], 1, coordinate, 2, False)         of what the turns gave, this rank's parts
+    in_turn = meshc.in_turn([out, out_1, out_2], 1, coordinate, 2, False)         this rank's parts of the turns' results
 
-Backward, and what runs from the last position to the first, goes the other way.
+Backward, and recurrences from the last position to the first, run in the other direction.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 aten, meshc = torch.ops.aten, torch.ops.meshc
 
 Taken = Callable[[Node | None, Sequence[object]], Node]
-"""A call for one turn: of what is handed, or None, and (slot, parts, place, ranks)."""
+"""Emits the call of one turn, from the state of the previous rank, or None, and (slot, parts, place, ranks)."""
 
 
 def in_turns(
     local: Local, axes: Sequence[str], parts: int, back: bool, call: Taken, count: int, alone: bool = False
 ) -> list[list[Node]]:  # fmt: skip
-    """What each of a call's `count` results is at each turn. The last is the state that is handed on, with a first dim of one position.
-    `alone`: a call gives nothing but that."""
+    """For each of a call's `count` results, its value at each turn. The last is the state that is handed on, with a first dim of size 1.
+    `alone`: the state is the call's only result."""
     ranks, place = local.ranks(axes), local.index(axes)
     results: list[list[Node]] = [[] for _ in range(count)]
     handed: Node | None = None
@@ -53,8 +53,8 @@ def in_turns(
 
 
 def together(local: Local, axes: Sequence[str], made: Sequence[Node], dim: int, back: bool) -> Node:
-    """Of what the turns gave, the parts that are this rank's, along `dim`. Where rows are in one part, others gave zeros, and what turns
-    give need not lie side by side."""
+    """This rank's parts among the turns' results, concatenated along `dim`. With rows in one part, the results of the other turns are zeros
+    and all are added."""
     ranks = local.ranks(axes)
     if len(made) > ranks:
         return local.emit(meshc.in_turn.default, list(made), dim, local.index(axes), ranks, back)
@@ -65,7 +65,7 @@ def together(local: Local, axes: Sequence[str], made: Sequence[Node], dim: int, 
 
 
 def _in_turn(node: Node, tensors: list[Node]) -> Rule:
-    """It is a piece of what a rule makes of an operator: nothing of it is split further."""
+    """The rule of `in_turn`, which exists only in lowered code: nothing may be split further."""
     dims = [f"d{index}!" for index in range(len(tensors[0].meta["meshc"].shape))]
     dim = node.args[1]
     text = " ".join(dims)

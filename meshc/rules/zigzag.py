@@ -1,13 +1,13 @@
-"""Attention written out as a ring in zigzag order: under a causal mask every rank has as much to do at each step.
+"""Ring attention in zigzag order: under a causal mask every rank has equal work at each step.
 
     q, k, v = to_zigzag(q), ...                                     rank r has its first half, and the second one of rank n - 1 - r
     out, lse = attention_zigzag(q, k, v)                            blocks, shifts and merges as in `ring.py`
     ...
     out, lse = from_zigzag(out), ...
 
-So it is where tiles are padded: nothing outside of the attention knows of the order, what comes in and what goes out lies as it lay.
-Backward exchanges the output, its gradient and what it gives likewise; queries, keys, values and the sums it has as forward has left them.
-Elsewhere operands lie in that order already, and what is made of them does (`place/zigzag_values.py`).
+This form is used where tiles are padded: operands and results are in natural order, and only the attention uses zigzag order. Backward
+converts the output, its gradient and its own results likewise; forward has kept queries, keys, values and log-sum-exp in zigzag order.
+Elsewhere operands are in zigzag order already, and so are the results (`place/zigzag_values.py`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ aten, meshc = torch.ops.aten, torch.ops.meshc
 AROUND_HEADS = {
     aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.clone.default,
 }  # fmt: skip
-"""What may make keys and values larger by heads, and leave positions where they are: in the dim before the last."""
+"""Layout operators that may expand keys and values by heads, with positions kept in the second-to-last dim."""
 
 
 def can_balance(queries: int, keys: int, tile: int, causal: bool, window: int, offset: int) -> bool:
-    """Whether the order may be another one: a causal mask over all positions, in tiles that have halves."""
+    """Whether zigzag order is possible: a causal mask over all positions, in tiles of at least two."""
     if any(isinstance(size, Size) for size in (queries, keys, tile)):
         return False
     return causal and not window and not offset and queries == keys and tile > 1
 
 
 class Zigzag(Ring):
-    """One attention under a causal mask whose queries and keys are both split by one axis."""
+    """Lowering of one causal attention whose queries and keys are both split by one axis."""
 
     def __init__(self, local: Local) -> None:
         super().__init__(local)
         self.scale = self.how[1]
 
     def exchanged(self, x: Node, dim: int = 2) -> Node:
-        """Of natural order in zigzag order. Backward finds what forward has exchanged: it is kept in that order alone."""
+        """Converts x from natural to zigzag order. Backward reuses the values that forward converted."""
         if self.local.lies_balanced:
             return x
         known, key = self.local.arranged, (x, (dim, *self.axes))
@@ -58,7 +58,7 @@ class Zigzag(Ring):
         return known[key]
 
     def home(self, x: Node) -> Node:
-        """The other way round."""
+        """Converts x from zigzag to natural order."""
         return x if self.local.lies_balanced else self.local.reordered(x, self.axes, 2, home=True)
 
     def place(self, step: int) -> tuple[object, ...]:
@@ -74,7 +74,7 @@ class Zigzag(Ring):
             yield here
 
     def _before_heads(self, x: Node) -> tuple[Node, Callable[[Node], Node]]:
-        """Keys or values before they are made larger for the heads that share them, and what makes them so."""
+        """Keys or values before they are expanded for heads that share them, and a function that expands them."""
         small, chain, found = x, list[Node](), list[Node]()
         ends = self.local.shape(x)[-2:]
         least = prod(self.local.shape(x))
