@@ -1,8 +1,8 @@
-"""What large models hold and take within budgets of memory, predicted: the tables of docs/memory.md. No device is needed.
+"""What large models hold and take within budgets of memory, predicted: the tables of docs/memory-budgets.md. No device is needed.
 
     python bench/budgets.py                        # all rows, those that are in bench/results/budgets.json left out
     python bench/budgets.py --only llama-8b --anew # rows of one model, once more
-    python bench/budgets.py --write                # and docs/memory.md carries what is there
+    python bench/budgets.py --write                # and docs/memory-budgets.md carries what is there
 
 The first table is one step under smaller and smaller budgets; the last of them is refused with the least that would do. The second has the
 shapes of large models on nodes of eight H100s within 80 GB, by a recipe; where that is refused, as the refusal says first. Each row is a
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=MESHES, default=list(MESHES))
     parser.add_argument("--anew", action="store_true", help="also rows that are there")
-    parser.add_argument("--write", action="store_true", help="docs/memory.md carries all rows that are there")
+    parser.add_argument("--write", action="store_true", help="docs/memory-budgets.md carries all rows that are there")
     options = parser.parse_args()
     rows = kept()
     for asked in (*BUDGETS, *SHAPES):
@@ -174,7 +174,7 @@ def main() -> None:
         KEPT.write_text(json.dumps({key: asdict(row) for key, row in rows.items()}, indent=1) + "\n")
     print(shown(rows))
     if options.write:
-        carry("memory.md", "bench/budgets.py", shown(rows))
+        carry("memory-budgets.md", "bench/budgets.py", shown(rows))
 
 
 if __name__ == "__main__":

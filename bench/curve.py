@@ -3,7 +3,7 @@
     python bench/curve.py                  what is not in bench/results/curve.json yet, case by case; two CPU ranks
     python bench/curve.py --eager          without torch.compile and Inductor
     python bench/curve.py --anew           also what is there
-    python bench/curve.py --write          and docs/memory.md carries the curves and what they say
+    python bench/curve.py --write          and docs/memory-budgets.md carries the curves and what they say
 
 A case is a model, a plan and a mode; all its contenders live in the same two processes, and their steps are interleaved (`measure.py`).
 Budgets lie evenly between what is predicted with nothing recomputed and with whole layers. Peers are DDP and FSDP2 as they are, with
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=25, help="interleaved timed steps of each contender")
     parser.add_argument("--eager", action="store_true", help="leave out what compilers take")
     parser.add_argument("--anew", action="store_true", help="also what is there")
-    parser.add_argument("--write", action="store_true", help="docs/memory.md carries all that is there")
+    parser.add_argument("--write", action="store_true", help="docs/memory-budgets.md carries all that is there")
     options = parser.parse_args()
     kept: dict[str, list[Row]] = json.loads(KEPT.read_text())["cases"] if KEPT.exists() else {}
     for mode in MODES[:1] if options.eager else MODES:
@@ -194,7 +194,7 @@ def main() -> None:
                 KEPT.write_text(json.dumps({"machine": machine(), "cases": kept}, indent=1) + "\n")
     print(shown(kept))
     if options.write:
-        carry("memory.md", "bench/curve.py", shown(kept))
+        carry("memory-budgets.md", "bench/curve.py", shown(kept))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python bench/peaks.py                 a table, 10 minutes; rows that are in bench/results/peaks.json are left out
     python bench/peaks.py --anew          those too
-    python bench/peaks.py --write         and docs/memory.md carries what is there
+    python bench/peaks.py --write         and docs/memory-budgets.md carries what is there
     python bench/peaks.py --eager         without Inductor
 
 The machine may do something else, but not so much that gloo's threads wait for a core: they let go of what they have sent a little after
@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", default=sorted({plan for _, plan, _ in PAIRS}))
     parser.add_argument("--eager", action="store_true", help="leave out Inductor")
     parser.add_argument("--anew", action="store_true", help="also rows that are there")
-    parser.add_argument("--write", action="store_true", help="docs/memory.md carries all rows that are there")
+    parser.add_argument("--write", action="store_true", help="docs/memory-budgets.md carries all rows that are there")
     options = parser.parse_args()
     kept: dict[str, list[Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     cases = {" ".join((*pair[:2], pair[2] or "default", mode)): (pair, mode) for pair in PAIRS for mode in MODES}
@@ -72,7 +72,7 @@ def main() -> int:
     digits = ("", "", "", "", ".1f", ".1f", ".3f", ".0f")
     print(tabulate(rows, headers=heads, floatfmt=digits))
     if options.write:
-        carry("memory.md", "bench/peaks.py", tabulate(rows, headers=heads, floatfmt=digits, tablefmt="github"))
+        carry("memory-budgets.md", "bench/peaks.py", tabulate(rows, headers=heads, floatfmt=digits, tablefmt="github"))
     return int(any(not LOW <= one[6] <= HIGH for one in rows))
 
 

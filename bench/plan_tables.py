@@ -1,11 +1,11 @@
-"""What the search finds for large models on many devices, beside the best recipe: the table of docs/planner.md. No device is needed.
+"""What the search finds for large models on many devices, beside the best recipe: the table of docs/planner-figures.md, without devices.
 
     python bench/plan_tables.py                                       # all rows, those that are in bench/results/plan-tables.json left out
     python bench/plan_tables.py --models llama-8b gpt2-xl --meshes 8 64
     python bench/plan_tables.py --anew --models llama-8b              # measured again
     python bench/plan_tables.py --limit 120                           # of a row that takes more CPU seconds it is kept that it does
     python bench/plan_tables.py --retry                               # rows that were not measured, for the limit or an error, once more
-    python bench/plan_tables.py --write                               # and docs/planner.md carries what is there
+    python bench/plan_tables.py --write                               # and docs/planner-figures.md carries what is there
 
 Rows are measured one after another, and each is kept as soon as it is there: a run that was stopped goes on where it was, under the same
 command. A row that fails, or takes too long, is a row that says so, and the next one is measured. Runs of different models may go on side
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="also rows that are there")
     parser.add_argument("--retry", action="store_true", help="also rows that say why they were not measured")
     parser.add_argument("--limit", type=float, default=inf, metavar="SECONDS", help="CPU seconds that a row may take; default: any")
-    parser.add_argument("--write", action="store_true", help="docs/planner.md carries all rows that are there")
+    parser.add_argument("--write", action="store_true", help="docs/planner-figures.md carries all rows that are there")
     asked = parser.parse_args()
     rows = kept()
     for name in asked.models:
@@ -365,7 +365,7 @@ def main() -> None:
     shown = table([rows[key] for key in order if key in rows])
     print(shown)
     if asked.write:
-        carry("planner.md", "bench/plan_tables.py", shown)
+        carry("planner-figures.md", "bench/plan_tables.py", shown)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""docs/reference.md, made of the docstrings of what users import.
+"""docs/reference.md and docs/files.md, written from docstrings: what users import, and what each file of the compiler has.
 
-    python -m tests.reference           writes the page (`make reference`)
+    python -m tests.reference           writes both pages (`make reference`)
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from typing import Any, Final
 
 import meshc
 
-PAGE: Final = Path(meshc.__file__).resolve().parents[1] / "docs" / "reference.md"
+ROOT: Final = Path(meshc.__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs" / "reference.md"
+FILES: Final = ROOT / "docs" / "files.md"
 MODULES: Final = ("meshc.reference", "meshc.recipes", "meshc.testing", "meshc.runtime.saved_state")
 """What is imported from elsewhere than `meshc` itself."""
 HEAD: Final = """# Reference
@@ -22,8 +25,36 @@ What users import, with what each says of itself. Made by `make reference` of th
 """
 
 
+FILES_HEAD: Final = """# Files
+
+What each file has, by folder: the first line of its docstring. Made by `make reference`; do not edit it here.
+[architecture.md](architecture.md) is the tour: how the folders go together, and what happens to one tensor between them.
+"""
+
+
+def files_page() -> str:
+    """docs/files.md: a table for each folder, with the folder's own first line above."""
+    parts = [FILES_HEAD]
+    folders: dict[Path, list[Path]] = {}
+    for top in ("meshc", "passes", "runtime"):
+        links = {ROOT / "meshc" / "passes", ROOT / "meshc" / "runtime"} if top == "meshc" else set()
+        for file in sorted((ROOT / top).rglob("*.py")):
+            if not links & set(file.parents):
+                folders.setdefault(file.parent, []).append(file)
+    for folder, files in sorted(folders.items(), key=lambda item: item[0].relative_to(ROOT).parts):
+        parts += [f"## {folder.relative_to(ROOT)}/\n", *([line, ""] if (line := _first_line(folder / "__init__.py")) else [])]
+        rows = [f"| `{file.name}` | {_first_line(file)} |" for file in files if file.name != "__init__.py"]
+        parts += ["| file | what it has |\n|---|---|", *rows, ""] if rows else []
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _first_line(file: Path) -> str:
+    text = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0]
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def page() -> str:
-    """The whole page."""
+    """docs/reference.md."""
     names = sorted(name for name in meshc.__all__ if not name.startswith("_"))
     kinds = {name: getattr(meshc, name) for name in names}
     errors = [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Exception)]
@@ -71,5 +102,6 @@ def _one_line(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE}")
+    for path, text in ((PAGE, page()), (FILES, files_page())):
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")

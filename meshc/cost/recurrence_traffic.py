@@ -1,4 +1,4 @@
-"""What recurrences send along a split sequence, read off a program's own graphs, and by the formulas of `docs/long-context.md`.
+"""What recurrences send along a split sequence, read off a program's own graphs, and by the formulas of `docs/recurrences.md`.
 
                     at once, and joined: gathered           in turns of c parts: sent
     rnn                                                     (c + n - 2) / c S           backward as much

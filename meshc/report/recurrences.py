@@ -6,7 +6,7 @@ and by formula.
       --------  -------  ----------  -------  -------  ------------------  ---------  ------------  ----------  ------------
       layer     1        rnn         cp       2        in 2 turns, 1 part  512 B      512 B         512 B       512 B
 
-A turn is one part of the rows on each rank that has one. `docs/long-context.md` has the formulas.
+A turn is one part of the rows on each rank that has one. `docs/recurrences.md` has the formulas.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ model.eval().requires_grad_(False)
 program, ids, rows = meshc.compile(model, mesh), ids[:2, :11], torch.tensor([1, 0])
 """, after="assert cache.get_seq_length() == 13 and cache.layers[0].keys.shape[0] == 4"),
     Scene("long-context.md", (0, 2), before=LLAMA),
-    Scene("long-context.md", (3,), before=STEP, after="""
+    Scene("recurrences.md", (0,), before=STEP, after="""
 class Reads(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -297,7 +297,7 @@ mesh = meshc.Mesh("dp=2,tp=2")
 meshc.Plan("dp: batch").save("llama.plan")
 """),
     Scene("plans.md", (1, 2), before="import torch\nimport torch.nn.functional as F\nfrom torch import nn\nimport meshc\n"),
-    Scene("plans.md", (3,), before=STEP + 'mesh = meshc.Mesh("dp=2,tp=2")\n'),
+    Scene("found-plans.md", (0,), before=STEP + 'mesh = meshc.Mesh("dp=2,tp=2")\n'),
     Scene("randomness.md", (0,), after="assert 0 <= uniform32(0, 0, 0, 4)[0] < 1", often=True),
     Scene("randomness.md", (1,), before="""
 from types import SimpleNamespace

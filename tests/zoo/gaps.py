@@ -1,4 +1,4 @@
-"""How far from the best a searched plan can be: the zoo's transformers, two layers each; docs/planner.md has the table.
+"""How far from the best a searched plan can be: the zoo's transformers, two layers each; docs/planner-figures.md has the table.
 
     python -m tests.zoo.gaps [--only llama,gpt2] [--mesh dp=8,tp=8] [--limit-seconds T] [--fresh]
 
@@ -123,7 +123,7 @@ def main() -> int:
         print(place, name, mesh, _cell(row), flush=True)
     missing = sum(key(name, mesh) not in results.rows for name in NAMES for mesh in MESHES)
     if not left_alone(parser, arguments, missing):
-        put("gaps", table(results.rows), PAGE.with_name("planner.md"))
+        put("gaps", table(results.rows), PAGE.with_name("planner-figures.md"))
     return 0
 
 
