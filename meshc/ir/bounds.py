@@ -1,6 +1,6 @@
-"""What a file that anybody may have written can ask of a process, and how such files are read.
+"""Limits on sizes and counts read from untrusted files, and checked readers of text, JSON and numbers.
 
-Every number that is read from a file and then used as a size, a count or an exponent has a bound here. The bounds lie far above what
+Every number that is read from a file and then used as a size, a count or an exponent has a bound here. The bounds are far above what
 programs hold (the largest that were compiled: 4096 ranks, some 100,000 values) and far below what would fill memory or take for ever.
 """
 

@@ -1,11 +1,10 @@
-"""What a call's arguments look like, apart from the values of their tensors: one object for all calls that look alike.
+"""Canonical forms of call arguments: one `Form` for all calls of equal structure, shapes, dtypes and plain values.
 
     forms = Forms()
     forms.of(((), {"ids": x, "cache": [[k, v]]}))    leaves [x, k, v] and a Form; the same Form for others of these shapes and dtypes
 
-What has been found out of one call (whether a program takes it, what it is compiled as) holds for all of its form, so that it need not be
-found out again. Trees of Python's own dicts, lists and tuples, of tensors and plain values have one; what else stands in a tree may have
-more to it than shows.
+Facts about one call (whether a program accepts it, what it is compiled as) hold for all calls of its form, and are memoised by it. Only
+trees of Python's own dicts, lists and tuples, with tensors and plain values as leaves, have a form: other objects may have hidden state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names for functions of which nothing is known but what they are for."""
+"""Type aliases for opaque functions, call targets and keyword arguments."""
 
 from __future__ import annotations
 

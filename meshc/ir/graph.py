@@ -1,4 +1,4 @@
-"""A graph's ends, what its values are made of, and the edits that passes share, each in one way.
+"""Queries and edits of FX graphs that passes share: placeholders and results, ancestors and descendants, copies, new calls.
 
     x, w -> t = t(w) -> y = mm(x, t) -> return y        made_of([y]) = {y, t, w, x}        read_by([w]) = {w, t, y}
 

@@ -1,7 +1,6 @@
-"""Keys: what values are called where they enter a graph, leave it, or wait between two. `parameter:up_proj.weight`, `flow:mm_3`.
+"""Keys: text names of the values that enter a graph, leave it, or pass between two. `parameter:up_proj.weight`, `flow:mm_3`.
 
-A key is text, a kind and a name: it stands in programs, artifacts, schedules and saved states as it is. Only this file puts one together
-or takes one apart.
+A key is `kind:name`. Programs, artifacts, schedules and saved states hold it as it is. Only this file builds and parses keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two ways to say where a stored tensor lies: the program's padded tiles, and torch's placements. Pure functions, no communication.
+"""Conversion between the program's padded tiles of a stored tensor and the chunks of DTensor placements. Pure, no communication.
 
     129 over 2 and 2:  the program's tiles    33 of 33, 32 of 33, 33 of 33, 31 of 33    (equal sizes; the rest is padding)
                        torch's nested chunks  33, 32, 32, 32                            (no padding; sizes differ)

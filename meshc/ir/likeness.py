@@ -1,4 +1,4 @@
-"""A frozen record with some other fields, for what is copied by the ten thousand."""
+"""A fast `dataclasses.replace` for frozen records that are copied by the ten thousand."""
 
 from __future__ import annotations
 

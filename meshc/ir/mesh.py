@@ -1,4 +1,4 @@
-"""The device mesh as a value: named axes, their sizes, and which rank stands where. It needs no process group.
+"""The device mesh as a value: named axes, their sizes, and the rank at each position. No process group is needed.
 
     >>> mesh = Mesh("dp=2,tp=4")
     >>> mesh.world_size, mesh.coordinates(6)
@@ -6,7 +6,7 @@
     >>> mesh.groups("dp")
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-Ranks are laid out row-major: the last axis varies fastest. A mesh taken from a ``torch.distributed.DeviceMesh`` keeps that mesh's ranks.
+Ranks are in row-major order: the last axis varies fastest. A mesh taken from a ``torch.distributed.DeviceMesh`` keeps that mesh's ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What meshc knows of a graph node: one frozen record, read and written here.
+"""Records of FX graph nodes: one frozen `Record` per value, with its shape, dtype, sharding, source and phase.
 
-`torch.fx` carries the graph. A node's record says what value it makes (shape, dtype), where that lies (sharding), where in the user's
-model it comes from (source), and who decided (reason). Nodes with several results have a record per result and are read by `getitem`.
+`torch.fx` carries the graph. A node's record holds the value's shape and dtype, its sharding, the place in the user's model that it comes
+from (source), and why it is so sharded (reason). Nodes with several results have a record per result and are read by `getitem`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the leaves of a call's inputs and outputs are called: `logits`, `hidden.states.2`, `past_key_values.0.1`.
+"""Dotted paths of the leaves of a call's inputs and outputs: `logits`, `hidden.states.2`, `past_key_values.0.1`.
 
-A key-value cache is called by layer, then 0 for the key and 1 for the value, whatever its class lays out first.
+The leaves of a key-value cache are named by layer, then 0 for the key and 1 for the value, whatever the order in its class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: `80GB`, `40 GiB`, `512 MB`; decimal units, or binary ones with an i."""
+"""Parser of memory sizes with units: `80GB`, `40 GiB`, `512 MB`; decimal units, or binary ones with an i."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Regions: neighbouring nodes of a stage that run as one compiled function, by a number that each of them carries.
+"""Regions of a stage: runs of neighbouring nodes that are compiled as one function, marked by a number on each node.
 
     with region(2):
         mm: "f32[8, 4]" = aten.mm(x, w)
         relu: "f32[8, 4]" = aten.relu(mm)
     all_reduce: "f32[8, 4]" = all_reduce(relu, ["tp"], "sum")        in no region: runs by itself
 
-The number is all that a node knows; nodes of one number stand together, and no number comes back later in its stage.
+Nodes of one number are contiguous, and no number recurs later in its stage.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where a value lies: for each dim its factors, for each factor the mesh axes that split it, and the axes it is still partial over.
+"""Sharding of a value: the factors of each dim, the mesh axes that split each factor, and the axes the value is partial over.
 
 A dim is a product of factors, major to minor. Axes split a factor one after the other, major to minor, each into equal padded tiles:
 129 over 2 and 2 is 65, then 33, so every rank holds 33 positions, of which 33, 32, 33, 31 are real. Taking the innermost axis away
 gives the layout of the rest, which is what makes a gather over one axis exact. What padding must hold is written in
 `passes/partition/operator_lowering.py`.
 
-The tiles of the first axis may lie in another order than that of their positions, which then is part of the sharding:
+The tiles of the first axis may be in another order than that of their positions, which then is part of the sharding:
 
     seq 4096/cp            rank r of n has tile r
     seq 4096/cp~zigzag     rank r has the first half of tile r and the second half of tile n - 1 - r, the earlier one first: of 16 over 2,

@@ -1,11 +1,11 @@
-"""Sizes that are known only when a program is called: integers that carry the expression they came from.
+"""Symbolic sizes, known only when a program is called: integers that carry the sympy expression they were computed by.
 
     n = symbol("n_batch", 11)        an integer, 11, wherever a pass computes with it, and `n_batch` where it is printed
     -(-n // 2) * 16                  176, printed as `-(-n_batch // 2) * 16`
 
-Passes run as they do for a fixed size; what they compute from a size remembers how. `at` puts other sizes in. A decision that a pass takes
-by comparing is taken once for all sizes, so the integer that stands for a size is a prime to which nothing else in the model fits: neither
-it nor a tile of it divides by an axis, and it equals no other size.
+Passes run as they do for a fixed size; each number they compute from a size carries its expression. `at` substitutes other sizes. A
+decision that a pass takes by a comparison is taken once for all sizes, so the integer that stands for a size (the hint) is a prime to which
+nothing else in the model fits: neither the hint nor a tile of it divides by an axis, and it equals no other size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators that only a per-rank program has: coordinates, tiles, masks, collectives.
+"""Operators of per-rank programs: coordinates, tiles, masks, collectives, copies between device and host.
 
 The local ones are plain functions over tensors. Collectives are names: the runtime and the simulator each give them their meaning, so
 calling one here is an error. `axes` are mesh axes, major to minor; tiles are numbered row-major over them.

@@ -1,16 +1,16 @@
-"""Trail: what passes make of a program's sizes and what they ask of them, so that other sizes can be put in afterwards.
+"""Trail: a recorded trace of the arithmetic and comparisons on a program's sizes, which can be replayed at other sizes.
 
     n = trail.number(6144)                      6144, wherever a pass computes with it
-    held = 4 * n + 1024                         25600, and how it was made
-    if held > budget: ...                       asked: at other sizes the answer must be the same
-    trail.at([7168])                            there it is: what each number is then. NotAlike if anything asked has another answer
+    held = 4 * n + 1024                         25600, with the step that computed it
+    if held > budget: ...                       recorded: at other sizes the comparison must have the same outcome
+    trail.at([7168])                            every number at this size. NotAlike if any comparison has another outcome
 
-Integers and floats are recomputed by the same operators in the same order, so they are those that the passes would have made, to the bit,
-and so are all decisions. `meshc/ir/sizes.py` is for sizes that nobody knows yet, and decides for all of them.
+Integers and floats are recomputed by the same operators in the same order, so they equal what the passes would have computed, to the bit,
+and so do all decisions. `meshc/ir/sizes.py` is for sizes that are unknown at compile time, and decides for all of them.
 
-A followed number counts as an int or a float for `isinstance`, and is none for the interpreter: whatever needs the plain value (an index, a
-text, numpy) asks for it, and then the number must be the same at other sizes. Nothing gets at it unasked. What does not compare numbers
-one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `computed` has one make a number.
+A followed number is an int or a float for `isinstance`, but not for the interpreter: whatever needs the plain value (an index, a text,
+numpy) converts it, which records that the number must be the same at other sizes. Functions of several numbers go through `largest` and
+`smallest` (a number), `computed` (a number, by any function) and `answer` (a decision, by any function).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trees of inputs and outputs: torch's pytrees, with classes that are trees to meshc and, of themselves, leaves to torch.
+"""Pytrees of inputs and outputs: torch's own, with further classes that are trees to meshc but leaves to torch.
 
     learn(DynamicCache, flatten, unflatten)
     leaves({"logits": x, "past_key_values": cache})       x, the keys, the values
     torch.utils._pytree.tree_leaves(...)                  x, the cache: nothing of the process's own registry has changed
 
-A class is in torch's registry while one of these functions runs, or inside `known()`, which is for code of torch's own that walks trees.
-One that somebody else has registered is a tree as they say.
+A class is in torch's registry only while one of these functions runs, or inside `known()`, which is for torch's own code that walks trees.
+For a class that other code has registered with torch, that registration holds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Values of which the used rows alone are there: how many is data, and their type says how many there may be.
+"""Values with a data-dependent number of rows (the used rows): type rules, and the operators that may read such values.
 
-    used: "i64[1, 2048] used(1)"         of the 2048 positions of dim 1, as many as are used; dims before it have one position
-    h: "f32[1, 2048, 512] used(1)" = aten.silu(g)         and so has what is made of them row by row
+    used: "i64[1, 2048] used(1)"         at most 2048 positions along dim 1; dims before it have one position
+    h: "f32[1, 2048, 512] used(1)" = aten.silu(g)         an operator that treats each row by itself has as many rows
 
-`meshc/ops/used_rows.py` picks rows out, multiplies them, and puts them back. What else may read them are operators that treat each row by
-itself, since how many there are, and which stands where, is no concern of theirs: `rows_dim` knows these. Whatever else reads such a value
-is refused (`fault`): it would take the rows that are there for all.
+`meshc/ops/used_rows.py` selects rows, multiplies them, and puts them back. Other readers must be operators that treat each row by itself,
+to which the number and the order of rows do not matter (`rows_dim`). Any other reader is refused (`fault`): it would take the used rows for
+all rows.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Structure: what holds of a graph after every pass, whatever it means. A pass that breaks it is named, with the value and the user's line.
+"""Structural verifier of graphs, run after every pass; its errors name the pass, the value and the user's line.
 
-- Every value that a node reads stands before it in the same graph, and knows that it is read.
-- Placeholders come first, in the number of the ports; one output comes last, with as many results as there are ports.
-- A call has a record, of each of several results one; who reads one of several has its record. A sharding has as many dims as its value,
-  and on a rank the shape is the tile's.
-- A call's arguments are those of its operator's schema; what a collective gives has the shape that it makes.
-- What reads a value of which the used rows alone are there treats each row by itself.
-- Ranks that run different graphs meet in the same collectives in the same order.
+- Nodes are in topological order: an operand is earlier in the same graph, and lists the node among its users.
+- Placeholders come first, one for each input port; one output comes last, with one result for each output port.
+- A call has a record for each result; a `getitem` has the record of its result. The shape of a record is that of its sharding: global, or
+  on a rank the tile's.
+- A call's arguments match its operator's schema; the shape of a collective's record is that of its result.
+- A reader of a value with used rows treats each row by itself.
+- Ranks that run different graphs issue the same collectives in the same order.
 
-It looks at each node once: no operator is run, and no meaning is checked (`MESHC_VERIFY` does that).
+Each node is looked at once. No operator is run, and no numerics are checked (`MESHC_VERIFY` does that).
 """
 
 from __future__ import annotations

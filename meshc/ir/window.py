@@ -1,4 +1,4 @@
-"""Windows: which elements of one dim belong to each tile of another, and what ranks owe each other for that.
+"""Windows: the elements of one dim that each tile of another reads, and the overlaps that ranks have to exchange.
 
 A convolution of kernel 3, stride 2, padding 1 over 7 elements gives 4: output t reads inputs 2t - 1 .. 2t + 1. Split over two ranks,
 

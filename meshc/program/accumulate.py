@@ -1,10 +1,10 @@
-"""What microbatches give to the whole step: a part each, and how the parts become one value.
+"""Accumulation over microbatches: the kinds of keys for the parts, and the instruction that takes each into the whole.
 
     part:g  ->  sum:g   added up             high:m  ->  largest:m   the larger of the two
     rows:y  ->  joined:y   one after another  low:m  ->  smallest:m
 
-A part's key begins with the first word of a pair, the whole's with the second. What starts as soon as sums are whole, and is on its way
-until it is read, has a key that begins with `early:`.
+The first word is the kind of a part's key, the second that of the whole's. The result of a collective that starts as soon as its sums are
+complete has a key of kind `early`.
 """
 
 from __future__ import annotations

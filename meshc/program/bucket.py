@@ -1,15 +1,15 @@
-"""Bucket: collectives that can travel together do.
+"""Bucketing of collectives: small all-reduces, gradients, gathers and reduce-scatters that travel as one message.
 
     r1 = all_reduce(g1, ["dp"], "sum")        flat = cat([reshape(g1, [-1]), reshape(g2, [-1])])
     r2 = all_reduce(g2, ["dp"], "sum")        r = all_reduce(flat, ["dp"], "sum")
                                               r1 = reshape(slice(r, 0, 0, 64), [8, 8])   r2 = ...
 
-A message costs tens of microseconds before its first byte moves, with gloo and NCCL alike. Together go, over the same axes:
+A message costs tens of microseconds before its first byte moves, with gloo and NCCL alike. Collectives over the same axes that share one:
 
 - all-reduces below SMALL bytes, if none is read before the last can start;
 - all-reduces of gradients, in buckets as DistributedDataParallel's (pytorch.org/docs/stable/notes/ddp.html), up to ALONE bytes each;
-- gathers of what is stored and the reduce-scatters of its gradients, as far as the caller says which may (`together`): it decides what is
-  whole at once.
+- gathers of stored values and reduce-scatters of their gradients, where the caller allows it (`together`): the caller decides which
+  gathered values are in memory at once.
 """
 
 from __future__ import annotations

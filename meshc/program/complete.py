@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipelined program can run their lists: every stage is there, and whatever one reads has been made or has come.
+"""Completeness check of a pipelined program: every stage exists, and every value is computed or received before it is read.
 
     1: RECV:F0.0>1 F1.0 ...      F1.0 runs forward_1, which reads flow:h: in the message F0>1, which forward_0 makes, or a fault
 """

@@ -1,12 +1,12 @@
-"""What is on its way: until where, how much at a time, and what is in memory for it.
+"""Collectives and host copies in flight: where each is waited for, the limit on bytes in flight, and the memory they hold.
 
     g1 = mm(..)   r1 = reduce_scatter(g1)   g2 = mm(..)   r2 = reduce_scatter(g2)   ...   u1 = f(r1)
     g1 |------------------------------------------------|                                              waited for when r2 starts
     r1            |-----------------------------------------------------------------------------|
 
-A collective, or a copy to the host or from there, is waited for before the first line that reads it, or at the stage's end. What it reads
-stays until then, so of copies to the host, and of reduce-scatters that nothing reads for long (gradients), no more than so many bytes are
-on their way at a time: the runtime waits for earlier ones before it starts another, and the memory walk and the clock go by the same.
+A collective, or a copy to or from the host, is waited for before the first line that reads its result, or at the stage's end. Its operand
+stays in memory until then, so the bytes in flight of copies to the host, and of reduce-scatters that nothing reads for long (gradients),
+are limited: the runtime waits for earlier ones before it starts another. The memory walk and the clock use the same waits.
 """
 
 from __future__ import annotations

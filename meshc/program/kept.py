@@ -1,12 +1,13 @@
-"""Memory that a stage has for good, and which of its values lie there one after another.
+"""Assignment of a stage's `kept` values to memory that is reused at each call, by their live ranges.
 
     flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])       a bucket of gradients, from its first part to the update that reads
     r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")
     ...
-    flat_2: "f32[70]; its parts inside, kept" = aten.cat([c, d])     lies where flat lay, if c and d are made behind that update
+    flat_2: "f32[70]; its parts inside, kept" = aten.cat([c, d])     reuses flat's memory, if c and d are computed after that update
 
-A value has its memory from the first line that writes there to the last that reads it, or what lies over it. Places are given in the order
-of those first lines, each the free one in which least is left over, or grows. The runtime, the simulator and the memory walk go by this.
+A value is live from the first line that writes into its memory to the last that reads it, or a value over it. Values are assigned in the
+order of those first lines, best fit: the free piece that differs least in size, which grows if need be. The runtime, the simulator and the
+memory walk use this assignment.
 """
 
 from __future__ import annotations

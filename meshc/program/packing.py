@@ -1,14 +1,14 @@
-"""Values that are made inside another's memory: where they may be, and where a program says so.
+"""Aliasing analysis of a stage: values computed inside another's memory, reductions in place, views, writes into inputs.
 
-What a `cat` joins need not exist beside the result:
+The operands of a `cat` need not exist beside its result:
 
     b[0:4].copy_(mm(x, y))        # flat = cat([reshape(g1, [-1]), reshape(g2, [-1])]), where nothing else reads g1 or g2;
     b[4:6].copy_(mm(u, v))        # g1 is copied while it is still in the cache, and gone before g2 is made
     flat = b
 
-and an all-reduce may write over its operand, as a sum may that grows by a part. What does not leave the stage may have the same memory at
-each call. A pass decides it
-(`meshc/passes/lower/share_memory.py`), values carry it in words (`meshc/ir/sharing.py`), and the runtime and the memory walk go by these.
+and an all-reduce may write over its operand, as may a sum that grows by a part. A value that does not leave the stage may have the same
+memory at each call. A pass decides (`meshc/passes/lower/share_memory.py`), nodes carry the decision (`meshc/ir/sharing.py`), and the
+runtime and the memory walk follow it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A step that is the mean of its microbatches: which rows of which inputs a microbatch takes.
+"""Microbatch split of a training step's inputs: the rows of each tensor that a microbatch takes.
 
     x [8, 24], target [8], weight [10]     4 microbatches, dims (0, 0, None)     microbatch 1: x[2:4], target[2:4], weight
 
-A microbatch is a range of the whole batch's rows, whatever the mesh; with M of them the batch must divide by M.
+The step is the mean of its microbatches. A microbatch is a range of the whole batch's rows, whatever the mesh; the batch must divide by
+their count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands between a stored parameter and its gather: operators that lay out, pad, cut and join, and communicate nothing."""
+"""Preparation of gathers: the local operators (reshape, transpose, pad, slice, cat) between a stored value and its gather."""
 
 from __future__ import annotations
 

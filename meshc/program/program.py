@@ -1,4 +1,4 @@
-"""A program: stages (graphs), the schedule that runs them, and the signature that says what goes in and out.
+"""The compiled program as plain data: stages (graphs), the schedule that runs them, and the ports of inputs and outputs.
 
 Before `partition` there is one global-view stage; after it each stage is the code that every rank runs. A rank's mesh coordinates are its
 only input that differs.

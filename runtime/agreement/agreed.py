@@ -1,4 +1,4 @@
-"""What ranks must have alike before they compile or load a program, as text by field: compared once, before anything is compiled or sent.
+"""Descriptions of a compilation or a run, as text by field, which must be equal on all ranks before anything is compiled or sent.
 
     the versions             torch 2.13.0; meshc 0.1.0; python 3.11
     the environment          MESHC_TRACE: set; NCCL_ALGO: not set; ...
@@ -7,9 +7,9 @@
     ...
     inputs                   x float32 [6, 24], target int64 [6]
 
-One field for each thing that somebody sets, so that a message names it. The program that comes of it is compared when it is compiled.
+There is a field for each thing that a user sets, so that a message names it. The compiled program is compared after compilation.
 
-Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
+Left out on purpose, since ranks may differ in them: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
 MESHC_TRACE, the option cache), what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its
 network or its devices.
 """

@@ -1,14 +1,14 @@
-"""Ranks agree before they go on: on what to compile, that all have compiled the same, and on what they refuse.
+"""Agreement of ranks through the store: comparison of descriptions, common refusals, rendezvous, gather to and broadcast from rank 0.
 
     rank 0  describes its inputs ──> store        reads all descriptions: equal, so it compiles
     rank 1  describes its inputs ──> store        likewise
     rank 2  has a program for its inputs already, and runs it: it never describes anything, which ranks 0 and 1 see in its `began`
 
-It goes through the store and not through a collective, since a rank that waits here looks for news of the others all the time.
+Agreement uses the store rather than a collective, since a rank that waits here has to poll for failures of the others.
 
-A refusal (inputs that do not fit, a model that cannot be traced) is met in the same way: a rank that refuses says so in the store. If all
-have refused, before anything was sent, no rank waits for another, and whoever catches the error may go on. A rank that sees another begin
-a call, or do something else, is alone: its refusal is then a failure like any other. Ranks that refuse nothing pay nothing for this.
+A refusal (inputs that do not fit, a model that cannot be traced) is compared in the same way: a rank that refuses writes it to the store.
+If all have refused before anything was sent, no rank waits for another, and a caller that catches the error may go on. If another rank
+begins a call, or does something else, the refusal is a failure like any other. Ranks that refuse nothing pay nothing for this.
 """
 
 from __future__ import annotations

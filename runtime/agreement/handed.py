@@ -1,4 +1,4 @@
-"""What rank 0 gives all others through the process group's store, as bytes: compressed, and in pieces that a store takes.
+"""Broadcast of bytes from rank 0 through the process group's store: compressed, and in pieces that the store accepts.
 
 rank 0      handed/7/0, handed/7/1, ... the pieces     handed/7: how many, and a hash of all
 the others  wait for handed/7 as long as rank 0 lives and no rank has failed, and then read the pieces

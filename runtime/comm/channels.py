@@ -1,10 +1,10 @@
-"""Messages between pipeline stages: posted, and not waited for until what they carry is needed.
+"""Channels between pipeline stages: asynchronous sends and receives, each waited for when its values are first needed.
 
     recv(flow:h@1)  posted      F1.0 runs      F1.1 reads flow:h@1: now its rank waits
     send(flow:h@1)  posted      F0.2 runs      a message comes that says that this one has arrived: its memory is free
 
-Each ordered pair of ranks of the pipeline axis is a channel with a process group of its own, so that what goes forward never waits for what
-comes back.
+Each ordered pair of ranks of the pipeline axis is a channel with a process group of its own, so that messages of forward never wait for
+those of backward.
 """
 
 from __future__ import annotations
