@@ -10,11 +10,11 @@ from typing import Final, Literal, get_args
 PortKind = Literal[
     "parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric"
 ]
-"""Of what enters or leaves a program."""
+"""Kinds of values that enter or leave a program."""
 
 Between = Literal["flow", "value", "gathered", "early", "part", "sum", "high", "largest", "low", "smallest", "rows", "joined"]
-"""Of what waits between two stages: `flow` of one microbatch, `value` and `gathered` for all of them, `early` a collective on its way; the
-others are parts and what they become (`meshc/program/accumulate.py`)."""
+"""Kinds of values between two stages: `flow` of one microbatch, `value` and `gathered` for all of them, `early` a collective in flight; the
+others are parts and wholes of accumulations (`meshc/program/accumulate.py`)."""
 
 Kind = PortKind | Between
 
@@ -34,6 +34,6 @@ def name_of(key: str) -> str:
 
 
 def is_a(key: str, *kinds: Kind) -> bool:
-    """Whether a key is of one of these kinds; what is no key is of none."""
+    """Whether `key` is of one of these kinds; False for a text that is no key."""
     kind, colon, _ = key.partition(":")
     return bool(colon) and kind in kinds

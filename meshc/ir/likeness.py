@@ -8,7 +8,7 @@ Kind = TypeVar("Kind")
 
 
 def like(value: Kind, **others: Any) -> Kind:
-    """What `dataclasses.replace` makes of a record whose making computes nothing (no `__post_init__`, no slots), in a tenth of its time."""
+    """`dataclasses.replace` for a record without `__post_init__` and slots, in a tenth of the time."""
     made = object.__new__(type(value))
     vars(made).update(vars(value), **others)
     return made

@@ -13,13 +13,13 @@ from typing import Final
 import torch
 
 REDUCTIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-"""By name, as types say it: what makes one tensor of two, and takes `out=`.
+"""Name, as in types -> the function of two tensors, which takes `out=`.
 
 torch.distributed's `ReduceOp` has the same names in capitals."""
 
 
 def as_integer(value: float, dtype: torch.dtype) -> int:
-    """The integer (or truth) that stands for a value that adds nothing: the lowest for minus infinity, the highest for infinity."""
+    """A neutral element as an integer or bool of `dtype`: the lowest for minus infinity, the highest for infinity."""
     if value not in (float("-inf"), float("inf")):
         return int(value)
     if dtype == torch.bool:

@@ -22,7 +22,7 @@ KEPT: Final = "kept"
 WORDS: Final = (PARTS_INSIDE, OVER_OPERAND, KEPT)
 
 Words: TypeAlias = Callable[[Node], Collection[str]]
-"""Those of a node: what it carries (`sharing_of`), or what a later pass will have it carry."""
+"""Node -> its words: those it carries (`sharing_of`), or those that a later pass will set."""
 
 
 def sharing_of(node: Node) -> tuple[str, ...]:
