@@ -17,7 +17,7 @@ from meshc.program.steps import steps_of
 
 
 def refuse_incomplete(program: PlainProgram) -> None:
-    """Raises ScheduleError with all that is wrong with a program's pipeline, if it has one."""
+    """Raises ScheduleError, which lists the faults of a program's pipeline, if the program has one."""
     pipeline = program.pipeline
     if pipeline is None:
         return
@@ -68,7 +68,7 @@ def _unknown_stages(program: PlainProgram, pipeline: Pipeline) -> Iterator[str]:
 
 
 class _Rank:
-    """One rank of the axis, as it goes through its list; its other coordinates do not matter."""
+    """Replay of one pipeline rank's instructions, with the set of keys that are there; other coordinates do not matter."""
 
     def __init__(self, program: PlainProgram, pipeline: Pipeline, rank: int) -> None:
         self.program, self.rank, self.coordinates = program, rank, {pipeline.axis: rank}
@@ -97,7 +97,7 @@ class _Rank:
         return self.program.stages[step.stage]
 
     def _where(self, step: Instruction, key: str) -> str:
-        """The line of the stage's text that takes a value, where it was read from one."""
+        """The line of the stage's text that reads `key`; empty if the stage was not parsed from text."""
         stage = self._stage(step) if step.op in RUNS else None
         if stage is None or stage.origin is None:
             return ""

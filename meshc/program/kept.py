@@ -22,18 +22,18 @@ from meshc.program import flying
 from meshc.program.packing import may_view, pieces
 
 Span = tuple[int, int]
-"""The first position at which a value has its memory, and the last."""
+"""Live range: the first and the last position in the graph at which a value needs its memory."""
 
 
 def places(graph: Graph, words: Words = sharing_of) -> list[list[Node]]:
-    """For each piece of memory the values that lie there, one after another: a `cat`, or a product by itself."""
+    """For each piece of memory the values that use it, one after another: `cat` nodes, or products."""
     found = spans(graph, words)
     kept = list(found)
     return [[kept[index] for index in one] for one in laid(list(found.values()), [local_bytes(record(node)) for node in kept])]
 
 
 def spans(graph: Graph, words: Words = sharing_of) -> dict[Node, Span]:
-    """Of the values that lie in such memory, in the order in which they come there."""
+    """Live ranges of the `kept` values, in the order of their first positions."""
     nodes = list(graph.nodes)
     kept = [node for node in nodes if KEPT in words(node)]
     if not kept:
@@ -48,7 +48,7 @@ def spans(graph: Graph, words: Words = sharing_of) -> dict[Node, Span]:
 
 
 def laid(when: Sequence[Span], sizes: Sequence[int]) -> list[list[int]]:
-    """Which values of these spans and bytes have one piece of memory, by their places among them."""
+    """Best-fit assignment of values with these live ranges and bytes: for each piece of memory the indices of its values."""
     found: list[list[int]] = []
     free_from: list[int] = []
     held: list[int] = []
@@ -71,7 +71,7 @@ def sizes_of(found: Sequence[Sequence[Node]]) -> list[int]:
 
 
 def _last(node: Node, at: Mapping[Node, int], until: Mapping[Node, int], words: Words) -> int:
-    """The position of the last line that reads a value's memory."""
+    """The position of the last read of a value's memory."""
     return max([at[node], *(_read(user, at, until) for user in _readers(node, words))])
 
 

@@ -39,7 +39,7 @@ class Parts:
         return self._each(inputs, rows)
 
     def like_one(self, inputs: object) -> Any:
-        """A call's inputs with the shapes of one microbatch; tensors that are cut have no values."""
+        """A call's inputs with the shapes of one microbatch; tensors that are split are on the meta device."""
 
         def empty(leaf: torch.Tensor, dim: int) -> torch.Tensor:
             shape = [size // self.count if d == dim else size for d, size in enumerate(leaf.shape)]
@@ -58,7 +58,7 @@ class Parts:
 
 
 def offsets(whole: Sequence[int], part: Sequence[int], count: int, index: int) -> list[int] | None:
-    """Where microbatch `index` of `count` begins in a draw: in the dims that are as much longer in the whole. None if shapes do not fit."""
+    """Start of microbatch `index` of `count` in each dim of a random draw of shape `whole`. None if the shapes do not fit."""
     if len(whole) != len(part) or any(w not in (p, p * count) for w, p in zip(whole, part, strict=True)):
         return None
     return [index * p if w != p else 0 for w, p in zip(whole, part, strict=True)]

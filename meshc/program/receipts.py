@@ -15,7 +15,7 @@ from meshc.program.program import Instruction, Stage
 
 
 def receipts(steps: Sequence[Instruction], stages: Mapping[str, Stage], rank: int) -> list[int]:
-    """For each message that another rank's steps send to `rank`, in order: how many messages from `rank` it has waited for by then."""
+    """For each message that another rank's `steps` send to `rank`, in order: the number of messages from `rank` waited for by then."""
     used: list[int] = []  # for each message from `rank`, where the other rank first reads it
     coming: dict[str, int] = {}
     found: list[int] = []
