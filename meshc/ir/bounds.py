@@ -1,6 +1,6 @@
-"""What a file that anybody may have written can ask of a process, and how such files are read.
+"""Limits on sizes and counts read from untrusted files, and checked readers of text, JSON and numbers.
 
-Every number that is read from a file and then used as a size, a count or an exponent has a bound here. The bounds lie far above what
+Every number that is read from a file and then used as a size, a count or an exponent has a bound here. The bounds are far above what
 programs hold (the largest that were compiled: 4096 ranks, some 100,000 values) and far below what would fill memory or take for ever.
 """
 
@@ -18,13 +18,13 @@ from meshc.errors import ArtifactError
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 MOST_RANKS: Final = 1 << 20
-"""Of a mesh; each position has a number in a table."""
+"""Ranks of a mesh; each position has a number in a table."""
 MOST_SIZE: Final = 1 << 62
-"""Of any number in an expression of sizes."""
+"""Largest number in an expression of sizes."""
 MOST_NODES: Final = 500
-"""Of an expression of sizes as Python reads it."""
+"""Nodes of the syntax tree of an expression of sizes."""
 MOST_TERMS: Final = 1 << 10
-"""Of a product or power of sums of sizes, multiplied out."""
+"""Terms of a product or power of sums of sizes, expanded."""
 MOST_ROUNDINGS: Final = 24
 """(//, %, max, min) in an expression of sizes; a deep stack of strided convolutions has one a layer."""
 MOST_ROUNDINGS_MULTIPLIED: Final = 4
@@ -33,32 +33,32 @@ MOST_RUNS: Final = 1 << 16
 """Instructions of a schedule without a pipeline: microbatches, times what each does."""
 MOST_STAGES: Final = 1 << 16
 MOST_ACTIONS: Final = 1 << 20
-"""Of a pipeline's schedule, on all ranks."""
+"""Actions of a pipeline's schedule, on all ranks together."""
 MOST_DRAWN: Final = 1 << 16
 """Rows of a picture, one a rank."""
 MOST_EVENTS: Final = 1 << 19
-"""Of a trace that is drawn."""
+"""Events of a trace that is drawn."""
 MOST_TEXT: Final = 1 << 28
 """Bytes of a file that is read as text."""
 MOST_PLAN: Final = 1 << 18
 """Characters of a plan."""
 MOST_PLAN_MARKUP: Final = 1 << 16
-"""Of a plan in YAML or TOML, whose readers take seconds for more."""
+"""Characters of a plan in YAML or TOML, whose parsers take seconds for more."""
 MOST_PLAN_LINES: Final = 1 << 12
 MOST_PLAN_LINE: Final = 1 << 12
 """Characters of one line of a plan."""
 MOST_PINS: Final = 64
-"""About one tensor: each is held against each."""
+"""Pins of one tensor: they are compared pairwise."""
 MOST_ITEMS: Final = 4_000_000
-"""Of JSON: values in its lists and objects, for each of which Python keeps some sixty bytes."""
+"""Values in the lists and objects of a JSON text, each of which takes Python some sixty bytes."""
 MOST_SECONDS: Final = 1e9
-"""Of a time in a trace, either side of its beginning."""
+"""Seconds between an event of a trace and the trace's start, either way."""
 
 
 def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT) -> str:
-    """A text file. Raises ArtifactError for one that cannot be read, is no UTF-8, or has more bytes than any that meshc writes.
+    """The text of a file. Raises ArtifactError if the file cannot be read, is no UTF-8, or has more than `most` bytes.
 
-    What a device or a pipe gives has no size before it is read, and may have no end.
+    The size is not taken from `stat`: devices and pipes have none, and may have no end.
     """
     file = Path(path)
     try:
@@ -72,7 +72,7 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_TEXT) -> str:
 
 
 def parse_json(text: str, where: str) -> Json:
-    """What JSON holds, without NaN, infinities and keys that are there twice. Raises ArtifactError; `where` names the text."""
+    """The parsed JSON. Raises ArtifactError, also for NaN, infinities and duplicate keys; `where` names the text in the message."""
     items = text.count(",") + text.count("[") + text.count("{")
     if items > MOST_ITEMS:
         raise ArtifactError(f"{where} holds {items} values or so, of which {MOST_ITEMS} may be read")
@@ -96,21 +96,21 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def integer(value: object, what: str, low: int = 0, high: int = MOST_SIZE) -> int:
-    """An integer within bounds. Raises ArtifactError, saying `what` it is meant to be."""
+    """`value`, if it is an integer from `low` to `high`. Raises ArtifactError otherwise; `what` names the value in the message."""
     if type(value) is not int or not low <= value <= high:
         raise ArtifactError(f"{what} is {shown(value)}, and must be an integer from {low} to {high}")
     return value
 
 
 def number(value: object, what: str, low: float, high: float) -> float:
-    """A number within bounds; NaN is in none. Raises ArtifactError."""
+    """`value` as a float, if it is a number from `low` to `high`. Raises ArtifactError otherwise, also for NaN."""
     if not (type(value) is int or type(value) is float) or not low <= value <= high:
         raise ArtifactError(f"{what} is {shown(value)}, and must be a number from {low:g} to {high:g}")
     return float(value)
 
 
 def shown(value: object) -> str:
-    """A value of any size in a message."""
+    """A short text of any value, for messages."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return f"an integer of some {int(math.log10(2) * value.bit_length())} digits"
     text = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"

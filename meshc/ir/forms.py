@@ -1,11 +1,10 @@
-"""What a call's arguments look like, apart from the values of their tensors: one object for all calls that look alike.
+"""Canonical forms of call arguments: one `Form` for all calls of equal structure, shapes, dtypes and plain values.
 
     forms = Forms()
     forms.of(((), {"ids": x, "cache": [[k, v]]}))    leaves [x, k, v] and a Form; the same Form for others of these shapes and dtypes
 
-What has been found out of one call (whether a program takes it, what it is compiled as) holds for all of its form, so that it need not be
-found out again. Trees of Python's own dicts, lists and tuples, of tensors and plain values have one; what else stands in a tree may have
-more to it than shows.
+Facts about one call (whether a program accepts it, what it is compiled as) hold for all calls of its form, and are memoised by it. Only
+trees of Python's own dicts, lists and tuples, with tensors and plain values as leaves, have a form: other objects may have hidden state.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch
 
 PLAIN: Final = frozenset({type(None), bool, int, float, str})
 MOST: Final = 1024
-"""So many forms are remembered; after that it begins anew."""
+"""Forms that are memoised at most; the table is cleared when it is full."""
 
 
 class Form:
-    """Equal to itself alone. `keys`: under what calls of it are kept, by what else decides that."""
+    """The form of a call's arguments; compared by identity. `keys`: the caller's cache keys for calls of this form."""
 
     __slots__ = ("keys",)
 
@@ -34,13 +33,13 @@ class _Other(Exception):
 
 
 class Forms:
-    """Those that have been seen."""
+    """The memo table of forms."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, Form] = {}
 
     def of(self, tree: object) -> tuple[list[object], Form | None]:
-        """The leaves of a tree in their order, and its form; neither where something in it has none."""
+        """The leaves of a tree in order, and its form; ([], None) if something in the tree has no form."""
         leaves: list[object] = []
         try:
             described = _describe(tree, leaves)
@@ -55,7 +54,7 @@ class Forms:
 
 
 def _describe(tree: Any, leaves: list[object]) -> Hashable:
-    """All that decides how a tree is treated, but for tensors' values. Raises _Other."""
+    """A hashable description of a tree without its tensors' values; appends the leaves to `leaves`. Raises _Other."""
     kind = type(tree)
     if kind is dict:
         return kind, tuple(tree), tuple([_describe(value, leaves) for value in tree.values()])

@@ -1,4 +1,4 @@
-"""A graph's ends, what its values are made of, and the edits that passes share, each in one way.
+"""Queries and edits of FX graphs that passes share: placeholders and results, ancestors and descendants, copies, new calls.
 
     x, w -> t = t(w) -> y = mm(x, t) -> return y        made_of([y]) = {y, t, w, x}        read_by([w]) = {w, t, y}
 
@@ -19,23 +19,23 @@ from meshc.ir.nodes import Record, set_record
 
 
 def placeholders(graph: Graph) -> list[Node]:
-    """In their order, which is the order of the ports."""
+    """The placeholders in order, which is the order of the input ports."""
     return list(graph.find_nodes(op="placeholder"))
 
 
 def output_of(graph: Graph) -> Node:
-    """The node that gives the results."""
+    """The output node."""
     (output,) = graph.find_nodes(op="output")
     return output
 
 
 def results_of(graph: Graph) -> tuple[Node, ...]:
-    """What a graph gives, in the order of its ports."""
+    """The results of a graph, in the order of its output ports."""
     return tuple(output_of(graph).args[0])  # type: ignore[arg-type]
 
 
 def give(graph: Graph, results: Iterable[Node]) -> None:
-    """What a graph that has its end gives from now on."""
+    """Replaces the results of a graph that has an output node."""
     output_of(graph).args = (tuple(results),)
 
 
@@ -44,7 +44,7 @@ def _always(node: Node) -> bool:
 
 
 def made_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> dict[Node, None]:
-    """These nodes and all that they are made of; of what `through` holds back, the node itself but nothing behind it."""
+    """These nodes and all their ancestors. A node for which `through` is false is included, but its operands are not followed."""
     found: dict[Node, None] = {}
     work = list(nodes)
     while work:
@@ -57,7 +57,7 @@ def made_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) ->
 
 
 def read_by(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
-    """These nodes and the calls that depend on any of them; of what `through` holds back, the node itself but nothing that reads it."""
+    """These nodes and all their descendants. A node for which `through` is false is included, but its users are not followed."""
     found: set[Node] = set()
     work = list(nodes)
     while work:
@@ -70,7 +70,7 @@ def read_by(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) ->
 
 
 def made_only_of(graph: Graph, nodes: Collection[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
-    """These nodes and the calls that read nothing but what is made of them; what `through` holds back counts; what reads it does not."""
+    """These nodes and the calls that can be computed from them alone. Calls for which `through` is false are included, their users not."""
     found = set(nodes)
     usable = {node for node in found if through(node)}
     for node in graph.nodes:
@@ -82,12 +82,12 @@ def made_only_of(graph: Graph, nodes: Collection[Node], through: Callable[[Node]
 
 
 def last_reads(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """Of each value that these nodes read, the last of them that does."""
+    """Operand -> the last of these nodes that reads it."""
     return {operand: node for node in nodes for operand in node.all_input_nodes}
 
 
 def dying(last: Mapping[Node, Node]) -> dict[Node, list[Node]]:
-    """What nobody reads after a node, by that node."""
+    """Node -> the values whose last reader it is (the inverse of `last_reads`)."""
     found: dict[Node, list[Node]] = defaultdict(list)
     for value, node in last.items():
         found[node].append(value)
@@ -95,8 +95,8 @@ def dying(last: Mapping[Node, Node]) -> dict[Node, list[Node]]:
 
 
 def equal_calls(nodes: Iterable[Node], apart: Callable[[Node], str] = lambda node: "") -> Iterator[tuple[Node, Node]]:
-    """Each call that is equal to an earlier one, with that one; `apart` says what else must be alike. The caller may replace and erase
-    what it is given: what reads it is compared afterwards. (torch's own pass for this knows neither records nor phases.)"""
+    """Common subexpressions: (call, an earlier equal call), in order. `apart` is a further key that must be equal. The caller may replace
+    and erase the call, since its users are compared afterwards. (torch's own pass for this knows neither records nor phases.)"""
     seen: dict[tuple[object, ...], Node] = {}
     for node in list(nodes):
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
@@ -109,9 +109,8 @@ def equal_calls(nodes: Iterable[Node], apart: Callable[[Node], str] = lambda nod
 def copied_node(
     graph: Graph, node: Node, there: Callable[[Node], Argument], leaf: Callable[[Argument], Argument] | None = None
 ) -> Node:  # fmt: skip
-    """A copy of another graph's node where this one inserts, its record included; `there`: what it reads, or `leaf`: what it has for
-    anything among its arguments. What torch's own `node_copy` gives, which looks through all arguments for sizes that graphs of operators
-    do not hold."""
+    """A copy of another graph's node at this graph's insertion point, record included. `there` maps its operands, or `leaf` each leaf of
+    its arguments. Equal to torch's `node_copy`, which searches all arguments for symbolic sizes, absent in graphs of operators."""
     made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     _put(made, "args", map_arg(node.args, there) if leaf is None else map_aggregate(node.args, leaf))
     if node.kwargs:
@@ -121,11 +120,11 @@ def copied_node(
 
 
 _put = object.__setattr__
-"""(A node's own looks for it, by its target, in a table that what it reads makes no difference to.)"""
+"""Bypasses `Node.__setattr__`, whose table look-up does not depend on the arguments set here."""
 
 
 def copy_into(graph: Graph, other: Graph, env: dict[Node, Node]) -> Argument:
-    """Copies all of another graph but its end, which `env` is told of; what its end would give here."""
+    """Copies another graph's nodes, except its output, and adds each to `env`. Returns the copied results."""
     for node in other.nodes:
         if node.op == "output":
             return map_arg(node.args[0], env.__getitem__)
@@ -134,7 +133,7 @@ def copy_into(graph: Graph, other: Graph, env: dict[Node, Node]) -> Argument:
 
 
 def copied(graph: Graph) -> Graph:
-    """A graph of its own, records included."""
+    """A copy of a graph, records included."""
     copy = Graph()
     copy.output(copy_into(copy, graph, {}))
     return copy
@@ -148,7 +147,7 @@ def entering(graph: Graph, like: Node) -> Node:
 
 
 def called(graph: Graph, target: Function, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> Node:
-    """A call where the graph inserts: what torch's own `call_function` gives, without looking for sizes, as above."""
+    """A call at the graph's insertion point: torch's `call_function` without its search for symbolic sizes."""
     made = graph.call_function(target)
     _put(made, "args", args)
     if kwargs:
@@ -157,7 +156,7 @@ def called(graph: Graph, target: Function, args: tuple[Argument, ...], kwargs: M
 
 
 def call(graph: Graph, record: Record | tuple[Record, ...], target: Function, *args: Argument, **kwargs: Argument) -> Node:
-    """A call with its record, where the graph inserts."""
+    """A call with its record, at the graph's insertion point."""
     node = called(graph, target, args, kwargs)
     set_record(node, record)
     return node

@@ -1,7 +1,6 @@
-"""Keys: what values are called where they enter a graph, leave it, or wait between two. `parameter:up_proj.weight`, `flow:mm_3`.
+"""Keys: text names of the values that enter a graph, leave it, or pass between two. `parameter:up_proj.weight`, `flow:mm_3`.
 
-A key is text, a kind and a name: it stands in programs, artifacts, schedules and saved states as it is. Only this file puts one together
-or takes one apart.
+A key is `kind:name`. Programs, artifacts, schedules and saved states hold it as it is. Only this file builds and parses keys.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from typing import Final, Literal, get_args
 PortKind = Literal[
     "parameter", "buffer", "input", "constant", "state", "number", "random", "tangent", "saved", "output", "gradient", "metric"
 ]
-"""Of what enters or leaves a program."""
+"""Kinds of values that enter or leave a program."""
 
 Between = Literal["flow", "value", "gathered", "early", "part", "sum", "high", "largest", "low", "smallest", "rows", "joined"]
-"""Of what waits between two stages: `flow` of one microbatch, `value` and `gathered` for all of them, `early` a collective on its way; the
-others are parts and what they become (`meshc/program/accumulate.py`)."""
+"""Kinds of values between two stages: `flow` of one microbatch, `value` and `gathered` for all of them, `early` a collective in flight; the
+others are parts and wholes of accumulations (`meshc/program/accumulate.py`)."""
 
 Kind = PortKind | Between
 
@@ -35,6 +34,6 @@ def name_of(key: str) -> str:
 
 
 def is_a(key: str, *kinds: Kind) -> bool:
-    """Whether a key is of one of these kinds; what is no key is of none."""
+    """Whether `key` is of one of these kinds; False for a text that is no key."""
     kind, colon, _ = key.partition(":")
     return bool(colon) and kind in kinds

@@ -1,4 +1,4 @@
-"""Two ways to say where a stored tensor lies: the program's padded tiles, and torch's placements. Pure functions, no communication.
+"""Conversion between the program's padded tiles of a stored tensor and the chunks of DTensor placements. Pure, no communication.
 
     129 over 2 and 2:  the program's tiles    33 of 33, 32 of 33, 33 of 33, 31 of 33    (equal sizes; the rest is padding)
                        torch's nested chunks  33, 32, 32, 32                            (no padding; sizes differ)
@@ -29,7 +29,7 @@ Range = tuple[int, int]
 
 
 def whole_sharding(shape: Iterable[int]) -> Sharding:
-    """A tensor that every rank holds whole."""
+    """The sharding of a tensor that every rank holds whole."""
     return Sharding(tuple((Part("", size),) for size in shape))
 
 
@@ -53,7 +53,7 @@ def all_coordinates(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[d
 
 
 def _real(sharding: Sharding, sizes: Mapping[str, int], coordinates: Coordinates) -> list[Range]:
-    """For every part, which of its positions the tile at `coordinates` really holds."""
+    """For every part, the range of positions in the tile at `coordinates`, padding excluded."""
     ranges = []
     for _, _, part in sharding.parts():
         counts = [sizes[axis] for axis in part.axes]
@@ -93,7 +93,7 @@ def put_tiles(tiles: Iterable[tuple[Coordinates, Tensor]], sharding: Sharding, s
 
 
 def _orders(sharding: Sharding, sizes: Mapping[str, int]) -> Iterator[tuple[int, Tensor]]:
-    """Of parts that lie in zigzag order their positions, as the ranks' tiles have them one after the other."""
+    """(dim, permutation) of each part in zigzag order: its positions in the order of the ranks' concatenated tiles."""
     for dim, (_, _, part) in enumerate(sharding.parts()):
         if part.order:
             count = sizes[part.axes[0]]
@@ -102,7 +102,7 @@ def _orders(sharding: Sharding, sizes: Mapping[str, int]) -> Iterator[tuple[int,
 
 
 def same_layout(one: Sharding, other: Sharding, mesh: Mesh) -> bool:
-    """Whether every rank holds the same elements at the same places under both, whatever the factors are called."""
+    """Whether every rank holds the same elements at the same places under both shardings, factor names aside."""
     if one.shape != other.shape or splitting_axes(one, mesh) != splitting_axes(other, mesh):
         return False
     sizes = axis_sizes(mesh)
@@ -126,7 +126,7 @@ def places_of(parts: tuple[Part, ...], sizes: Mapping[str, int], coordinates: Co
 
 
 def _bare(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Without names and parts of size 1, which say nothing about the layout: layers that are alike compare equal."""
+    """The parts without names and without unsplit parts of size 1, which do not matter: equal layers compare equal."""
     return tuple(replace(part, factor="") for part in parts if part.size > 1 or part.axes)
 
 

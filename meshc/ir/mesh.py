@@ -1,4 +1,4 @@
-"""The device mesh as a value: named axes, their sizes, and which rank stands where. It needs no process group.
+"""The device mesh as a value: named axes, their sizes, and the rank at each position. No process group is needed.
 
     >>> mesh = Mesh("dp=2,tp=4")
     >>> mesh.world_size, mesh.coordinates(6)
@@ -6,7 +6,7 @@
     >>> mesh.groups("dp")
     [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-Ranks are laid out row-major: the last axis varies fastest. A mesh taken from a ``torch.distributed.DeviceMesh`` keeps that mesh's ranks.
+Ranks are in row-major order: the last axis varies fastest. A mesh taken from a ``torch.distributed.DeviceMesh`` keeps that mesh's ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXAMPLE: Final = 'for example: Mesh("dp=2,tp=4") or Mesh("dp=2,tp=4", device="cu
 NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 RESERVED: Final = ("store", "remat", "keep", "offload", "chunk")
-"""What lines of plans begin with, so that no axis may have the name."""
+"""First words of plan lines, which are no axis names."""
 
 ROLES: Final[Mapping[str, str]] = {
     "dp": "dp",
@@ -157,7 +157,7 @@ class Mesh:
         return self.axes[self._position(name)].size
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands: axis name -> index along it, axes major to minor."""
+        """The coordinates of a rank: axis name -> index along it, axes major to minor."""
         if rank not in self.ranks:
             raise PlanError(f"rank {rank} is not in the mesh {self}, whose {self.world_size} ranks are {_brief(self.ranks)}")
         index = self.ranks.index(rank)

@@ -1,7 +1,7 @@
-"""What meshc knows of a graph node: one frozen record, read and written here.
+"""Records of FX graph nodes: one frozen `Record` per value, with its shape, dtype, sharding, source and phase.
 
-`torch.fx` carries the graph. A node's record says what value it makes (shape, dtype), where that lies (sharding), where in the user's
-model it comes from (source), and who decided (reason). Nodes with several results have a record per result and are read by `getitem`.
+`torch.fx` carries the graph. A node's record holds the value's shape and dtype, its sharding, the place in the user's model that it comes
+from (source), and why it is so sharded (reason). Nodes with several results have a record per result and are read by `getitem`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from meshc.ir.sharding import Sharding
 
 KEY = "meshc"
 PHASES = ("forward", "backward", "update")
-"""Of a training step; a value belongs to one."""
+"""Phases of a training step; a value belongs to one."""
 
 
 @dataclass(frozen=True)
 class Source:
     """A place in the user's model: file, line, the code there, and the module path (`model.layers.0.mlp`).
 
-    `region` names the checkpointed region (`torch.utils.checkpoint`) that it is in, and `saved` says that the region's own policy saves
-    what is made there: both are for passes alone.
+    `region` names the checkpointed region (`torch.utils.checkpoint`) around the place, and `saved` says that the region's own policy saves
+    the value: both are for passes alone.
     """
 
     file: str = ""
@@ -46,13 +46,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Record:
-    """One value. `shape` is global before `partition` and local after it; `sharding` always speaks of the global value.
+    """One value of a graph. `shape` is global before `partition` and local after it; `sharding` is always of the global value.
 
     `dtype` is None for a value that is no tensor (a coordinate, a tile's start). `phase` is forward, backward or update. `of` names the
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
-    the global view. `host`: it lies on the host, where nothing but `from_host` reads it; `disk`: it is so in a file there. `chunk` is set
-    for what the head and loss make of one chunk of their tokens: its number. `again`: backward recomputes it, which forward has made.
-    `used`: of this dim those positions alone are there that are used (`used_rows.py`); `shape` is their bound.
+    the global view. `host`: the value is stored on the host, where `from_host` and host operators alone read it; `disk`: in a file there.
+    `chunk` is the number of the chunk of tokens for which the head and loss compute the value. `again`: a recomputation, in backward, of a
+    value of forward. `used`: the dim whose number of positions is data (`used_rows.py`); `shape` has their bound.
     """
 
     shape: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ def value_of(node: Node) -> tuple[Node, int]:
 
 
 def leaves(argument: object) -> Iterator[object]:
-    """What stands in an argument of a call, in order: lists, tuples and dicts are gone through."""
+    """The leaves of a call's argument, in order: lists, tuples and dicts are flattened."""
     if isinstance(argument, list | tuple):
         for item in argument:
             yield from leaves(item)
@@ -132,7 +132,7 @@ def leaves(argument: object) -> Iterator[object]:
 
 
 def exactly(argument: object) -> object:
-    """An argument, or several, as what can be compared and looked up: 1, 1.0 and True are apart, which compare equal."""
+    """A hashable form of an argument, or of several, that keeps 1, 1.0 and True apart, which compare equal."""
     if isinstance(argument, list | tuple):
         return list if isinstance(argument, list) else tuple, *map(exactly, argument)
     if isinstance(argument, dict):
@@ -179,7 +179,7 @@ def _op_name(target: torch._ops.OpOverload) -> str:
 
 
 def runs_on_host(node: Node) -> bool:
-    """Whether an operator reads what lies on the host: it runs there, and what it makes lies there. Copies run on neither side."""
+    """Whether an operator reads values stored on the host: it runs there, and so is its result stored there. False for copies."""
     if node.op != "call_function" or getattr(node.target, "__name__", "") in ("to_host", "from_host"):
         return False
     return any(one.host for operand in node.all_input_nodes if has_record(operand) for one in records(operand))

@@ -1,6 +1,6 @@
-"""What the leaves of a call's inputs and outputs are called: `logits`, `hidden.states.2`, `past_key_values.0.1`.
+"""Dotted paths of the leaves of a call's inputs and outputs: `logits`, `hidden.states.2`, `past_key_values.0.1`.
 
-A key-value cache is called by layer, then 0 for the key and 1 for the value, whatever its class lays out first.
+The leaves of a key-value cache are named by layer, then 0 for the key and 1 for the value, whatever the order in its class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from meshc.ir import trees
 
 CACHE_PARTS: Final = ("key_cache", "value_cache")
-"""How transformers lays a cache out: the keys of all layers, then the values of all layers."""
+"""Fields of a transformers cache: the keys of all layers, then the values of all layers."""
 
 Path = tuple[str, ...]
 
@@ -29,7 +29,7 @@ def is_cache(spec: trees.Spec) -> bool:
 
 
 def leaves_around_caches(spec: trees.Spec) -> list[int | None]:
-    """Numbers of leaves, with None for each key-value cache in place of those that lie in it."""
+    """Indices of the leaves, with one None for each key-value cache in place of its leaves."""
     found: list[int | None] = []
     first = 0
     for node in _until_caches(spec):
@@ -39,7 +39,7 @@ def leaves_around_caches(spec: trees.Spec) -> list[int | None]:
 
 
 def _until_caches(spec: trees.Spec) -> Iterator[trees.Spec]:
-    """Leaves, and caches as wholes."""
+    """The specs of leaves, and of caches as one each."""
     if spec.is_leaf() or is_cache(spec):
         yield spec
         return
@@ -48,7 +48,7 @@ def _until_caches(spec: trees.Spec) -> Iterator[trees.Spec]:
 
 
 def cache_paths(spec: trees.Spec) -> list[str]:
-    """Paths of the leaves that lie in a key-value cache."""
+    """Paths of the leaves inside key-value caches."""
     return [".".join(path) for path, cached in _leaves(spec) if cached]
 
 
@@ -72,7 +72,7 @@ def _below(name: str, argument: object) -> list[str]:
 
 
 def _leaves(spec: trees.Spec, path: Path = (), cached: bool = False) -> Iterator[tuple[Path, bool]]:
-    """(path, whether it lies in a cache) of each leaf."""
+    """(path, whether the leaf is in a cache) of each leaf."""
     if spec.is_leaf():
         yield path, cached
         return
@@ -87,7 +87,7 @@ def _leaves(spec: trees.Spec, path: Path = (), cached: bool = False) -> Iterator
 
 
 def _keys(spec: trees.Spec) -> list[str]:
-    """What the children of a tree's node are called: keys, fields, or their numbers."""
+    """Names of the children of a tree's node: keys, fields, or indices."""
     count, context = len(spec.children()), spec.context
     if spec.type in (dict, OrderedDict):
         return [str(key) for key in context]

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: `80GB`, `40 GiB`, `512 MB`; decimal units, or binary ones with an i."""
+"""Parser of memory sizes with units: `80GB`, `40 GiB`, `512 MB`; decimal units, or binary ones with an i."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def read_bytes(text: str, what: str) -> int:
-    """The bytes of a size such as `80GB`; without a unit it is bytes. `what` it is said of, for the error. Raises PlanError."""
+    """The bytes of a size such as `80GB`; a number without a unit is bytes. Raises PlanError, which begins with `what`."""
     found = _SIZE.fullmatch(text)
     unit = None if found is None else {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower() or "b")
     if found is None or unit is None or len(found[1]) > 20:

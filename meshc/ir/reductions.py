@@ -1,8 +1,8 @@
-"""Reductions: how summands that lie on several ranks, or come from several microbatches, become one value.
+"""Table of the elementwise reductions (sum, max, min) over ranks and over microbatches.
 
-A new one begins here, with what it does to two tensors. What the table cannot say of it stands elsewhere: which operators let it wait
-(`meshc/rules/partial.py`), what padding must hold (`neutral` of the rules in `meshc/rules/reduction.py` and `statistics.py`), the words
-of what microbatches give (`program/accumulate.py`, and their kinds in `ir/keys.py`), and its plain definition (`testing/tiles.py`).
+A new reduction begins here, with its function of two tensors. The rest of it is declared elsewhere: the operators it can be deferred over
+(`passes/rules/partial.py`), the values of padding (`neutral` of the rules in `passes/rules/reduction.py` and `statistics.py`), the keys of
+microbatches' parts (`program/accumulate.py`, and their kinds in `ir/keys.py`), and its plain definition (`testing/tiles.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Final
 import torch
 
 REDUCTIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-"""By name, as types say it: what makes one tensor of two, and takes `out=`.
+"""Name, as in types -> the function of two tensors, which takes `out=`.
 
 torch.distributed's `ReduceOp` has the same names in capitals."""
 
 
 def as_integer(value: float, dtype: torch.dtype) -> int:
-    """The integer (or truth) that stands for a value that adds nothing: the lowest for minus infinity, the highest for infinity."""
+    """A neutral element as an integer or bool of `dtype`: the lowest for minus infinity, the highest for infinity."""
     if value not in (float("-inf"), float("inf")):
         return int(value)
     if dtype == torch.bool:

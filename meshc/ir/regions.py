@@ -1,11 +1,11 @@
-"""Regions: neighbouring nodes of a stage that run as one compiled function, by a number that each of them carries.
+"""Regions of a stage: runs of neighbouring nodes that are compiled as one function, marked by a number on each node.
 
     with region(2):
         mm: "f32[8, 4]" = aten.mm(x, w)
         relu: "f32[8, 4]" = aten.relu(mm)
     all_reduce: "f32[8, 4]" = all_reduce(relu, ["tp"], "sum")        in no region: runs by itself
 
-The number is all that a node knows; nodes of one number stand together, and no number comes back later in its stage.
+Nodes of one number are contiguous, and no number recurs later in its stage.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def set_region(node: Node, number: int) -> None:
 
 
 def blocks(nodes: Iterable[Node]) -> Iterator[tuple[int | None, list[Node]]]:
-    """Neighbours of one region, or of none, with its number."""
+    """(number, nodes) of each run of neighbours in one region; number None for those in no region."""
     for number, members in groupby((node for node in nodes), region_of):  # a graph's own iterator begins again behind its end
         yield number, list(members)
 
 
 def is_number(node: Node) -> bool:
-    """Whether a node is an integer that says where a rank or a microbatch stands: it is known before anything runs."""
+    """Whether a node is an integer that depends on the rank or microbatch alone (a coordinate, a tile's start or count)."""
     return node.op == "call_function" and node.target in spmd.INTEGERS.values()
 
 
 def why_alone(node: Node, changing: set[Node]) -> str:
-    """What forbids that a call is compiled with others, once for all ranks and microbatches; nothing, if it may be. `changing`:
-    integers that are others for each microbatch."""
+    """Why a call cannot be compiled with others, once for all ranks and microbatches; empty if it can. `changing`: the integers that
+    depend on the microbatch."""
     if spmd.is_collective(node.target):
         return "talks to other ranks"
     if spmd.is_host_copy(node.target):
@@ -67,7 +67,7 @@ def writes(node: Node) -> bool:
 
 
 def changing(graph: Graph) -> set[Node]:
-    """Integers that are others for each microbatch."""
+    """The integers that depend on the microbatch."""
     found: set[Node] = set()
     for node in graph.nodes:
         if is_number(node) and (node.args[0] == spmd.MICROBATCH or any(operand in found for operand in node.all_input_nodes)):

@@ -1,11 +1,11 @@
-"""Where a value lies: for each dim its factors, for each factor the mesh axes that split it, and the axes it is still partial over.
+"""Sharding of a value: the factors of each dim, the mesh axes that split each factor, and the axes the value is partial over.
 
 A dim is a product of factors, major to minor. Axes split a factor one after the other, major to minor, each into equal padded tiles:
 129 over 2 and 2 is 65, then 33, so every rank holds 33 positions, of which 33, 32, 33, 31 are real. Taking the innermost axis away
 gives the layout of the rest, which is what makes a gather over one axis exact. What padding must hold is written in
 `passes/partition/operator_lowering.py`.
 
-The tiles of the first axis may lie in another order than that of their positions, which then is part of the sharding:
+The tiles of the first axis may be in another order than that of their positions, which then is part of the sharding:
 
     seq 4096/cp            rank r of n has tile r
     seq 4096/cp~zigzag     rank r has the first half of tile r and the second half of tile n - 1 - r, the earlier one first: of 16 over 2,
@@ -24,13 +24,13 @@ from meshc.ir.sizes import braced
 
 ZIGZAG: Final = "zigzag"
 ORDERS: Final = (ZIGZAG,)
-"""In which tiles may lie, beside the natural one."""
+"""Orders of tiles beside the natural one."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One factor's place in a dim: its name, its global size, the axes that split it, major to minor, and in which order the tiles of the
-    first of these lie, if not in that of their positions (`ORDERS`)."""
+    """One factor of a dim: its name, its global size, the axes that split it, major to minor, and the order of the first axis's tiles
+    (one of `ORDERS`), if it is not that of their positions."""
 
     factor: str
     size: int
@@ -50,8 +50,8 @@ class Part:
 class Sharding:
     """The full assignment of a value. `partial` lists (axis, reduction), reductions being sum, max or min.
 
-    `zero` holds the (dim, position) of parts whose padding is known to be zero; it says more about the same layout,
-    so it takes no part in comparisons.
+    `zero` holds the (dim, position) of parts whose padding is known to be zero; it does not change the sharding, so it takes no part in
+    comparisons.
     """
 
     dims: tuple[tuple[Part, ...], ...] = ()
@@ -73,7 +73,7 @@ class Sharding:
         return {axis for _, _, part in self.parts() for axis in part.axes}
 
     def partial_over(self, axis: str) -> str | None:
-        """The reduction this value waits for over `axis`, or None."""
+        """The reduction over `axis` that is still to be done, or None."""
         return dict(self.partial).get(axis)
 
     @property
@@ -120,7 +120,7 @@ def tile_sizes(size: int, counts: Sequence[int]) -> list[int]:
 
 
 def tile_start(size: int, counts: Sequence[int], coordinates: Sequence[int]) -> int:
-    """Global index of the first element of the tile at `coordinates` (may lie beyond `size` for an empty tile)."""
+    """Global index of the first element of the tile at `coordinates` (may be beyond `size` for an empty tile)."""
     sizes = tile_sizes(size, counts)
     return sum(step * coordinate for step, coordinate in zip(sizes[1:], coordinates, strict=True))
 

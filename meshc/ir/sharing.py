@@ -1,11 +1,11 @@
-"""Memory that values share, in words that the value which has it carries.
+"""Annotations of nodes whose values share memory: parts inside a `cat`, results over their operand, memory kept between calls.
 
     g1: "f32[8, 8]" = aten.mm(x, y)
     a: "f32[64]" = aten.reshape(g1, [-1])
     flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])              g1, a and b are made in the memory of flat
     r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")        r is in the memory of flat
 
-`kept` is memory that a stage has for good, the same at each call. Words belong to a node, so they move with it when a graph is copied.
+`kept` is memory that a stage reuses at each call. The words are in the node's `meta`, so they are copied with the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT: Final = "kept"
 WORDS: Final = (PARTS_INSIDE, OVER_OPERAND, KEPT)
 
 Words: TypeAlias = Callable[[Node], Collection[str]]
-"""Those of a node: what it carries (`sharing_of`), or what a later pass will have it carry."""
+"""Node -> its words: those it carries (`sharing_of`), or those that a later pass will set."""
 
 
 def sharing_of(node: Node) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""Sizes that are known only when a program is called: integers that carry the expression they came from.
+"""Symbolic sizes, known only when a program is called: integers that carry the sympy expression they were computed by.
 
     n = symbol("n_batch", 11)        an integer, 11, wherever a pass computes with it, and `n_batch` where it is printed
     -(-n // 2) * 16                  176, printed as `-(-n_batch // 2) * 16`
 
-Passes run as they do for a fixed size; what they compute from a size remembers how. `at` puts other sizes in. A decision that a pass takes
-by comparing is taken once for all sizes, so the integer that stands for a size is a prime to which nothing else in the model fits: neither
-it nor a tile of it divides by an axis, and it equals no other size.
+Passes run as they do for a fixed size; each number they compute from a size carries its expression. `at` substitutes other sizes. A
+decision that a pass takes by a comparison is taken once for all sizes, so the integer that stands for a size (the hint) is a prime to which
+nothing else in the model fits: neither the hint nor a tile of it divides by an axis, and it equals no other size.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshc.ir.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIE
 Number: TypeAlias = int | float
 """Plain, or open: a `Size` is an int and a `Ratio` a float."""
 PREFIX = "n_"
-"""What a symbol's name begins with; no value of a program has such a name."""
+"""Prefix of a symbol's name; no value of a program has such a name."""
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """One size that calls choose: the user's name for it, its least and greatest value, and the integer that stands for it in passes."""
+    """One dynamic size: the user's name, the least and greatest value, and the integer (`hint`) that stands for the size in passes."""
 
     name: str
     low: int
@@ -47,16 +47,16 @@ class Dynamic:
 
 
 class _Open:
-    """Arithmetic that keeps expressions. A plain float on the left of an integer would lose it, so write 1 / size, not 1.0 / size.
+    """Arithmetic that keeps expressions. A plain float as the left operand would lose the expression: write 1 / size, not 1.0 / size.
 
-    Types know nothing of it: a size is an int whose sum with an int is an int, a ratio a float. The operators are set below, from a table.
+    To a type checker a size is an int and a ratio a float. The operators are set below, from a table.
     """
 
     expr: sympy.Expr
 
 
 class Size(_Open, int):
-    """An integer that remembers its expression. What arithmetic makes of it is one again, or a plain number where nothing is left open.
+    """An integer with its expression. Arithmetic gives a size or a ratio again, or a plain number where no symbol is left.
 
     Two sizes are equal if their expressions are; a size equals a plain number if the integer that stands for it does.
     """
@@ -117,7 +117,7 @@ def symbol(dynamic: Dynamic) -> Size:
 
 
 def sized(expr: sympy.Expr, hint: float) -> Number:
-    """A number for an expression: plain where nothing in it is open."""
+    """The number of an expression whose value at the hints is `hint`; plain where the expression has no symbols."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_number:
@@ -128,7 +128,7 @@ def sized(expr: sympy.Expr, hint: float) -> Number:
 
 
 def _integral(expr: sympy.Expr) -> bool:
-    """Whether an expression of which sympy does not know it is an integer: a quotient without remainder, by construction."""
+    """Whether an expression is an integer although sympy cannot tell: a quotient without remainder, by construction."""
     return not expr.atoms(sympy.Float) and expr.is_integer is None and expr.as_numer_denom()[1].is_Integer
 
 
@@ -180,7 +180,7 @@ def _combined(sign: str, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
 
 
 def floor_divided(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
-    """left // right, written one way: what is negative is rounded up."""
+    """left // right in canonical form: a negative quotient is written with ceiling."""
     quotient = left / right
     return -sympy.ceiling(-quotient) if quotient.could_extract_minus_sign() else sympy.floor(quotient)
 
@@ -190,7 +190,7 @@ def floor_divided(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
 
 @lru_cache(maxsize=100_000)
 def text(expr: sympy.Expr, exact: bool = True) -> str:
-    """The expression in Python, over integers unless not `exact`."""
+    """The expression as Python text; quotients are written with `//` if `exact`, else with `/`."""
     numerator, denominator = expr.as_numer_denom()
     if denominator != 1:
         return f"{_grouped(numerator, exact)} {'//' if exact else '/'} {_grouped(denominator, exact)}"
@@ -208,7 +208,7 @@ def text(expr: sympy.Expr, exact: bool = True) -> str:
 
 
 def _grouped(expr: sympy.Expr, exact: bool) -> str:
-    """An expression as a factor."""
+    """The text of an expression as a factor, in parentheses where they are needed."""
     shown = text(expr, exact)
     return shown if expr.is_Atom or isinstance(expr, sympy.Function) or (-expr).is_Atom else f"({shown})"
 
@@ -231,7 +231,7 @@ def _atom(expr: sympy.Expr) -> str:
 
 
 def braced(size: int) -> str:
-    """A size as it stands in a type: an expression in braces."""
+    """The text of a size in a type: an expression is put in braces."""
     shown = str(size)
     return f"{{{shown}}}" if isinstance(size, Size) and not shown.isidentifier() else shown
 
@@ -242,9 +242,9 @@ _OF_AST: dict[type[ast.operator], str] = {
 
 
 def from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
-    """The number that a piece of program text describes, or None if it is no such expression. Nothing is executed.
+    """The number that a syntax tree describes, or None if it is no expression of sizes. Nothing is executed.
 
-    Raises ArtifactError for an expression that is larger than any that is printed, or whose numbers or terms are.
+    Raises ArtifactError if the expression, its numbers, or its count of terms are larger than in any that is printed.
     """
     if sum(1 for _ in itertools.islice(ast.walk(tree), MOST_NODES + 1)) > MOST_NODES:
         raise ArtifactError(f"an expression of sizes has more than {MOST_NODES} names, numbers and signs")
@@ -289,7 +289,7 @@ def _bounded(value: Number) -> Number:
 
 
 def _refuse_many_roundings(*operands: Number, multiplied: bool) -> None:
-    """sympy takes for ever over roundings (//, %, max, min) within each other, most where they are multiplied with other sizes."""
+    """Raises ArtifactError for too many roundings (//, %, max, min): sympy takes for ever over nested ones, most of all in products."""
     open_ones = [value.expr for value in operands if isinstance(value, Size | Ratio)]
     count = sum(len(expr.atoms(*_ROUNDINGS)) for expr in open_ones)
     most = MOST_ROUNDINGS_MULTIPLIED if multiplied and len(open_ones) > 1 else MOST_ROUNDINGS
@@ -344,7 +344,7 @@ def at(value: object, sizes: Mapping[str, int]) -> object: ...
 
 
 def at(value: object, sizes: Mapping[str, int]) -> object:
-    """The number with these sizes put in, by symbol; anything that is no open number is itself."""
+    """The number with `sizes` substituted, by symbol; a value that is no `Size` or `Ratio` is returned as it is."""
     return _value(value.expr, tuple(sorted(sizes.items()))) if isinstance(value, Size | Ratio) else value
 
 
@@ -357,12 +357,12 @@ def _value(expr: sympy.Expr, sizes: tuple[tuple[str, int], ...]) -> Number:
 
 
 def hint_for(wanted: int, low: int, high: int, taken: set[int], extents: set[int], pieces: int) -> int:
-    """A prime over `pieces`, and one more than a multiple of it, that is not taken and divides no size that is fixed; from low to high if
-    there is one.
+    """A prime above `pieces`, one more than a multiple of `pieces`, not in `taken` and dividing none of `extents`; from `low` to `high` if
+    possible.
 
-    One more than a multiple, so that no tile divides by the next axis if several split a dim one after the other: 5 is tiles of 3, then of
-    2, each uneven, where 7 is tiles of 4, and those of 2 evenly, as they are at few other sizes. It is the next one below `wanted`, or else
-    above: models have upper limits (tables of positions) more often than lower ones.
+    One more than a multiple, so that no tile divides by the next axis if several split a dim one after the other: 5 has tiles of 3, then of
+    2, each uneven, where 7 has tiles of 4, and those of 2 evenly, as at few other sizes. The next such prime below `wanted` is taken, or
+    else above: models have upper limits (tables of positions) more often than lower ones.
     """
     step = max(pieces, 1)
 
@@ -380,11 +380,11 @@ def hint_for(wanted: int, low: int, high: int, taken: set[int], extents: set[int
 
 
 WORLDS = 6
-"""Choices of sizes: as many as tell apart what operators make of sizes (halves that round up or down, and so on)."""
+"""Number of assignments of sizes, enough to tell apart functions of sizes (halves that round up or down, and so on)."""
 
 
 def worlds(sizes: Sequence[Dynamic]) -> list[dict[str, int]]:
-    """Some choices of sizes, by symbol, from their ranges if these have as many; the first are the integers that stand for them."""
+    """`WORLDS` assignments of sizes, by symbol, from the sizes' ranges where these have as many; the first is the hints."""
     found: list[dict[str, int]] = [{} for _ in range(WORLDS)]
     for place, size in enumerate(sizes):
         middle = min(size.hint, size.high)

@@ -1,4 +1,4 @@
-"""The operators that only a per-rank program has: coordinates, tiles, masks, collectives.
+"""Operators of per-rank programs: coordinates, tiles, masks, collectives, copies between device and host.
 
 The local ones are plain functions over tensors. Collectives are names: the runtime and the simulator each give them their meaning, so
 calling one here is an error. `axes` are mesh axes, major to minor; tiles are numbered row-major over them.
@@ -51,13 +51,13 @@ from meshc.ir.sharding import tile_count, tile_start
 from meshc.ir.window import tile_length
 
 MICROBATCH: Final = "mb"
-"""The axis whose ranks are moments: a microbatch is its tile of the batch."""
+"""The sequential axis of microbatches: its "ranks" run one after another, and a microbatch is a tile of the batch."""
 
 CHUNK: Final = "in chunks"
-"""Another such axis, of the head and loss alone, until they are written chunk by chunk. No mesh has an axis of this name."""
+"""The sequential axis of chunks, of the head and loss alone, until they are written chunk by chunk. No mesh has an axis of this name."""
 
 SEQUENTIAL: Final = frozenset({MICROBATCH, CHUNK})
-"""Axes whose ranks are moments."""
+"""Axes whose "ranks" run one after another on the same rank."""
 
 
 def coordinate(axis: str) -> int:
@@ -123,9 +123,9 @@ gather_rows = _collective("gather_rows")
 scatter_rows = _collective("scatter_rows")
 
 OF_ROWS: Final = (gather_rows, scatter_rows)
-"""Collectives that read where rows go."""
+"""Collectives that read the choices of rows."""
 OF_ORDER: Final = (to_zigzag, from_zigzag)
-"""Collectives that change the order of a dim: of its rank's tile the second half moves."""
+"""Collectives that change the order of a dim: the second half of each rank's tile moves."""
 COLLECTIVES = {
     function.__name__: function
     for function in (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, ring_shift, *OF_ORDER, halo, halo_sum, *OF_ROWS)
@@ -137,7 +137,7 @@ FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL, **HOST_COP
 
 
 def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: Mapping[str, int]) -> list[int]:
-    """The shape of what a collective, or a cut into tiles, makes of a tensor; `args` are those behind it, `sizes` those of the axes."""
+    """The result shape of a collective or of `shard`, for an operand of `shape`; `args` follow the operand, `sizes` are the axes'."""
     if target is shard:
         dim, tiles, _ = cast(tuple[int, int, object], args)
         return [-(-extent // tiles) if d == dim else extent for d, extent in enumerate(shape)]
@@ -170,16 +170,16 @@ def is_collective(target: Target) -> bool:
 
 
 def is_host_copy(target: Target) -> bool:
-    """Whether a call copies between a rank's device and its host: like a collective it starts where it stands, and is waited for where its
-    result is first read."""
+    """Whether a call copies between a rank's device and its host: asynchronous like a collective, and waited for where its result is first
+    read."""
     return HOST_COPIES.get(getattr(target, "__name__", "")) is target
 
 
 def is_function(target: Target) -> bool:
-    """Whether a call is of this file, rather than an operator."""
+    """Whether a call's target is a function of this file, rather than an operator."""
     return FUNCTIONS.get(getattr(target, "__name__", "")) is target
 
 
 def joins_stages(node: Node) -> bool:
-    """Whether a node is a collective between pipeline stages. Their graphs differ, so what they do together keeps its order in each."""
+    """Whether a node is a collective between pipeline stages. Their graphs differ, so passes keep the order of such collectives in each."""
     return is_collective(node.target) and any(role(axis) == "pp" for axis in node.args[1])  # type: ignore[union-attr, arg-type]

@@ -1,16 +1,16 @@
-"""Trail: what passes make of a program's sizes and what they ask of them, so that other sizes can be put in afterwards.
+"""Trail: a recorded trace of the arithmetic and comparisons on a program's sizes, which can be replayed at other sizes.
 
     n = trail.number(6144)                      6144, wherever a pass computes with it
-    held = 4 * n + 1024                         25600, and how it was made
-    if held > budget: ...                       asked: at other sizes the answer must be the same
-    trail.at([7168])                            there it is: what each number is then. NotAlike if anything asked has another answer
+    held = 4 * n + 1024                         25600, with the step that computed it
+    if held > budget: ...                       recorded: at other sizes the comparison must have the same outcome
+    trail.at([7168])                            every number at this size. NotAlike if any comparison has another outcome
 
-Integers and floats are recomputed by the same operators in the same order, so they are those that the passes would have made, to the bit,
-and so are all decisions. `meshc/ir/sizes.py` is for sizes that nobody knows yet, and decides for all of them.
+Integers and floats are recomputed by the same operators in the same order, so they equal what the passes would have computed, to the bit,
+and so do all decisions. `meshc/ir/sizes.py` is for sizes that are unknown at compile time, and decides for all of them.
 
-A followed number counts as an int or a float for `isinstance`, and is none for the interpreter: whatever needs the plain value (an index, a
-text, numpy) asks for it, and then the number must be the same at other sizes. Nothing gets at it unasked. What does not compare numbers
-one by one says so: `largest` and `smallest` make a number, `answer` asks a function of many at once, `computed` has one make a number.
+A followed number is an int or a float for `isinstance`, but not for the interpreter: whatever needs the plain value (an index, a text,
+numpy) converts it, which records that the number must be the same at other sizes. Functions of several numbers go through `largest` and
+`smallest` (a number), `computed` (a number, by any function) and `answer` (a decision, by any function).
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ Answer = TypeVar("Answer")
 
 
 class NotAlike(Exception):
-    """Other sizes, at which passes would do otherwise, or may."""
+    """At other sizes a recorded comparison has another outcome, so passes would decide otherwise, or may."""
 
 
 class Trail:
-    """
-    values    of each step at the sizes that passes have seen: an open number, a plain one, or made of earlier ones
-    made      (step, function, operands) of those that are made
-    asked     (function, operands, answer)
-    hashed    steps that were looked up in a table: numbers that differ there differ at other sizes too
+    """The recorded steps and comparisons.
+
+    values    value of each step at the sizes that passes have seen: an open number, a plain one, or computed from earlier ones
+    opened    steps of the open numbers
+    made      (step, function, operands) of the computed steps
+    asked     (function, operands) -> answer
+    hashed    steps that were hashed: numbers that differ there must differ at other sizes too
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class Trail:
         self._known: dict[tuple[Callable[..., Any], tuple[int, ...]], Any] = {}
 
     def number(self, value: Number) -> Any:
-        """An open number, which is `value` for the passes. Of `at`, the next one."""
+        """A new open number, which is `value` for the passes; `at` takes values in the order of these calls."""
         self.opened.append(len(self.values))
         return self._followed(value)
 
@@ -56,7 +58,7 @@ class Trail:
         return (Real if type(value) is float else Whole)(self, len(self.values) - 1, value)
 
     def step(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """What a function without a memory makes of numbers."""
+        """The result of a pure function as a followed number; recorded once for equal operands."""
         places = tuple(map(self._place, operands))
         found = self._known.get((function, places))
         if found is None:
@@ -66,7 +68,7 @@ class Trail:
         return found
 
     def ask(self, function: Callable[..., Answer], *operands: Any) -> Answer:
-        """What a function answers, which is to be the same at other sizes."""
+        """The answer of a pure function; recorded, since it must be the same at other sizes."""
         places = tuple(map(self._place, operands))
         if (function, places) not in self.asked:
             self.asked[function, places] = function(*[self.values[place] for place in places])
@@ -84,7 +86,7 @@ class Trail:
         return place
 
     def at(self, values: Sequence[Number], plain: Collection[Number] = ()) -> list[Any]:
-        """All steps, with these for the open numbers, in their order. `plain`: numbers that are not open. Raises NotAlike."""
+        """The values of all steps when the open numbers are `values`, in order. `plain`: numbers that are not open. Raises NotAlike."""
         found = list(self.values)
         for place, value in zip(self.opened, values, strict=True):
             found[place] = value
@@ -104,7 +106,7 @@ class Trail:
         return found
 
     def _refuse_new_equals(self, found: Sequence[Any], plain: Collection[Number]) -> None:
-        """Two numbers that are equal were compared when they were looked up; others have only been told apart."""
+        """Raises NotAlike if two hashed numbers that differed are equal now: unequal hashes were never compared, so nothing recorded it."""
         was: dict[Any, Any] = {}
         for place in self.hashed:
             before, now = self.values[place], found[place]
@@ -113,7 +115,7 @@ class Trail:
 
 
 class _Followed:
-    """A number that remembers how it was made."""
+    """A number whose arithmetic and comparisons are recorded in its trail."""
 
     __slots__ = ("place", "trail", "value")
 
@@ -146,7 +148,7 @@ class _Followed:
         return self.trail.ask(bool, self)
 
     def _plain(self) -> Any:
-        """The value, which is to be the same at other sizes."""
+        """The plain value; recorded, since it must be the same at other sizes."""
         self.trail.ask(operator.eq, self, self.value)
         return self.value
 
@@ -188,7 +190,7 @@ class _Followed:
 
 
 class Whole(_Followed):
-    """An integer."""
+    """A followed integer."""
 
     __slots__ = ()
 
@@ -201,7 +203,7 @@ class Whole(_Followed):
 
 
 class Real(_Followed):
-    """A float."""
+    """A followed float."""
 
     __slots__ = ()
 
@@ -240,26 +242,25 @@ def _trail_of(numbers: Iterable[Any]) -> Trail | None:
 
 
 def computed(function: Callable[..., Any], *numbers: Any) -> Any:
-    """What a function without a memory makes of numbers; of followed ones a number that remembers it. The function is told from others by
-    which it is: one that is made for each call is made anew each time."""
+    """The result of a pure function of numbers; a followed number if one of them is. The memo compares functions by identity, so a lambda
+    made for each call is recorded each time."""
     trail = _trail_of(numbers)
     return function(*numbers) if trail is None else trail.step(function, *numbers)
 
 
 def answer(function: Callable[..., Answer], *numbers: Any) -> Answer:
-    """What a function without a memory says of numbers all together, where it compares them its own way: at other sizes it must say the
-    same."""
+    """The answer of a pure function of numbers that compares them in its own way; at other sizes the answer must be the same."""
     trail = _trail_of(numbers)
     return function(*numbers) if trail is None else trail.ask(function, *numbers)
 
 
 def largest(*numbers: Any) -> Any:
-    """The largest, whichever it is."""
+    """The largest of the numbers, at other sizes too, whichever it is."""
     return computed(_largest, *numbers)
 
 
 def smallest(*numbers: Any) -> Any:
-    """The smallest, whichever it is."""
+    """The smallest of the numbers, at other sizes too, whichever it is."""
     return computed(_smallest, *numbers)
 
 

@@ -1,11 +1,11 @@
-"""Trees of inputs and outputs: torch's pytrees, with classes that are trees to meshc and, of themselves, leaves to torch.
+"""Pytrees of inputs and outputs: torch's own, with further classes that are trees to meshc but leaves to torch.
 
     learn(DynamicCache, flatten, unflatten)
     leaves({"logits": x, "past_key_values": cache})       x, the keys, the values
     torch.utils._pytree.tree_leaves(...)                  x, the cache: nothing of the process's own registry has changed
 
-A class is in torch's registry while one of these functions runs, or inside `known()`, which is for code of torch's own that walks trees.
-One that somebody else has registered is a tree as they say.
+A class is in torch's registry only while one of these functions runs, or inside `known()`, which is for torch's own code that walks trees.
+For a class that other code has registered with torch, that registration holds.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Unflatten = Callable[[Any, Any], Any]
 
 _learned: Final[dict[type, tuple[Flatten, Unflatten, Flatten]]] = {}
 _inside: Final[list[list[type]]] = []
-"""For each `known()` that is not over, the classes that it has registered; of all threads, under the lock."""
+"""For each open `known()` of any thread, the classes that it has registered; guarded by the lock."""
 _lock = threading.RLock()
 
 
 def learn(kind: type, flatten: Flatten, unflatten: Unflatten, with_keys: Flatten | None = None) -> None:
-    """From here on objects of a class are trees to meshc: `flatten` gives (children, context), which `unflatten` takes; `with_keys` gives
-    ((key, child) for each, context), by which inputs are named. Without it children are called by their positions."""
+    """Makes objects of a class trees to meshc. `flatten` returns (children, context), which `unflatten` takes; `with_keys` returns
+    ((key, child) pairs, context), by which inputs are named. Without `with_keys` children are named by position."""
     _learned[kind] = flatten, unflatten, with_keys or _by_position(flatten)
 
 
 def is_known(kind: type) -> bool:
-    """Whether a class is a tree, by whomever."""
+    """Whether a class is a tree, registered here or with torch."""
     return kind in _learned or kind in _of_torch.SUPPORTED_NODES
 
 
 def kinds() -> list[type]:
-    """All classes that are trees, by whomever."""
+    """All classes that are trees, registered here or with torch."""
     return list(dict.fromkeys((*_of_torch.SUPPORTED_NODES, *_learned)))
 
 
 def functions_of(kind: type) -> tuple[Callable[..., Any], ...]:
-    """What takes objects of a class apart, and puts them together; none if it is no tree."""
+    """(flatten, unflatten) of a class; empty if the class is no tree."""
     if kind in _of_torch.SUPPORTED_NODES:
         node = _of_torch.SUPPORTED_NODES[kind]
         return node.flatten_fn, node.unflatten_fn
@@ -56,7 +56,7 @@ def functions_of(kind: type) -> tuple[Callable[..., Any], ...]:
 
 @contextlib.contextmanager
 def known() -> Iterator[None]:
-    """Inside, torch's own functions know what was learned. Threads may be inside at once; the last one leaves the registry as it was."""
+    """A context in which learned classes are in torch's registry. Threads may overlap; the last to leave restores the registry."""
     if not _learned:
         yield
         return
@@ -93,7 +93,7 @@ def _register(kind: type, flatten: Flatten, unflatten: Unflatten, with_keys: Fla
 
 @contextlib.contextmanager
 def borrowed(kind: type) -> Iterator[list[tuple[Flatten, Unflatten]]]:
-    """A list that receives what is registered for a class inside; the registry is then as it was."""
+    """A context that undoes the registration of a class made inside; its list then holds the (flatten, unflatten) registered."""
     found: list[tuple[Flatten, Unflatten]] = []
     with _lock:
         yield found
@@ -114,14 +114,14 @@ def flatten_with_path(tree: object) -> tuple[Sequence[tuple[Sequence[object], ob
 
 
 def unflatten(leaves: Sequence[object], spec: Spec) -> Any:
-    """Raises ValueError if they are not as many as the spec has."""
+    """The tree of these leaves. Raises ValueError if their number is not that of the spec."""
     if len(leaves) != spec.num_leaves:
         raise ValueError(f"{len(leaves)} leaves for a tree of {spec.num_leaves}")
     return built(iter(leaves), spec)
 
 
 def built(leaves: Iterator[object], spec: Spec, whole: Callable[[Spec], bool] | None = None) -> Any:
-    """The tree with the next of these leaves. whole: which nodes are leaves here, in place of all that is in them."""
+    """The tree of `spec` with the next of `leaves`. A node for which `whole` is true takes one leaf in place of its subtree."""
     if spec.is_leaf() or whole is not None and whole(spec):
         return next(leaves)
     children = [built(leaves, child, whole) for child in spec.children()]

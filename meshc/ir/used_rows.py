@@ -1,11 +1,11 @@
-"""Values of which the used rows alone are there: how many is data, and their type says how many there may be.
+"""Values with a data-dependent number of rows (the used rows): type rules, and the operators that may read such values.
 
-    used: "i64[1, 2048] used(1)"         of the 2048 positions of dim 1, as many as are used; dims before it have one position
-    h: "f32[1, 2048, 512] used(1)" = aten.silu(g)         and so has what is made of them row by row
+    used: "i64[1, 2048] used(1)"         at most 2048 positions along dim 1; dims before it have one position
+    h: "f32[1, 2048, 512] used(1)" = aten.silu(g)         an operator that treats each row by itself has as many rows
 
-`meshc/ops/used_rows.py` picks rows out, multiplies them, and puts them back. What else may read them are operators that treat each row by
-itself, since how many there are, and which stands where, is no concern of theirs: `rows_dim` knows these. Whatever else reads such a value
-is refused (`fault`): it would take the rows that are there for all.
+`meshc/ops/used_rows.py` selects rows, multiplies them, and puts them back. Other readers must be operators that treat each row by itself,
+to which the number and the order of rows do not matter (`rows_dim`). Any other reader is refused (`fault`): it would take the used rows for
+all rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAKING: Final[Mapping[str, tuple[tuple[int, ...], tuple[int | None, ...]]]] = {
     "meshc.places_of_rows": ((0, 1), (None,)),
     "meshc.rows_spread": ((0,), (1,)),
 }
-"""Operators of such rows: the places of their operands that are, and of each result the dim of its rows, if it has such."""
+"""Operators of used rows: the positions of operands with used rows, and for each result the dim of its used rows, if any."""
 
 ELEMENTS: Final = frozenset(
     {
@@ -55,28 +55,28 @@ ALONG: Final[Mapping[object, tuple[int, ...]]] = {
     aten._softmax_backward_data.default: (2,), aten.sum.dim_IntList: (1,), aten.mean.dim: (1,), aten.amax.default: (1,),
     aten.amin.default: (1,), spmd.mask: (1,),
 }  # fmt: skip
-"""Operators that work along dims, and where among their arguments they say which."""
+"""Operators that work along dims, and the positions of the arguments that name these dims."""
 
 SHAPED: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.expand.default)
-"""Operators that are told a shape: that of rows has -1 where their number stands."""
+"""Operators that take a shape; of used rows it has -1 in place of their number."""
 
 Dims = Callable[[Node], "int | None"]
 
 
 def dim_of(node: Node) -> int | None:
-    """Of which dim of a value the used positions alone are there."""
+    """The dim of a value's used rows; None for a value with all rows."""
     found = node.meta.get(KEY)
     return None if found is None or isinstance(found, tuple) else found.used
 
 
 def of_used_rows(node: Node) -> bool:
-    """Whether a call reads or makes such values: how long they are is not known before it runs."""
+    """Whether a call reads or returns values with used rows, whose shapes are not known before it runs."""
     made = KEY in node.meta and any(one.used is not None for one in records(node))
     return made or any(dim_of(operand) is not None for operand in node.all_input_nodes)
 
 
 def rows_dim(node: Node, dims: Dims) -> int | None:
-    """Of a call that reads such values, the dim of the rows in what it makes, if it treats each row by itself; else None."""
+    """The dim of used rows in the result of a call that reads used rows and treats each row by itself; else None."""
     given = [operand for operand in leaves((node.args, node.kwargs)) if isinstance(operand, Node)]
     of_rows = {operand: dim for operand in given if (dim := dims(operand)) is not None}
     made = records(node)[0]
@@ -100,7 +100,7 @@ def rows_dim(node: Node, dims: Dims) -> int | None:
 
 
 def fault(node: Node) -> str:
-    """Why a node may not read what it reads, or does not make what its type says; empty if nothing is wrong."""
+    """The fault of a node that must not read its operands' used rows, or whose result does not match its type; empty if there is none."""
     if node.op != "call_function" or KEY not in node.meta:
         return ""
     told = tuple(one.used for one in records(node))
@@ -126,7 +126,7 @@ def fault(node: Node) -> str:
 
 
 def with_open_rows(node: Node, dim: int) -> tuple[Argument, ...]:
-    """The arguments of a call that makes rows along `dim`, of however many."""
+    """The arguments of a call whose result has used rows along `dim`: with -1 for their number where it takes a shape."""
     if node.target not in SHAPED:
         return node.args
     return (node.args[0], [-1 if place == dim else size for place, size in enumerate(_sizes(node))], *node.args[2:])
@@ -148,12 +148,12 @@ def _is_by_element(target: Target) -> bool:
 
 
 def _is_of_all(shape: Sequence[int], behind: int) -> bool:
-    """Whether a value stands for each row: it has one position where they have theirs, or none."""
+    """Whether a value broadcasts over the rows: its dim there, if it has one, has size 1."""
     return len(shape) < behind or prod(shape[: len(shape) - behind + 1]) == 1
 
 
 def _of_shape(target: Target, given: Sequence[int], dim: int, made: Sequence[int]) -> int | None:
-    """Where rows stand in another shape: behind as many positions as before, which is one."""
+    """The dim of the rows after a reshape or expand; None if it is ambiguous."""
     places = [place for place in range(len(made)) if made[place] == given[dim] and prod(made[:place]) == 1]
     if target is aten.expand.default:
         places = [place for place in places if place == dim + len(made) - len(given)]
@@ -161,7 +161,7 @@ def _of_shape(target: Target, given: Sequence[int], dim: int, made: Sequence[int
 
 
 def _along(node: Node, first: Node, of_rows: Mapping[Node, int]) -> bool:
-    """Whether an operator works along dims behind that of the rows, of which all that it reads are."""
+    """Whether an operator works along dims after the rows' alone, and all its tensor operands have used rows."""
     dim, rank = of_rows[first], len(records(first)[0].shape) + (node.target is aten.unsqueeze.default)
     if set(of_rows) != set(node.all_input_nodes) - _integers(node) or set(of_rows.values()) != {dim}:
         return False

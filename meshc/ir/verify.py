@@ -1,14 +1,14 @@
-"""Structure: what holds of a graph after every pass, whatever it means. A pass that breaks it is named, with the value and the user's line.
+"""Structural verifier of graphs, run after every pass; its errors name the pass, the value and the user's line.
 
-- Every value that a node reads stands before it in the same graph, and knows that it is read.
-- Placeholders come first, in the number of the ports; one output comes last, with as many results as there are ports.
-- A call has a record, of each of several results one; who reads one of several has its record. A sharding has as many dims as its value,
-  and on a rank the shape is the tile's.
-- A call's arguments are those of its operator's schema; what a collective gives has the shape that it makes.
-- What reads a value of which the used rows alone are there treats each row by itself.
-- Ranks that run different graphs meet in the same collectives in the same order.
+- Nodes are in topological order: an operand is earlier in the same graph, and lists the node among its users.
+- Placeholders come first, one for each input port; one output comes last, with one result for each output port.
+- A call has a record for each result; a `getitem` has the record of its result. The shape of a record is that of its sharding: global, or
+  on a rank the tile's.
+- A call's arguments match its operator's schema; the shape of a collective's record is that of its result.
+- A reader of a value with used rows treats each row by itself.
+- Ranks that run different graphs issue the same collectives in the same order.
 
-It looks at each node once: no operator is run, and no meaning is checked (`MESHC_VERIFY` does that).
+Each node is looked at once. No operator is run, and no numerics are checked (`MESHC_VERIFY` does that).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from meshc.ir.sharding import Sharding, local_shape
 from meshc.private import OpOverload
 
 MOVING: Final = frozenset((*spmd.COLLECTIVES.values(), spmd.shard))
-"""Calls whose result has a shape that the mesh's axes say."""
+"""Calls whose result shape depends on the sizes of mesh axes."""
 NO_TENSORS: Final = (str, list, tuple, dict, slice)
-"""What torch takes for no tensor; a number it does."""
+"""Types that torch does not accept as a tensor argument; it does accept numbers."""
 
 
 class Malformed(Exception):
@@ -37,7 +37,7 @@ class Malformed(Exception):
 
 
 def verify_order(graph: Graph) -> list[Node]:
-    """The nodes of a graph of any kind. Malformed: one reads what does not stand before it, or the graph has no end."""
+    """The nodes of a graph. Raises Malformed if they are not in topological order, or the graph does not end in one output."""
     nodes = list(graph.nodes)
     seen: set[Node] = set()
     reads = 0
@@ -59,10 +59,10 @@ def verify_order(graph: Graph) -> list[Node]:
 def verify_graph(
     graph: Graph, inputs: int, outputs: int, sizes: Mapping[str, int] | None = None, known: Collection[int] = frozenset()
 ) -> None:
-    """Of a graph of operators with records, with so many ports.
+    """Verifies a graph of operators with `inputs` and `outputs` ports. Raises Malformed.
 
-    sizes  of the mesh's axes, once it is what each rank runs
-    known  ids of records whose shapes are known to be their tiles': passes keep most records
+    sizes  of the mesh's axes, if the graph is per-rank; None for the global view
+    known  ids of records whose shapes have been verified before: passes keep most records
     """
     nodes = verify_order(graph)
     entered = 0
@@ -103,8 +103,8 @@ def verify_graph(
 
 
 def verify_meetings(graphs: Mapping[str, Graph], ranks: Iterable[Collection[str]]) -> None:
-    """`ranks`: the names of the graphs that each rank of a pipeline runs, of those that run once a call. Between pipeline stages these
-    must have the same collectives in the same order."""
+    """Raises Malformed unless the graphs of all ranks have the same collectives between pipeline stages, in the same order. `ranks`: the
+    names of the graphs that each rank of a pipeline runs once a call."""
     before: tuple[Collection[str], list[tuple[Node, tuple[object, ...]]]] | None = None
     for names in ranks:
         found = [(node, _meeting(node)) for name in names for node in graphs[name].nodes if spmd.joins_stages(node)]
@@ -167,7 +167,7 @@ def _verify_call(node: Node, sizes: Mapping[str, int] | None) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """Of an operator: its arguments' names, how many may go by position, which have no default, and at which places tensors stand."""
+    """An operator's schema: names of arguments, count of positional ones, (position, name) of required ones, positions of tensors."""
 
     names: tuple[str, ...]
     positional: int
@@ -219,7 +219,7 @@ def _verify_moved(node: Node, sizes: Mapping[str, int]) -> None:
 
 
 def _verify_side(node: Node, offloaded: set[Node]) -> None:
-    """An operator runs where what it reads lies, all of it; only copies go from one side to the other."""
+    """All operands of an operator are on one side, host or device; only copies go from one to the other."""
     if spmd.is_host_copy(node.target):
         return
     if spmd.is_function(node.target):
@@ -231,7 +231,7 @@ def _verify_side(node: Node, offloaded: set[Node]) -> None:
 
 
 def _verify_host_copy(node: Node) -> None:
-    """A copy has its operand's shape, and lies on the other side."""
+    """The result of a copy has its operand's shape and dtype, and is on the other side."""
     given = [operand.meta.get(KEY) for operand in node.all_input_nodes]
     out, mine = node.target is spmd.to_host, node.meta.get(KEY)
     if len(given) != len(node.args) or not 1 <= len(given) <= 2:

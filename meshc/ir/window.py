@@ -1,4 +1,4 @@
-"""Windows: which elements of one dim belong to each tile of another, and what ranks owe each other for that.
+"""Windows: the elements of one dim that each tile of another reads, and the overlaps that ranks have to exchange.
 
 A convolution of kernel 3, stride 2, padding 1 over 7 elements gives 4: output t reads inputs 2t - 1 .. 2t + 1. Split over two ranks,
 
@@ -34,7 +34,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Overlap:
-    """`length` elements, from the global index `start` on, that lie in the tile of one rank and in the window of another (or the same).
+    """`length` elements, from the global index `start` on, in the tile of one rank and in the window of another (or the same).
 
     Ranks are row-major indices over the axes that split both dims.
     """
@@ -52,7 +52,7 @@ def tile_bounds(size: int, counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def window_starts(window: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """First index of every rank's window. `window` is (size of the other dim, stride, offset, length); it may lie outside the dim."""
+    """First index of every rank's window. `window` is (size of the other dim, stride, offset, length); it may be outside the dim."""
     size, stride, offset, _ = window
     return [start * stride + offset for start, _ in tile_bounds(size, counts)]
 
@@ -70,7 +70,7 @@ def overlaps(size: int, counts: Sequence[int], window: Sequence[int]) -> list[Ov
 
 
 def received(size: int, counts: Sequence[int], window: Sequence[int]) -> int:
-    """Elements along the dim that the rank which needs most has to get from others."""
+    """Elements along the dim that a rank receives from others, for the rank that receives most."""
     totals: dict[int, int] = {}
     for part in overlaps(size, counts, window):
         if part.owner != part.reader:

@@ -1,1 +1,1 @@
-"""The program as data: stages, schedule, ports; at sizes; how microbatches and stages are played."""
+"""The program as data: stages, schedule, ports; substitution of sizes; instructions of ranks; memory sharing."""

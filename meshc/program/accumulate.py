@@ -1,10 +1,10 @@
-"""What microbatches give to the whole step: a part each, and how the parts become one value.
+"""Accumulation over microbatches: the kinds of keys for the parts, and the instruction that takes each into the whole.
 
     part:g  ->  sum:g   added up             high:m  ->  largest:m   the larger of the two
     rows:y  ->  joined:y   one after another  low:m  ->  smallest:m
 
-A part's key begins with the first word of a pair, the whole's with the second. What starts as soon as sums are whole, and is on its way
-until it is read, has a key that begins with `early:`.
+The first word is the kind of a part's key, the second that of the whole's. The result of a collective that starts as soon as its sums are
+complete has a key of kind `early`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from meshc.ir.reductions import REDUCTIONS
 WAYS: Final[Mapping[str, tuple[str, Kind]]] = {
     "part": ("add", "sum"), "high": ("max", "largest"), "low": ("min", "smallest"), "rows": ("join", "joined"),
 }  # fmt: skip
-"""First word of a part's key -> (the instruction, first word of the whole's key)."""
+"""Kind of a part's key -> (the instruction, kind of the whole's key)."""
 
 OF_REDUCTION: Final[Mapping[str, Kind]] = {"sum": "part", "max": "high", "min": "low"}
-"""The first word of what is reduced over microbatches."""
+"""Reduction over microbatches -> kind of a part's key."""
 
 ACCUMULATES: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
     WAYS[part][0]: REDUCTIONS[reduction] for reduction, part in OF_REDUCTION.items()
 }
-"""The instructions that take a part into one value of its shape; each takes `out=`."""
+"""Instruction that accumulates parts into one value of their shape -> its function, which takes `out=`."""
 
 
 def whole_of(key: str) -> tuple[str, str] | None:
@@ -42,10 +42,10 @@ WHOLES: Final = tuple(word for _, word in WAYS.values())
 
 
 ADDED: Final = tuple(word for way, word in WAYS.values() if way in ACCUMULATES)
-"""Of these, of wholes of a part's shape."""
+"""The kinds of wholes that have a part's shape."""
 
 
 def is_added(key: str) -> bool:
-    """Whether a stage's output under this key is taken into a sum, a largest or a smallest as soon as the stage has made it."""
+    """Whether a stage's output under `key` is accumulated into a sum, a largest or a smallest as soon as the stage has run."""
     found = whole_of(key)
     return found is not None and found[0] in ACCUMULATES

@@ -1,15 +1,15 @@
-"""Bucket: collectives that can travel together do.
+"""Bucketing of collectives: small all-reduces, gradients, gathers and reduce-scatters that travel as one message.
 
     r1 = all_reduce(g1, ["dp"], "sum")        flat = cat([reshape(g1, [-1]), reshape(g2, [-1])])
     r2 = all_reduce(g2, ["dp"], "sum")        r = all_reduce(flat, ["dp"], "sum")
                                               r1 = reshape(slice(r, 0, 0, 64), [8, 8])   r2 = ...
 
-A message costs tens of microseconds before its first byte moves, with gloo and NCCL alike. Together go, over the same axes:
+A message costs tens of microseconds before its first byte moves, with gloo and NCCL alike. Collectives over the same axes that share one:
 
 - all-reduces below SMALL bytes, if none is read before the last can start;
 - all-reduces of gradients, in buckets as DistributedDataParallel's (pytorch.org/docs/stable/notes/ddp.html), up to ALONE bytes each;
-- gathers of what is stored and the reduce-scatters of its gradients, as far as the caller says which may (`together`): it decides what is
-  whole at once.
+- gathers of stored values and reduce-scatters of their gradients, where the caller allows it (`together`): the caller decides which
+  gathered values are in memory at once.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ SMALL = 64 * 1024
 """Bytes below which a message costs more in latency than in copying."""
 
 BUCKET = 25 * 1024 * 1024
-"""Bytes that travel together at most: DistributedDataParallel's `bucket_cap_mb`."""
+"""Largest bucket, in bytes: DistributedDataParallel's `bucket_cap_mb`."""
 
 ALONE = 8 * 1024 * 1024
-"""Bytes from which a gradient gains nothing by company, and is not worth a copy."""
+"""Bytes from which a gradient travels alone: a bucket would save nothing, and cost a copy."""
 
 FIRST = 1024 * 1024
 """Gradients of up to twice these bytes are one message; DistributedDataParallel's first bucket has this size."""
 
 BUCKETS = 4
-"""There are about so many of a model. Those of a small one would be below `ALONE`: there are fewer, but two, of `FIRST` bytes at least."""
+"""Gradient buckets of a model, about. A small model has fewer, but two, of `FIRST` bytes or more, where four would be below `ALONE`."""
 
 
 class _Alike(NamedTuple):
-    """What collectives that travel together have in common."""
+    """The key by which collectives are grouped into buckets."""
 
     target: Target
     kind: str
@@ -64,7 +64,7 @@ class _Alike(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """One collective that stands for several, its `members`. `cut`: the nodes that take its result apart, in order."""
+    """One collective, `sent`, in place of its `members`. `cut`: the nodes that split its result, in order."""
 
     sent: Node
     members: tuple[Node, ...]
@@ -80,12 +80,13 @@ def bucket(
     targets: Collection[Function] = (spmd.all_reduce, spmd.reduce_scatter, spmd.all_gather),
     apart: Collection[Node] = (),
 ) -> list[Bucket]:
-    """Joins collectives of a stage, in place. `sizes`: of the mesh's axes.
+    """Joins collectives of a stage into buckets, in place, and returns these. `sizes`: of the mesh's axes.
 
-    together  numbers of gathers and reduce-scatters: those of one number may travel together, others do not
-    limit     bytes of them that travel together
-    alone     bytes from which one travels alone
-    targets   the kinds of collectives to join; not those `apart`
+    together  gather or reduce-scatter -> number: only those of one number may share a bucket
+    limit     bytes of a bucket of gathers, reduce-scatters or small all-reduces, at most
+    alone     bytes from which a gather or reduce-scatter travels alone
+    targets   the kinds of collectives to join
+    apart     collectives that are left alone
     """
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
     groups: dict[_Alike, list[Node]] = defaultdict(list)
@@ -104,12 +105,12 @@ def bucket(
 
 
 def whole_bytes(collective: Node) -> int:
-    """Bytes of what a collective makes whole or takes apart: of a gather's result, of a reduction's operand."""
+    """Bytes of the larger side of a collective: of a gather's result, of a reduction's operand."""
     return local_bytes(record(collective if collective.target is spmd.all_gather else collective.all_input_nodes[0]))
 
 
 def is_copy(node: Node) -> bool:
-    """Whether a reshape has memory of its own: that of what a gathered bucket has for one of its members, a row from each rank."""
+    """Whether a reshape copies: that of a member's slice of a gathered bucket, which has a row from each rank."""
     if node.target is not aten.reshape.default:
         return False
     piece = node.args[0]
@@ -121,7 +122,7 @@ def is_copy(node: Node) -> bool:
 
 
 def _kind(node: Node, named: bool, alone: int) -> str:
-    """Why a collective may travel with others of its kind; "" if it may not."""
+    """The kind of bucket that a collective may join: gradient, small, stored, late; "" if none."""
     if not spmd.is_collective(node.target) or node.args[1] == ["mb"] or spmd.joins_stages(node) or not node.users:
         return ""
     if node.target is spmd.all_reduce:
@@ -136,7 +137,7 @@ def _kind(node: Node, named: bool, alone: int) -> str:
 
 
 def _read_late(node: Node) -> bool:
-    """Whether nothing but an update, or the stage's end, reads a reduction: so it is with gradients, reduced once or twice."""
+    """Whether nothing but an update, or the stage's end, reads a reduction, as with gradients, reduced once or twice."""
     return all(
         user.op == "output" or records(user)[0].phase == "update" or ((is_view(user) or _reduces(user)) and _read_late(user))
         for user in node.users
@@ -148,14 +149,14 @@ def _reduces(node: Node) -> bool:
 
 
 def _limit(gradients: list[Node]) -> int:
-    """The bytes of a bucket at most: there are several, so that one travels while the next is made, and is gone when the one after is."""
+    """The bytes of a gradient bucket at most. There are several, so that one travels while the next gradients are computed."""
     total = sum(local_bytes(record(node)) for node in gradients)
     return min(BUCKET, max(FIRST, min(total // 2, max(total // BUCKETS, ALONE)))) if total > 2 * FIRST else total
 
 
 def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: bool) -> list[list[Node]]:
-    """Runs of at most `limit` bytes. With `reads`, none is read before the last of its run can start. Nor is one in an earlier phase than
-    the last of a run is made in."""
+    """Runs of at most `limit` bytes. With `reads`, no member is read before the last of its run can start. No member is read in an earlier
+    phase than that in which the last of its run is computed."""
     batches: list[list[Node]] = []
     bytes_so_far = 0
     first_read = 0
@@ -175,15 +176,15 @@ def _batches(members: list[Node], order: Mapping[Node, int], limit: int, reads: 
 
 
 def _read_in(node: Node) -> int:
-    """The first phase that a value is read in, by its place; all have passed where a stage ends."""
+    """The index of the first phase in which a value is read; `len(PHASES)` if only the output reads it."""
     readers = [user for user in node.users if user.op != "output"]
     return min((PHASES.index(records(user)[0].phase) for user in readers), default=len(PHASES))
 
 
 class _Bucket:
-    """Several collectives of one kind, as one. A gather stands where the first of them stood, a reduction where the last one did.
+    """Rewrites several collectives of one kind as one: a gather in place of the first of them, a reduction in place of the last.
 
-    given  what the program's caller gets: of a member among them a copy, since who keeps a loss must not keep the gradients beside it
+    given  results that the program returns: a member among them is cloned, since a loss that is kept must not keep the whole bucket alive
     """
 
     def __init__(self, graph: Graph, members: list[Node], count: int, given: Collection[object] = ()) -> None:
@@ -252,7 +253,7 @@ class _Bucket:
         return self._add(aten.reshape.default, operand, [self.count, size], like=like, shape=(self.count, size))
 
     def _unpacked(self, node: Node, piece: Node) -> Node:
-        """What the member gave, from its part of the bucket: [1 or a row for each rank, size]."""
+        """A member's result, from its slice of the bucket: [1 or a row for each rank, size]."""
         like = record(node)
         dim = node.args[2] if self.gather else 0
         assert isinstance(dim, int)

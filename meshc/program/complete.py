@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipelined program can run their lists: every stage is there, and whatever one reads has been made or has come.
+"""Completeness check of a pipelined program: every stage exists, and every value is computed or received before it is read.
 
     1: RECV:F0.0>1 F1.0 ...      F1.0 runs forward_1, which reads flow:h: in the message F0>1, which forward_0 makes, or a fault
 """
@@ -17,7 +17,7 @@ from meshc.program.steps import steps_of
 
 
 def refuse_incomplete(program: PlainProgram) -> None:
-    """Raises ScheduleError with all that is wrong with a program's pipeline, if it has one."""
+    """Raises ScheduleError, which lists the faults of a program's pipeline, if the program has one."""
     pipeline = program.pipeline
     if pipeline is None:
         return
@@ -68,7 +68,7 @@ def _unknown_stages(program: PlainProgram, pipeline: Pipeline) -> Iterator[str]:
 
 
 class _Rank:
-    """One rank of the axis, as it goes through its list; its other coordinates do not matter."""
+    """Replay of one pipeline rank's instructions, with the set of keys that are there; other coordinates do not matter."""
 
     def __init__(self, program: PlainProgram, pipeline: Pipeline, rank: int) -> None:
         self.program, self.rank, self.coordinates = program, rank, {pipeline.axis: rank}
@@ -97,7 +97,7 @@ class _Rank:
         return self.program.stages[step.stage]
 
     def _where(self, step: Instruction, key: str) -> str:
-        """The line of the stage's text that takes a value, where it was read from one."""
+        """The line of the stage's text that reads `key`; empty if the stage was not parsed from text."""
         stage = self._stage(step) if step.op in RUNS else None
         if stage is None or stage.origin is None:
             return ""

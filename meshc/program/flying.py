@@ -1,12 +1,12 @@
-"""What is on its way: until where, how much at a time, and what is in memory for it.
+"""Collectives and host copies in flight: where each is waited for, the limit on bytes in flight, and the memory they hold.
 
     g1 = mm(..)   r1 = reduce_scatter(g1)   g2 = mm(..)   r2 = reduce_scatter(g2)   ...   u1 = f(r1)
     g1 |------------------------------------------------|                                              waited for when r2 starts
     r1            |-----------------------------------------------------------------------------|
 
-A collective, or a copy to the host or from there, is waited for before the first line that reads it, or at the stage's end. What it reads
-stays until then, so of copies to the host, and of reduce-scatters that nothing reads for long (gradients), no more than so many bytes are
-on their way at a time: the runtime waits for earlier ones before it starts another, and the memory walk and the clock go by the same.
+A collective, or a copy to or from the host, is waited for before the first line that reads its result, or at the stage's end. Its operand
+stays in memory until then, so the bytes in flight of copies to the host, and of reduce-scatters that nothing reads for long (gradients),
+are limited: the runtime waits for earlier ones before it starts another. The memory walk and the clock use the same waits.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from meshc.ir import has_record, local_bytes, record, spmd
 from meshc.ir.regions import region_of
 
 MOST: Final = 128 * 1024 * 1024
-"""Bytes that are on their way at most, but for one value."""
+"""Bytes in flight at most, unless one value alone has more."""
 LEAST: Final = 1024 * 1024
 SHARE: Final = 8
-"""Of small models: a part of all that a stage copies, or reduces so, at least `LEAST`."""
+"""Small models: the limit is the stage's total bytes divided by this, at least `LEAST`."""
 
 _HOLD: Final = frozenset(
     (spmd.all_gather, spmd.reduce_scatter, spmd.all_to_all, spmd.ring_shift, *spmd.OF_ORDER, spmd.halo, spmd.halo_sum)
 )
-"""Collectives that read their operand, or a copy of it, until they are done. An all-reduce writes over it, or makes a copy that becomes the
-result; so does a broadcast."""
+"""Collectives that read their operand, or a copy of it, until they are done. An all-reduce or broadcast writes over its operand, or over a
+copy that becomes the result."""
 
 
 def awaited(nodes: Iterable[Node]) -> Mapping[Node, list[Node]]:
-    """By a copy to the host or a reduce-scatter of a stage, the earlier ones that are waited for before it starts."""
+    """Copy to the host, or reduce-scatter, of a stage -> the earlier ones that are waited for before it starts."""
     nodes = [node for node in nodes if has_record(node)]
     copies = {node: local_bytes(record(node)) for node in nodes if node.target is spmd.to_host}
     return {**_in_turn(nodes, copies), **_in_turn(nodes, _lasting(nodes))}
@@ -58,7 +58,7 @@ def _in_turn(nodes: Sequence[Node], sizes: Mapping[Node, int]) -> dict[Node, lis
 
 
 def _lasting(nodes: Sequence[Node]) -> dict[Node, int]:
-    """Reduce-scatters that are not read before the next one starts, and the last, with the bytes that each reads."""
+    """Reduce-scatter -> bytes of its operand, for those not read before the next one starts, and for the last."""
     found: dict[Node, int] = {}
     last, read = None, False
     for node in nodes:
@@ -72,8 +72,8 @@ def _lasting(nodes: Sequence[Node]) -> dict[Node, int]:
 
 
 def waits(nodes: Iterable[Node], arriving: Collection[Node] = ()) -> dict[Node, Node]:
-    """By what starts in a stage, or is `arriving` when it begins: before which node it is waited for. What a region reads is waited for
-    before the region."""
+    """Collective or host copy, or value `arriving` when the stage begins -> the node before which it is waited for. Operands of a region
+    are waited for before the region."""
     nodes = list(nodes)
     earlier = awaited(nodes)
     begins: dict[int, Node] = {}
@@ -92,13 +92,13 @@ def waits(nodes: Iterable[Node], arriving: Collection[Node] = ()) -> dict[Node, 
 
 
 def holds_operand(node: Node) -> bool:
-    """Whether what a node reads is in memory until it has been waited for."""
+    """Whether a node's operand stays in memory until the node has been waited for."""
     return node.target is spmd.to_host or (node.target in _HOLD and not sent_bytes(node) and not _is_alone(node))
 
 
 def sent_bytes(node: Node) -> int:
-    """Bytes of the copy of its operand that a collective sends, and has until it has been waited for; 0 where it sends the operand.
-    Parts for other ranks have to lie one behind the other."""
+    """Bytes of the contiguous copy of its operand that a collective sends, and holds until it has been waited for; 0 where it sends the
+    operand itself. The parts for other ranks have to be contiguous."""
     if node.target not in (spmd.reduce_scatter, spmd.all_to_all) or _is_alone(node):
         return 0
     operand = record(node.all_input_nodes[0])
@@ -106,8 +106,8 @@ def sent_bytes(node: Node) -> int:
 
 
 def merged_bytes(node: Node) -> int:
-    """Bytes that a collective takes beside its result while it is waited for: parts that came one behind the other are joined along a later
-    dim, a half that came is joined to the one that stayed."""
+    """Bytes of buffers that a collective needs beside its result while it is waited for: received parts are joined along a later dim, and
+    the received half of a reordered dim is joined to the kept one."""
     if node.target in spmd.OF_ORDER:
         return half_bytes(node)
     if node.target not in (spmd.all_gather, spmd.all_to_all) or _is_alone(node):
@@ -117,7 +117,7 @@ def merged_bytes(node: Node) -> int:
 
 
 def half_bytes(node: Node) -> int:
-    """Bytes of the half that moves where a dim changes its order."""
+    """Bytes of the half that is sent when a dim changes to or from zigzag order."""
     made = record(node)
     size = made.shape[_dim(node, 2)]
     return local_bytes(made) // max(1, size) * (size // 2)
@@ -130,5 +130,5 @@ def _dim(node: Node, place: int) -> int:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether a rank has nobody to send to: tiles are as large as the whole."""
+    """Whether the group is a single rank: the result has the operand's shape."""
     return node.target in (spmd.all_gather, spmd.reduce_scatter) and record(node).shape == record(node.all_input_nodes[0]).shape

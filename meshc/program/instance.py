@@ -1,4 +1,4 @@
-"""A program at sizes: the same stages with numbers where its dynamic sizes stood.
+"""Instances of a dynamic program: the same stages with numbers substituted for its symbolic sizes.
 
     t: "f32[batch n_batch/dp, seq n_seq]" = aten.reshape(x, [-(-n_batch // 2), n_seq])      at batch 7, seq 33
     t: "f32[batch 7/dp, seq 33]" = aten.reshape(x, [4, 33])
@@ -25,12 +25,12 @@ from meshc.ir.sizes import parse
 from meshc.program.program import PlainProgram, Port, Stage
 
 KEPT = 16
-"""How many sizes of a program are kept ready; of more, the one not used for longest is made anew when it comes again."""
+"""Instances of a program that are cached; beyond that the least recently used is dropped."""
 _SIGNS = ("==", "!=", ">=", "<=", ">", "<")
 
 
 def at(program: PlainProgram, sizes: Mapping[str, int]) -> PlainProgram:
-    """The program for calls whose dynamic sizes, by name, are `sizes`. Raises InputError for sizes that it does not serve."""
+    """The program for calls whose dynamic sizes, by name, are `sizes`. Raises InputError for sizes that the program does not serve."""
     if not program.dynamic:
         return program
     check(program, sizes)
@@ -38,7 +38,7 @@ def at(program: PlainProgram, sizes: Mapping[str, int]) -> PlainProgram:
 
 
 def put(program: PlainProgram, values: Mapping[str, int]) -> PlainProgram:
-    """The program with these sizes, by symbol, put in, whether it serves them or not."""
+    """The program with these sizes, by symbol, substituted, whether the program serves them or not."""
     return replace(
         program,
         stages={name: put_stage(stage, values) for name, stage in program.stages.items()},
@@ -112,7 +112,7 @@ def holds(text: str, values: Mapping[str, int]) -> bool:
 
 
 def relation(text: str) -> tuple[str, str, str]:
-    """The sides and the sign of a constraint. Raises ValueError for a text that is none."""
+    """(left side, sign, right side) of a constraint. Raises ValueError for a text that is none."""
     for sign in _SIGNS:
         left, found, right = text.partition(f" {sign} ")
         if found:

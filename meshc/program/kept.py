@@ -1,12 +1,13 @@
-"""Memory that a stage has for good, and which of its values lie there one after another.
+"""Assignment of a stage's `kept` values to memory that is reused at each call, by their live ranges.
 
     flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])       a bucket of gradients, from its first part to the update that reads
     r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")
     ...
-    flat_2: "f32[70]; its parts inside, kept" = aten.cat([c, d])     lies where flat lay, if c and d are made behind that update
+    flat_2: "f32[70]; its parts inside, kept" = aten.cat([c, d])     reuses flat's memory, if c and d are computed after that update
 
-A value has its memory from the first line that writes there to the last that reads it, or what lies over it. Places are given in the order
-of those first lines, each the free one in which least is left over, or grows. The runtime, the simulator and the memory walk go by this.
+A value is live from the first line that writes into its memory to the last that reads it, or a value over it. Values are assigned in the
+order of those first lines, best fit: the free piece that differs least in size, which grows if need be. The runtime, the simulator and the
+memory walk use this assignment.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from meshc.program import flying
 from meshc.program.packing import may_view, pieces
 
 Span = tuple[int, int]
-"""The first position at which a value has its memory, and the last."""
+"""Live range: the first and the last position in the graph at which a value needs its memory."""
 
 
 def places(graph: Graph, words: Words = sharing_of) -> list[list[Node]]:
-    """For each piece of memory the values that lie there, one after another: a `cat`, or a product by itself."""
+    """For each piece of memory the values that use it, one after another: `cat` nodes, or products."""
     found = spans(graph, words)
     kept = list(found)
     return [[kept[index] for index in one] for one in laid(list(found.values()), [local_bytes(record(node)) for node in kept])]
 
 
 def spans(graph: Graph, words: Words = sharing_of) -> dict[Node, Span]:
-    """Of the values that lie in such memory, in the order in which they come there."""
+    """Live ranges of the `kept` values, in the order of their first positions."""
     nodes = list(graph.nodes)
     kept = [node for node in nodes if KEPT in words(node)]
     if not kept:
@@ -47,7 +48,7 @@ def spans(graph: Graph, words: Words = sharing_of) -> dict[Node, Span]:
 
 
 def laid(when: Sequence[Span], sizes: Sequence[int]) -> list[list[int]]:
-    """Which values of these spans and bytes have one piece of memory, by their places among them."""
+    """Best-fit assignment of values with these live ranges and bytes: for each piece of memory the indices of its values."""
     found: list[list[int]] = []
     free_from: list[int] = []
     held: list[int] = []
@@ -70,7 +71,7 @@ def sizes_of(found: Sequence[Sequence[Node]]) -> list[int]:
 
 
 def _last(node: Node, at: Mapping[Node, int], until: Mapping[Node, int], words: Words) -> int:
-    """The position of the last line that reads a value's memory."""
+    """The position of the last read of a value's memory."""
     return max([at[node], *(_read(user, at, until) for user in _readers(node, words))])
 
 

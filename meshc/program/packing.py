@@ -1,14 +1,14 @@
-"""Values that are made inside another's memory: where they may be, and where a program says so.
+"""Aliasing analysis of a stage: values computed inside another's memory, reductions in place, views, writes into inputs.
 
-What a `cat` joins need not exist beside the result:
+The operands of a `cat` need not exist beside its result:
 
     b[0:4].copy_(mm(x, y))        # flat = cat([reshape(g1, [-1]), reshape(g2, [-1])]), where nothing else reads g1 or g2;
     b[4:6].copy_(mm(u, v))        # g1 is copied while it is still in the cache, and gone before g2 is made
     flat = b
 
-and an all-reduce may write over its operand, as a sum may that grows by a part. What does not leave the stage may have the same memory at
-each call. A pass decides it
-(`meshc/passes/lower/share_memory.py`), values carry it in words (`meshc/ir/sharing.py`), and the runtime and the memory walk go by these.
+and an all-reduce may write over its operand, as may a sum that grows by a part. A value that does not leave the stage may have the same
+memory at each call. A pass decides (`meshc/passes/lower/share_memory.py`), nodes carry the decision (`meshc/ir/sharing.py`), and the
+runtime and the memory walk follow it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VIEWS = ("aten._unsafe_view", "aten.reshape")  # views in all but schema, where
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a value lies in the memory of `whole`: `size` elements from `start`."""
+    """A value's slice of the memory of `whole`: `size` elements from `start`."""
 
     whole: Node
     start: int
@@ -40,7 +40,7 @@ class Piece:
 
 
 def pieces(graph: Graph, words: Words = sharing_of) -> dict[Node, Piece]:
-    """The values that are made inside another's memory, by node, and the reshapes that flatten them, at the same place."""
+    """Node -> its slice, for values computed inside another's memory and for the reshapes that flatten them."""
     found: dict[Node, Piece] = {}
     for whole in graph.find_nodes(op="call_function", target=aten.cat.default):
         start = 0
@@ -52,7 +52,7 @@ def pieces(graph: Graph, words: Words = sharing_of) -> dict[Node, Piece]:
 
 
 def may_hold_its_parts(cat: Node) -> bool:
-    """Whether what a cat joins can be made in its memory: each flattened for it, freshly made and read by nothing else."""
+    """Whether a cat's operands can be computed in its memory: each is flattened for it, newly computed and read by nothing else."""
     if cat.target is not aten.cat.default or not cat.args[0]:
         return False
     if cat.kwargs or len(cat.args) > 1 and cat.args[1] != 0:
@@ -62,7 +62,7 @@ def may_hold_its_parts(cat: Node) -> bool:
 
 
 def _is_flattened(node: Node, whole: Node) -> bool:
-    """reshape(x, [-1]) of an x that an operator makes for it alone."""
+    """Whether `node` is reshape(x, [-1]) of an operator's result x that nothing else reads."""
     if node.target is not aten.reshape.default or node.args[1] != [-1] or set(node.users) != {whole}:
         return False
     made = node.args[0]
@@ -72,7 +72,7 @@ def _is_flattened(node: Node, whole: Node) -> bool:
 
 
 def may_overwrite(node: Node) -> bool:
-    """Whether an all-reduce, or an addition, can write over its first operand: freshly made memory that nothing else reads."""
+    """Whether an all-reduce, or an addition, can write over its first operand: newly allocated memory that nothing else reads."""
     if node.target is not spmd.all_reduce and not _adds_a_part(node):
         return False
     user, operand = node, node.args[0]
@@ -88,7 +88,7 @@ def may_overwrite(node: Node) -> bool:
 
 
 def _adds_a_part(node: Node) -> bool:
-    """Whether an addition by itself makes what its first operand is, shape and dtype."""
+    """Whether `node` is an addition, in no region, whose result has its first operand's shape and dtype."""
     if node.target is not aten.add.Tensor or node.kwargs or region_of(node) is not None:
         return False
     total, part = node.args
@@ -103,12 +103,12 @@ def adds_over(node: Node) -> bool:
 
 
 LARGE = 8 * 1024 * 1024
-"""Bytes of a value for which fresh memory at each call is felt: allocators give it back to the system, which clears every page again."""
+"""Bytes from which new memory at each call is slow: allocators return it to the system, which clears every page again."""
 
 
 def writes_in_place(stage: Stage) -> set[Node]:
-    """What may be written into an input where it lies: an index_copy into what comes as `input:NAME`, which nothing else reads, and leaves
-    as `output:NAME`. Whoever hands such an input in has it back with more in it, and must mean that: a cache is meant so."""
+    """Calls that may write into an input in place: an index_copy into `input:NAME`, which nothing else reads, returned as `output:NAME`.
+    The caller's tensor changes, which the caller must intend, as with a cache."""
     left, found = stage.results(), set()
     for taken, key in stage.keys().items():
         written = left.get(key_of("output", name_of(key))) if is_a(key, "input") else None
@@ -119,14 +119,14 @@ def writes_in_place(stage: Stage) -> set[Node]:
 
 
 def fills_alone(node: Node) -> bool:
-    """Whether rows go into what was handed in and nothing else reads, as a call's keys go into a cache: by itself, that can be done where
-    it lies, and in a region all of it would be copied."""
+    """Whether an index_copy writes rows into an input that nothing else reads, as a call's keys into a cache: outside of regions it can be
+    in place, inside one the input would be copied."""
     into = node.args[0] if node.target is aten.index_copy.default else None
     return isinstance(into, Node) and into.op == "placeholder" and set(into.users) == {node}
 
 
 def may_stay(node: Node) -> bool:
-    """Whether a value can be made in the same memory at each call: a product that is only reduced in place, or the parts of a cat. In a
+    """Whether a value can have the same memory at each call: a product that is only reduced in place, or a cat with its parts inside. In a
     region memory is the compiler's."""
     if region_of(node) is not None:
         return False
@@ -137,7 +137,7 @@ def may_stay(node: Node) -> bool:
 
 
 def stays(node: Node) -> bool:
-    """Whether it is worth it: a product runs by itself for that."""
+    """Whether a product that `may_stay` is large enough to run outside of regions for that."""
     return node.target is aten.mm.default and may_stay(node) and local_bytes(record(node)) >= LARGE
 
 
@@ -147,12 +147,12 @@ def grows_alone(node: Node) -> bool:
 
 
 def escapes(node: Node) -> bool:
-    """Whether a stage's results may share a value's memory, so that the next call cannot have it again."""
+    """Whether a stage's results may share a value's memory, so that the next call cannot reuse the memory."""
     return any(user.op == "output" or (_may_share(user) and escapes(user)) for user in node.users)
 
 
 def is_alone(value: Node) -> bool:
-    """Whether nothing but the stage's results has a value's memory: the runtime may write there once the stage is over."""
+    """Whether a value's memory belongs to the stage's results alone, so that the runtime may write into it after the stage."""
     if any(user.op != "output" for user in value.users):
         return False
     while value.op == "call_function" and _may_share(value):
@@ -169,14 +169,14 @@ def is_alone(value: Node) -> bool:
 
 
 def _may_share(node: Node) -> bool:
-    """Whether a node's value may lie in its operand's memory. The operators of per-rank programs may give back what they got: a mask of a
-    tile without padding, a collective among one rank."""
+    """Whether a node's value may share its operand's memory. Operators of per-rank programs may return their operand: a mask of a tile
+    without padding, a collective over one rank."""
     return is_view(node) or not isinstance(node.target, torch._ops.OpOverload)
 
 
 def may_view(node: Node) -> bool:
-    """Whether a node's value shares storage with its first operand on some rank: what is a view, a mask of a tile without padding, and what
-    the first rank keeps. Whoever writes into that storage stands behind its readers too."""
+    """Whether a node's value shares storage with its first operand on some rank: a view, a mask of a tile without padding, `keep_first` on
+    the first rank. A write into that storage has to come after the readers of the node too."""
     return is_view(node) or node.target in (spmd.mask, spmd.keep_first)
 
 
@@ -193,6 +193,6 @@ def is_view(node: Node) -> bool:
 
 @cache
 def _gives_view(target: torch._ops.OpOverload) -> bool:
-    """Of an operator. (Its schema is read for each question from scratch.)"""
+    """Whether an operator returns a view of its operand. Cached, since torch builds the schema at each access."""
     returns = target._schema.returns
     return str(target).removesuffix(".default") in _VIEWS or bool(returns and returns[0].alias_info is not None)

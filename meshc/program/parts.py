@@ -1,8 +1,9 @@
-"""A step that is the mean of its microbatches: which rows of which inputs a microbatch takes.
+"""Microbatch split of a training step's inputs: the rows of each tensor that a microbatch takes.
 
     x [8, 24], target [8], weight [10]     4 microbatches, dims (0, 0, None)     microbatch 1: x[2:4], target[2:4], weight
 
-A microbatch is a range of the whole batch's rows, whatever the mesh; with M of them the batch must divide by M.
+The step is the mean of its microbatches. A microbatch is a range of the whole batch's rows, whatever the mesh; the batch must divide by
+their count.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Parts:
         return self._each(inputs, rows)
 
     def like_one(self, inputs: object) -> Any:
-        """A call's inputs with the shapes of one microbatch; tensors that are cut have no values."""
+        """A call's inputs with the shapes of one microbatch; tensors that are split are on the meta device."""
 
         def empty(leaf: torch.Tensor, dim: int) -> torch.Tensor:
             shape = [size // self.count if d == dim else size for d, size in enumerate(leaf.shape)]
@@ -57,7 +58,7 @@ class Parts:
 
 
 def offsets(whole: Sequence[int], part: Sequence[int], count: int, index: int) -> list[int] | None:
-    """Where microbatch `index` of `count` begins in a draw: in the dims that are as much longer in the whole. None if shapes do not fit."""
+    """Start of microbatch `index` of `count` in each dim of a random draw of shape `whole`. None if the shapes do not fit."""
     if len(whole) != len(part) or any(w not in (p, p * count) for w, p in zip(whole, part, strict=True)):
         return None
     return [index * p if w != p else 0 for w, p in zip(whole, part, strict=True)]

@@ -1,4 +1,4 @@
-"""What stands between a stored parameter and its gather: operators that lay out, pad, cut and join, and communicate nothing."""
+"""Preparation of gathers: the local operators (reshape, transpose, pad, slice, cat) between a stored value and its gather."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_preparation(node: Node) -> bool:
 
 
 def from_placeholder(gather: Node) -> bool:
-    """Whether a gather brings together what is stored, as it is stored but for its layout; several values as one, if they are joined."""
+    """Whether a gather's operands are stored values, one or several joined, up to preparation."""
     return all(map(_as_stored, gather.all_input_nodes))
 
 
@@ -33,7 +33,7 @@ def _as_stored(value: Node) -> bool:
 
 
 def ready(node: Node, before: Node) -> None:
-    """Puts what a node is made of before another one, as far as it does not stand there yet."""
+    """Moves a node's ancestors before `before`, those that are not there yet."""
     for operand in node.all_input_nodes:
         if operand.op != "placeholder" and not operand < before:
             ready(operand, before)

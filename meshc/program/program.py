@@ -1,4 +1,4 @@
-"""A program: stages (graphs), the schedule that runs them, and the signature that says what goes in and out.
+"""The compiled program as plain data: stages (graphs), the schedule that runs them, and the ports of inputs and outputs.
 
 Before `partition` there is one global-view stage; after it each stage is the code that every rank runs. A rank's mesh coordinates are its
 only input that differs.
@@ -32,9 +32,9 @@ class Port:
     kind      a parameter, buffer or state that enters and leaves under one name is updated in place
     name      `model.layers.0.mlp.up_proj.weight`; inputs and outputs have their path (`input_ids`, `logits`, `past_key_values.0.0`)
     shape     global
-    sharding  how it lies where it enters or leaves (storage)
+    sharding  at entry and exit (storage)
     of        state, gradient: the parameter's name; tangent: the output's; number: `group.entry`, or its name in Python
-    host      it lies on the host between calls, and within one where nothing reads it;  disk  so it does, in a file
+    host      stored on the host between calls, and within a call where nothing reads it;  disk  the same, in a file
     """
 
     kind: PortKind
@@ -60,7 +60,7 @@ class Origin:
     file        as messages name it
     lines       the text
     at          value -> the number of its line
-    axis_sizes  what its @ranks says, if it has one
+    axis_sizes  those of its @ranks line, if it has one
     """
 
     file: str
@@ -79,7 +79,7 @@ class Origin:
 class Stage:
     """A graph and the keys (of ports, or of values passed between stages) of its placeholders and outputs, in order.
 
-    origin  the text that it was read from, if it was: such a stage may be a stranger's, and what runs it trusts no value in it
+    origin  the text that the stage was parsed from, if any: such a stage is untrusted, and the runtime checks its values
     """
 
     name: str
@@ -89,11 +89,11 @@ class Stage:
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def keys(self) -> dict[Node, str]:
-        """The key under which each placeholder's value comes in."""
+        """Placeholder -> key of its value."""
         return dict(zip(placeholders(self.graph), self.inputs, strict=True))
 
     def results(self) -> dict[str, Node]:
-        """What the stage gives, by key."""
+        """Key -> result node of the stage."""
         return dict(zip(self.outputs, results_of(self.graph), strict=True))
 
 
@@ -103,10 +103,10 @@ class Instruction:
 
     run     run `stage`; `microbatch` is its index where the stage has one
     add     add the stage output `value` into the accumulator `into`; max and min likewise
-    join    the stage output `value` is rows of `into`, which is there once every microbatch has given its own
-    start   start the collective that `stage` gives, as soon as the sums `keys` that it reads are whole: they are so within the run of the
-            stage `during` of `microbatch`, behind whose adds this stands. Those of one run start in the order in which they stand here;
-            nobody waits for one before its result is read
+    join    the stage output `value` is rows of `into`, which is complete once every microbatch has added its own
+    start   start the collective of `stage` as soon as the sums `keys` that it reads are complete, which they are within the run of the
+            stage `during` of `microbatch`; this comes after that run's adds. Collectives of one run start in the order given here; each is
+            waited for when its result is read
     send    post the values `keys` (of `microbatch`, which `stage` has made) to the rank at coordinate `peer` of the pipeline axis
     recv    post a receive of `keys` from there; the first instruction that reads one waits for it
     """
@@ -121,26 +121,26 @@ class Instruction:
     during: str = ""
 
     def reads(self, stages: Mapping[str, Stage]) -> tuple[str, ...]:
-        """Keys of the values that a stage takes for it, or that it sends. What it adds or joins belongs to the run before it."""
+        """Keys of the values that the instruction's stage reads, or that are sent; none for add and join, part of the run before."""
         return stages[self.stage].inputs if self.op in RUNS else self.keys if self.op == "send" else ()
 
 
 RUNS: Final = ("run", "start")
-"""The instructions that have a stage do its work."""
+"""The instructions that run a stage."""
 
 
 WorkRow: TypeAlias = list[str | float | dict[str, str]]
 
 
 class Info(TypedDict, total=False):
-    """What stands in a saved program beside its text. What is loaded has been looked at (`meshc.check.info`).
+    """Data of a saved program beside its text; checked when it is loaded (`meshc.check.info`).
 
     fresh    what each fresh state is filled with; None: a copy of the parameter
     numbers  the optimizer's, as `0.lr`
     guards   outcomes of its branches on them that are compiled in: group, number, relation, what it is compared with
     optimizer_state, master_weights, keep_gradients, accumulate    as in `meshc.Options`
-    experts  what it says of experts, by field
-    work     rows of a module, an operator, a phase, its arithmetic, and what each axis does of it (`meshc.cost.work`)
+    experts  the options of experts, by field
+    work     rows of a module, an operator, a phase, its arithmetic, and the share of each axis (`meshc.cost.work`)
     """
 
     seed: int
@@ -167,10 +167,10 @@ class Info(TypedDict, total=False):
 class PlainProgram:
     """A compiled (or half-compiled) program. Plain data: nothing in it needs a process group or the model.
 
-    dynamic      sizes that calls choose, within their ranges; `meshc.program.instance.at` puts them in
-    constraints  what else must hold of them: `n_seq % 4 == 0`
-    pipeline     where the mesh has an axis of pipeline stages: each rank's list, in the place of `schedule`
-    backend      one of BACKENDS: what the stages were written for, and nothing else runs them
+    dynamic      symbolic sizes with their ranges; `meshc.program.instance.at` substitutes numbers
+    constraints  further conditions on these sizes: `n_seq % 4 == 0`
+    pipeline     on a mesh with an axis of pipeline stages: each rank's list, in place of `schedule`
+    backend      one of BACKENDS: the only one that can run the stages
     """
 
     stages: dict[str, Stage]

@@ -1,4 +1,4 @@
-"""From a pipeline's schedule to the instructions that one rank's runtime walks.
+"""Lowering of a pipeline schedule to the instructions of one rank.
 
     RECV:F0.1>1  F1.1                 recv(flow:h of microbatch 1, from rank 0)   run(forward_1, 1)   add(part:loss -> sum:loss)
     B1.1                              run(backward_1, 1)   add(part:g -> sum:g)   start(start_1_all_reduce)
@@ -19,7 +19,7 @@ from meshc.program.program import PlainProgram, Stage
 
 
 class Listed(Protocol):
-    """What has a rank's instructions: a program, finished or not."""
+    """The part of a program, complete or not, that a rank's instructions are derived from."""
 
     @property
     def stages(self) -> Mapping[str, Stage]: ...
@@ -36,14 +36,14 @@ def ranks_of(program: Listed) -> list[dict[str, int]]:
 
 
 def steps_of(program: Listed, coordinates: Mapping[str, int]) -> tuple[Step, ...]:
-    """What the rank at these coordinates of the mesh does in one call."""
+    """The instructions of the rank at these mesh coordinates, for one call."""
     if program.pipeline is None:
         return program.schedule
     return tuple(_steps(program.pipeline, program.stages, coordinates[program.pipeline.axis]))
 
 
 def items_of(program: Listed, coordinates: Mapping[str, int]) -> tuple[Item | None, ...]:
-    """What a timeline calls each of these steps; None for one that belongs to the run before it, such as adding to a sum."""
+    """The timeline item of each of these instructions; None for one that belongs to the run before it, such as an add."""
     pipeline = program.pipeline
     if pipeline is None:
         return tuple(Run(step.stage, step.microbatch) if step.op == "run" else None for step in program.schedule)

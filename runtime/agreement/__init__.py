@@ -1,1 +1,1 @@
-"""What ranks must have alike, compared."""
+"""Agreement of ranks: descriptions of what must be equal on all, their comparison, and broadcasts through the store."""

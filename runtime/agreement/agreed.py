@@ -1,4 +1,4 @@
-"""What ranks must have alike before they compile or load a program, as text by field: compared once, before anything is compiled or sent.
+"""Descriptions of a compilation or a run, as text by field, which must be equal on all ranks before anything is compiled or sent.
 
     the versions             torch 2.13.0; meshc 0.1.0; python 3.11
     the environment          MESHC_TRACE: set; NCCL_ALGO: not set; ...
@@ -7,9 +7,9 @@
     ...
     inputs                   x float32 [6, 24], target int64 [6]
 
-One field for each thing that somebody sets, so that a message names it. The program that comes of it is compared when it is compiled.
+There is a field for each thing that a user sets, so that a message names it. The compiled program is compared after compilation.
 
-Left alone on purpose, since ranks may differ in it: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
+Left out on purpose, since ranks may differ in them: folders and files (MESHC_DUMP, MESHC_CACHE, MESHC_PROGRAMS, MESHC_DEVICES, the name in
 MESHC_TRACE, the option cache), what is logged (MESHC_LOG) or checked (MESHC_VERIFY), numbers of threads, and what names a machine, its
 network or its devices.
 """
@@ -48,8 +48,8 @@ Entries = Iterable[tuple[str, object]]
 
 
 class Key(Protocol):
-    """`meshc.api.compile_arguments.CompilationKey`: of a call's inputs (structure and leaves), of the model (its state, and what is set
-    around a call), of the optimizer."""
+    """Protocol of `meshc.api.asked.Key`: keys of a call's inputs (structure and leaves), of the model (state, grad mode, autocast), of the
+    optimizer."""
 
     @property
     def inputs(self) -> tuple[object, Sequence[Sequence[object]]]: ...
@@ -60,7 +60,7 @@ class Key(Protocol):
 
 
 class Asked(Protocol):
-    """What `meshc.compile` was given: `meshc.api.compile_arguments.CompileArguments`."""
+    """Protocol of `meshc.api.asked.Asked`: the arguments of `meshc.compile`."""
 
     @property
     def what(self) -> object: ...
@@ -84,10 +84,10 @@ VARIABLES: Final = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",  # how a device rounds
     "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE",  # how ranks talk
 )  # fmt: skip
-"""Variables of others that alter what a rank computes, or how it sends."""
+"""Environment variables of CUDA and NCCL that alter what a rank computes, or how it sends."""
 
 FOLDERS: Final = ("cache",)
-"""Options that are paths, which may differ between machines; rank 0's is used."""
+"""Options that are paths, which may differ between machines; that of rank 0 is used."""
 INPUTS: Final = "inputs"
 VALUES: Final = "what has changed of what the model's code reads"
 COMPILED: Final = "the compiled program"
@@ -118,7 +118,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def surroundings() -> dict[str, str]:
-    """What every program stands in: versions, variables, torch's settings."""
+    """The fields of every program's environment: versions, environment variables, torch's settings."""
     python = ".".join(platform.python_version_tuple()[:2])
     variables = [(environment.TRACE, "set" if environment.trace_file() else "not set")]
     variables += [(name, os.environ.get(name, "not set")) for name in VARIABLES]
@@ -131,7 +131,7 @@ def surroundings() -> dict[str, str]:
 
 @functools.cache
 def _own_version() -> str:
-    """With a digest of meshc's files, since a checkout that has been changed keeps its number."""
+    """meshc's version with a digest of its files, since an edited checkout keeps its version number."""
     digest = hashlib.blake2b(digest_size=4)
     for folder, folders, files in os.walk(FOLDER, followlinks=True):
         folders.sort()
@@ -163,8 +163,7 @@ def _settings() -> list[tuple[str, object]]:
 
 
 def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key: Key) -> dict[str, str]:
-    """All that a call of a program (`meshc.api.compile_arguments.CompileArguments`) is about to compile from; `key` is what the
-    compilation will be kept under."""
+    """The fields of a compilation that a call is about to start; `key` is the compilation's cache key."""
     (_, leaves), (_, grad, autocast), optimizer = key.inputs, key.module, key.optimizer
     found = {**surroundings(), **_asked(asked), **_model(asked.module)}
     if asked.step is not None:
@@ -175,20 +174,20 @@ def before_compiling(asked: Asked, args: Sequence[object], kwargs: Keywords, key
 
 
 def before_running(program: Compiled, path: str | Path, state: str | Path | None, given: Mapping[str, object]) -> dict[str, str]:
-    """All that `meshc run` begins with. Tensors are compared by the hashes that a program's and a state's own tables hold of them."""
+    """The fields of a `meshc run`. Tensors are compared by the hashes in the tables of the saved program and state."""
     found = {**surroundings(), COMPILED: show.hash_program(program), "what the program begins with": stable(program.info)}
     found |= {f"the option {name}": stable(value) for name, value in given.items()}
     return found | {"the saved program": _tables(path), "the saved state": "none" if state is None else _tables(state)}
 
 
 def _tables(folder: str | Path) -> str:
-    """A digest of a folder's own tables."""
+    """A digest of the tables (manifest, program, state) of a saved folder."""
     files = [Path(folder) / name for name in ("manifest.json", "program.json", "state.json")]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files if file.is_file()), digest_size=16).hexdigest()
 
 
 def _asked(asked: Asked) -> dict[str, str]:
-    """What `meshc.compile` was given beside the model and its inputs."""
+    """The arguments of `meshc.compile` beside the model and its inputs."""
     found = {"what is compiled": type(asked.what).__qualname__ if isinstance(asked.what, TrainStep | nn.Module) else "a function"}
     found["the module that is called"] = asked.path or "the model"
     found |= {"the mesh": str(asked.mesh), "the plan": "; ".join(str(asked.plan).replace("; ", ", ").splitlines())}
@@ -201,7 +200,7 @@ def _asked(asked: Asked) -> dict[str, str]:
 
 
 def _model(module: nn.Module) -> dict[str, str]:
-    """Parameters and buffers by name, dtype and shape, and the flags by which a program is kept."""
+    """Parameters and buffers by name, dtype and shape, and the flags that are part of a program's cache key."""
     parameters = dict(module.named_parameters())
     tensors = [(name, f"{t.dtype} {list(t.shape)}") for name, t in (*parameters.items(), *module.named_buffers())]
     modules = dict(module.named_modules())
@@ -213,7 +212,7 @@ def _model(module: nn.Module) -> dict[str, str]:
 
 
 def _step(train_step: TrainStep, module: nn.Module, key: Entries) -> dict[str, str]:
-    """What a TrainStep adds. key: of its optimizer, flags and branches on numbers."""
+    """The fields of a TrainStep. key: its optimizer's flags, and branches on numbers."""
     names = {id(p): name for name, p in module.named_parameters()}
     groups = train_step.optimizers.param_groups
     held = [(f"group {i}", ", ".join(names.get(id(p), "another's") for p in group["params"])) for i, group in enumerate(groups)]
@@ -229,7 +228,7 @@ def _step(train_step: TrainStep, module: nn.Module, key: Entries) -> dict[str, s
 
 
 def stable(value: object) -> str:
-    """A description that is the same in every process that has made the value in the same way: no addresses, no order of hashes."""
+    """A description of a value that is equal in all processes that hold an equal one: no addresses, no hash order."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(sorted(f"{stable(k)}: {stable(v)}" for k, v in value.items())) + "}"
     if isinstance(value, AbstractSet):
@@ -248,7 +247,7 @@ def stable(value: object) -> str:
 
 
 def other_values(mine: str, other: int, theirs: str, alone: bool) -> str:
-    """What to say where values that the model's code reads have changed otherwise on another rank. alone: there they have not."""
+    """The message for values read by the model's code that have changed differently on another rank. alone: unchanged there."""
     there = "has gone on with what it had before" if alone or not theirs else f"has {theirs}"
     return (
         f"what the model's code reads has changed on this rank and not on rank {other}: {mine or 'nothing'} on this rank, "
@@ -259,13 +258,13 @@ def other_values(mine: str, other: int, theirs: str, alone: bool) -> str:
 
 
 def advice(field: str) -> str:
-    """What to do where ranks differ in a field."""
+    """The advice of an error about ranks that differ in `field`."""
     return ADVICE.get(field, f"give every rank the same: {field.removeprefix('the option ')}")
 
 
 def behind(compiled: Compiled, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> dict[str, str]:
-    """What may be behind programs that differ: what the model's code has read, its configuration, its modules as they print, the lines of
-    the program."""
+    """Possible causes of compiled programs that differ, by field: values that the model's code reads, its config, its printed modules, the
+    program's lines."""
     config: object = getattr(module, "config", None)
     written_out = getattr(config, "to_dict", None)
     given = written_out() if written_out is not None else vars(config) if hasattr(config, "__dict__") else {}

@@ -1,14 +1,14 @@
-"""Ranks agree before they go on: on what to compile, that all have compiled the same, and on what they refuse.
+"""Agreement of ranks through the store: comparison of descriptions, common refusals, rendezvous, gather to and broadcast from rank 0.
 
     rank 0  describes its inputs ──> store        reads all descriptions: equal, so it compiles
     rank 1  describes its inputs ──> store        likewise
     rank 2  has a program for its inputs already, and runs it: it never describes anything, which ranks 0 and 1 see in its `began`
 
-It goes through the store and not through a collective, since a rank that waits here looks for news of the others all the time.
+Agreement uses the store rather than a collective, since a rank that waits here has to poll for failures of the others.
 
-A refusal (inputs that do not fit, a model that cannot be traced) is met in the same way: a rank that refuses says so in the store. If all
-have refused, before anything was sent, no rank waits for another, and whoever catches the error may go on. A rank that sees another begin
-a call, or do something else, is alone: its refusal is then a failure like any other. Ranks that refuse nothing pay nothing for this.
+A refusal (inputs that do not fit, a model that cannot be traced) is compared in the same way: a rank that refuses writes it to the store.
+If all have refused before anything was sent, no rank waits for another, and a caller that catches the error may go on. If another rank
+begins a call, or does something else, the refusal is a failure like any other. Ranks that refuse nothing pay nothing for this.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from meshc.runtime.failure.peers import Awaited
 _POLL_S: Final = 0.01
 LONG_POLL_S: Final = 0.1
 _LOOK_S: Final = 1.0
-"""How often a rank that waits looks for whom."""
+"""Interval at which a waiting rank looks for the ranks that are missing."""
 REFUSAL_S: Final = 5.0
-"""A rank that refuses waits so long for the others to refuse, or to be seen doing something else."""
+"""Seconds that a rank that refuses waits for the others to refuse, or to be seen doing something else."""
 ROUNDS: Final = itertools.count()
-"""What all ranks do in one order is numbered alike on all."""
+"""Numbers of the agreements, which all ranks enter in one order."""
 _MET: Final[dict[str, str]] = {}
-"""By the ranks that have met, what this one has in the store of the last time."""
+"""Ranks of a rendezvous -> this rank's key in the store of the last one."""
 _DOING: Final = "what they do"
 _REFUSE: Final = "refuse"
 _LONG: Final = 200
@@ -54,7 +54,7 @@ class Disagreement(Exception):
 
 
 def _difference(field: str, mine: str, other: int, theirs: str) -> str:
-    """What differs; of two lists with semicolons, no more than where they do."""
+    """The text of a difference; of two lists with semicolons, only the entries that differ."""
     here, there = mine.split("; "), theirs.split("; ")
     only_here, only_there = _beyond(here, there), _beyond(there, here)
     if not only_here and not only_there:
@@ -74,7 +74,7 @@ def _left_alone(field: str, mine: str, other: int) -> str:
 
 
 class _Ahead(Exception):
-    """Rank `rank` runs something that this rank has not begun."""
+    """Rank `rank` runs a call that this rank has not begun."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -91,15 +91,15 @@ def agree(
     behind: Callable[[], Mapping[str, str]] = dict,
     error: Callable[[Disagreement], MeshcError] | None = None,
 ) -> None:
-    """Returns when every rank has described the same. All ranks call it in the same order; `doing` is a word for what needs it.
+    """Returns when every rank has the same description. All ranks call it in the same order; `doing` names the action for messages.
 
-    advice  what to do about a field that differs
-    ahead   the field in which a rank differs that runs already what this one still prepares; the first, if none is named
-    behind  what may explain a difference, and may itself differ where there is none
-    error   what a Disagreement is raised as; StateError, if it is not given
+    advice  field -> what to do if it differs
+    ahead   the field to report if another rank runs already the call that this one still prepares; the first by default
+    behind  further descriptions that may explain a difference; they are compared only if there is one
+    error   makes an error of a Disagreement; StateError by default
 
-    Raises that on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another rank runs
-    the call that this one still prepares, it is raised at once; if one refuses, PeerError.
+    Raises that error on the ranks that differ from most (from rank 0, if there is no majority) and PeerError on the others. If another rank
+    runs the call that this one still prepares, the error is raised at once; if one refuses, PeerError.
     """
     try:
         _agree(board, doing, mine, advice, ahead or next(iter(mine)), behind)
@@ -146,7 +146,7 @@ def _todo(advice: Callable[[str], str] | None, field: str) -> str:
 
 
 def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: int) -> tuple[str, str]:
-    """What rank `other` has in a field, and what may be behind the difference. All ranks come here, since all see that there is one."""
+    """The full text of a field on rank `other`, and a text of possible causes. All ranks call this, since all have seen the difference."""
     store, turn = store_of(board), next(ROUNDS)
     store.set(f"in_full/{turn}/{board.rank}", json.dumps(dict(mine)))
     while not store.check([f"in_full/{turn}/{other}"]):
@@ -158,12 +158,12 @@ def _in_full(board: FailureBoard, field: str, mine: Mapping[str, str], other: in
 
 
 def _short(text: str) -> str:
-    """Long descriptions are sent only if they differ: every rank reads those of all."""
+    """`text`, or its digest if it is long: every rank reads all descriptions, and long ones are sent only if they differ."""
     return text if len(text) <= _LONG else _DIGEST + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = float("inf")) -> list[dict[str, str]]:
-    """What every rank describes, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
+    """The descriptions of all ranks, in the order of ranks. Raises _Ahead, PeerError, or TimeoutError."""
     store, turn = store_of(board), next(ROUNDS)
     if mine[_DOING] != _REFUSE:  # which a rank may do alone
         board.numbers.note_sends(range(board.world_size))
@@ -190,8 +190,8 @@ def store_of(board: FailureBoard) -> dist.Store:
 
 @contextmanager
 def _awaiting(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], where: str) -> Iterator[Callable[[], None]]:
-    """While this rank waits for keys, by the rank that writes each: gives what to call now and then. It raises PeerError if a rank has
-    failed or left; and the board knows for whom this rank waits, which it says if that lasts."""
+    """A context for waiting for `keys` (rank -> the key that it writes), with a function to call while polling. The function raises
+    PeerError if a rank has failed or left, and tells the board the missing ranks, which are named in a warning if the wait is long."""
     looked_at = time.monotonic()
 
     def check() -> None:
@@ -214,8 +214,8 @@ def _awaiting(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], w
 
 @contextmanager
 def refusable(board: FailureBoard | None) -> Iterator[None]:
-    """A context for what a rank does by itself before it sends anything, in a call or a compilation. An error that it raises stops the
-    others as usual, unless all ranks refuse here: then it is marked `everywhere`, and the run can go on where it is caught."""
+    """A context for a rank's local work before it sends anything, in a call or a compilation. A MeshcError inside stops the other ranks as
+    usual, unless all ranks refuse here: then the error is marked `everywhere`, and the run can go on where it is caught."""
     try:
         yield
     except PeerError:
@@ -229,7 +229,7 @@ def refusable(board: FailureBoard | None) -> Iterator[None]:
 
 @contextmanager
 def together(board: FailureBoard | None, what: str) -> Iterator[None]:
-    """A context for what all ranks do between steps (save, load, the arguments of a compilation): `guard` and `refusable` in one."""
+    """A context for work of all ranks between steps (save, load, arguments of a compilation): `guard` and `refusable` in one."""
     if board is None:
         yield
         return
@@ -238,7 +238,7 @@ def together(board: FailureBoard | None, what: str) -> Iterator[None]:
 
 
 def all_refuse(board: FailureBoard, error: MeshcError) -> bool:
-    """Whether all ranks have raised an error of this kind. Waits for them, but not for ever."""
+    """Whether all ranks have raised an error of this type, within REFUSAL_S seconds."""
     try:
         described = _exchange(board, {_DOING: _REFUSE, "kind": type(error).__name__, "text": str(error)}, REFUSAL_S)
     except (_Ahead, TimeoutError):
@@ -250,8 +250,8 @@ Given = TypeVar("Given")
 
 
 def from_rank_0(board: FailureBoard | None, work: Callable[[], Given]) -> Given:
-    """What `work` gives on rank 0 (a value that JSON can hold), on every rank. A MeshcError that it raises there is raised on all, and is
-    no failure of a rank: the run can go on where it is caught. All ranks call it, in agreement, and others wait as long as it takes."""
+    """The result of `work` on rank 0 (a JSON value), on every rank. A MeshcError of `work` is raised on all ranks, and is no failure of a
+    rank: the run can go on where it is caught. All ranks call this, in one order; the others wait without a timeout."""
     if board is None:
         return work()
     store, key = store_of(board), f"from_rank_0/{next(ROUNDS)}"
@@ -278,7 +278,7 @@ def from_rank_0(board: FailureBoard | None, work: Callable[[], Given]) -> Given:
 
 
 def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
-    """What each rank gives, in the order of ranks, on rank 0; None on the others, which go on at once. All ranks call it, in agreement."""
+    """The texts of all ranks, in the order of ranks, on rank 0; None on the others, without waiting. All ranks call this, in one order."""
     if board is None:
         return [text]
     store, turn = store_of(board), next(ROUNDS)
@@ -297,7 +297,7 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
 
 
 def to_all(board: FailureBoard | None, text: str) -> list[str]:
-    """What each rank gives, in the order of ranks, on all of them. All ranks call it, in agreement."""
+    """The texts of all ranks, in the order of ranks, on every rank. All ranks call this, in one order."""
     texts = to_rank_0(board, text)
     found = from_rank_0(board, lambda: texts)
     assert found is not None
@@ -305,7 +305,7 @@ def to_all(board: FailureBoard | None, text: str) -> list[str]:
 
 
 def meet(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) -> None:
-    """Returns when these ranks, this one among them, have all come here to do this; turn: which time that is, by what they count alike."""
+    """Rendezvous: returns when all `ranks`, this one among them, have called it. `what` names it; `turn` is its number, equal on all."""
     store, group = store_of(board), ",".join(map(str, ranks))
     keys = {rank: f"meet/{group}/{turn}/{rank}" for rank in ranks}
     store.set(keys[board.rank], "")
@@ -318,7 +318,7 @@ def meet(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) -> Non
 
 
 def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:
-    """Like `to_rank_0` after a failure: what ranks give within so many seconds on rank 0, which waits no longer."""
+    """`to_rank_0` after a failure: the texts that arrive within `seconds` on rank 0; None on the others."""
     if board is None:
         return [text]
     store = store_of(board)

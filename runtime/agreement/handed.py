@@ -1,4 +1,4 @@
-"""What rank 0 gives all others through the process group's store, as bytes: compressed, and in pieces that a store takes.
+"""Broadcast of bytes from rank 0 through the process group's store: compressed, and in pieces that the store accepts.
 
 rank 0      handed/7/0, handed/7/1, ... the pieces     handed/7: how many, and a hash of all
 the others  wait for handed/7 as long as rank 0 lives and no rank has failed, and then read the pieces
@@ -21,16 +21,16 @@ PIECE: Final = 1 << 20
 """Bytes: torch's store refuses values of more than 8 MiB."""
 _FIRST_POLL_S: Final = 0.01
 _SENT: Final[list[str]] = []
-"""What this rank has sent, as rank 0, and not deleted yet."""
+"""Keys that this rank, as rank 0, has written and not yet deleted."""
 
 
 def next_turn() -> int:
-    """The number of what is sent next. All ranks ask for it, in agreement, whether or not they will read what is sent."""
+    """The number of the next broadcast. All ranks call this, in one order, whether or not they will receive."""
     return next(ROUNDS)
 
 
 def send(board: FailureBoard, turn: int, data: bytes) -> None:
-    """Rank 0 gives."""
+    """Writes `data` to the store, on rank 0."""
     store, key = store_of(board), f"handed/{turn}"
     small = zlib.compress(data, 6)
     pieces = [small[begin : begin + PIECE] for begin in range(0, len(small), PIECE)]
@@ -42,14 +42,14 @@ def send(board: FailureBoard, turn: int, data: bytes) -> None:
 
 
 def delete_sent(board: FailureBoard) -> None:
-    """Rank 0 takes back what it gave before: all ranks have read it, as they have agreed on something since."""
+    """Deletes earlier broadcasts from the store, on rank 0. All ranks must have read them, as after a later agreement."""
     store = store_of(board)
     while _SENT:
         store.delete_key(_SENT.pop())
 
 
 def receive(board: FailureBoard, turn: int) -> bytes:
-    """What rank 0 gives in this turn. Raises PeerError if a rank fails or leaves before."""
+    """The bytes that rank 0 sends in this turn. Raises PeerError if a rank fails or leaves before, StateError if they arrive corrupted."""
     store, key = store_of(board), f"handed/{turn}"
     for tried in itertools.count():
         if store.check([key]):

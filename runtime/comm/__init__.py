@@ -1,1 +1,1 @@
-"""Values between ranks: groups, collectives, halos, stages' messages, layouts."""
+"""Communication between ranks: process groups, collectives, halos, pipeline messages, transfers of stored tensors, host copies."""

@@ -1,10 +1,10 @@
-"""Messages between pipeline stages: posted, and not waited for until what they carry is needed.
+"""Channels between pipeline stages: asynchronous sends and receives, each waited for when its values are first needed.
 
     recv(flow:h@1)  posted      F1.0 runs      F1.1 reads flow:h@1: now its rank waits
     send(flow:h@1)  posted      F0.2 runs      a message comes that says that this one has arrived: its memory is free
 
-Each ordered pair of ranks of the pipeline axis is a channel with a process group of its own, so that what goes forward never waits for what
-comes back.
+Each ordered pair of ranks of the pipeline axis is a channel with a process group of its own, so that messages of forward never wait for
+those of backward.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Channels:
         self._coming |= {name: (one, step.peer, number) for name, one in zip(slots, works, strict=True)}
 
     def arrived(self, slots: Sequence[str], env: dict[str, torch.Tensor]) -> list[str]:
-        """Waits for those of these values that are on their way; they are returned."""
+        """Waits for the values among `slots` that are in flight, and puts them into `env`. Returns their slots."""
         late = [name for name in slots if name in self._coming]
         for name in late:
             work, peer, number = self._coming.pop(name)
@@ -75,23 +75,23 @@ class Channels:
         return late
 
     def finish(self, env: dict[str, torch.Tensor]) -> None:
-        """Waits for what no stage of this rank reads: values that leave the program here."""
+        """Waits for the values that no stage of this rank reads: those that leave the program here."""
         self.arrived(list(self._coming), env)
 
     def settle(self) -> None:
-        """Waits until everything posted has left: from then on its memory may be written."""
+        """Waits until all posted sends are over: from then on their memory may be written."""
         for messages in self._leaving.values():
             for sent in messages:
                 _wait(sent)
 
     def begin(self) -> None:
-        """Before a call: everything of the one before is over."""
+        """Called before a call of the program: waits for the sends of the call before, and resets."""
         self.settle()
         self._leaving, self._posted = {}, {}
 
 
 def _wait(sent: list[collectives.Work]) -> None:
-    """Waits for the sends of a message, and lets go of what they sent."""
+    """Waits for the sends of a message, and releases their tensors."""
     for work in sent:
         work.wait()
     sent.clear()
@@ -102,7 +102,7 @@ def _other(group: ProcessGroup) -> int:
 
 
 def _likes(program: PlainProgram) -> dict[str, Like]:
-    """Local shape and dtype of whatever a message may carry."""
+    """Key -> local shape and dtype, for all values that a message may carry."""
     found: dict[str, Like] = {}
     for port in program.inputs:
         shape = port.shape if port.sharding is None else local_shape(port.sharding, program.axis_sizes)

@@ -1,4 +1,4 @@
-"""The one file that issues collectives: each starts at once, returns a `Work`, and is finished by `Work.wait`.
+"""Asynchronous collectives and point-to-point messages: each starts at once, returns a `Work`, and is finished by `Work.wait`.
 
     work = gather_dim(x, dim=1, group=group)    # communication runs ...
     y = matmul(a, b)                               # ... beside this ...
@@ -9,9 +9,9 @@ same calls in the same order, under `no_grad`, and their tensors have the same s
 or reads one that will come out, before `wait` has returned.
 
 On CUDA every call is torch's own. On CPU (gloo) some are not, since torch 2.13's are slow there: its gloo reduce-scatter is an
-all-reduce, its all-gather goes through a second buffer, and that and its all-reduce have many steps, one after another. Here a
-reduce-scatter is an all-to-all and a local reduction; what two ranks do is one exchange; and what is small goes from each rank to all
-others at once. None of it but a small all-reduce moves more bytes than the collective it stands for. Time against torch's own, two ranks
+all-reduce, its all-gather goes through a second buffer, and both all-gather and all-reduce have many sequential steps. Here a
+reduce-scatter is an all-to-all and a local reduction; a collective of two ranks is one exchange; and a small tensor goes from each rank to
+all others at once. Only a small all-reduce moves more bytes than the collective it replaces. Time against torch's own, two ranks
 of one thread each on two busy cores, 64 KiB / 1 MiB / 4 MiB: reduce-scatter 0.4 / 0.35 / 0.5, all-gather 0.7 / 0.5 / 0.8, all-reduce 0.4 /
 1.0 / 1.0, all-to-all 1.0; four such ranks on the two cores, 2 / 64 / 256 KiB: all-gather 0.6 / 0.7 / 0.75, all-reduce 0.35 / 0.35 / 1.0.
 
@@ -55,21 +55,21 @@ while the next arrives, is as fast."""
 
 _SMALL_SUM: Final = 64 * 1024
 _SMALL_PART: Final = 256 * 1024
-"""What more than two gloo ranks send to all others at once, up to so many bytes of a rank: for an all-reduce (n / 2 times a ring's bytes;
-one number is faster by torch's) and for an all-gather."""
+"""Bytes of a rank up to which more than two gloo ranks send to all others at once: for an all-reduce (n / 2 times a ring's bytes; for one
+number torch's is faster) and for an all-gather."""
 
 
 class Waited(Protocol):
-    """A communication of torch's, or one of these."""
+    """A communication that can be waited for: torch's, or a `Work`."""
 
     def wait(self) -> object: ...
 
 
 class Work:
-    """A tensor on its way.
+    """A pending collective and its result.
 
-    `wait()` returns it, any number of times. On CUDA it makes the current stream wait, not the host. It raises the backend's RuntimeError
-    if the collective failed.
+    `wait()` returns the result, any number of times. On CUDA it makes the current stream wait, not the host. It raises the backend's
+    RuntimeError if the collective failed.
     """
 
     __slots__ = ("_finish", "_held", "_tensor", "_works")
@@ -167,7 +167,7 @@ def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
 
 
 def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Work:
-    """`x` goes to the rank `steps` places on, round the ring; waiting gives what the rank as many places before has sent, of x's shape."""
+    """Sends `x` to the rank `steps` places on, round the ring; the result is the tensor of the rank `steps` places before, of x's shape."""
     if group is None:
         return Work(x)
     size, rank = group.size(), group.rank()
@@ -175,13 +175,13 @@ def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Work:
 
 
 def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
-    """A tile becomes what this rank has in zigzag order (`meshc/ir/sharding.py`): its second half goes to the rank that is as far from the
-    end of the group as this one is from its beginning, whose own comes."""
+    """The rank's tile in zigzag order (`meshc/ir/sharding.py`), from its tile in natural order: the second half is exchanged with the rank
+    at the mirrored place of the group."""
     return _reordered(x, dim, group, home=False)
 
 
 def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
-    """The tile again."""
+    """The rank's tile in natural order, from its tile in zigzag order."""
     return _reordered(x, dim, group, home=True)
 
 
@@ -198,8 +198,8 @@ def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> W
 
 
 def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Work:
-    """`x` goes to one rank of the group, and one of its shape comes from another; every rank has one to send to and one to receive from.
-    Gloo's all-to-all waits for all ranks, those that have nothing to say too."""
+    """Sends `x` to one rank of the group and receives a tensor of its shape from another; every rank sends one and receives one. (Gloo's
+    all-to-all waits for all ranks, also for those without a message.)"""
     x = x.contiguous()
     found = torch.empty_like(x)
     if _direct(x) and group.size() > 2:
@@ -214,7 +214,7 @@ def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Work:
 
 
 def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> Work:
-    """`x` becomes what it is on the rank at place `source` of the group; in place, so `x` is contiguous."""
+    """Overwrites `x` with that of the rank at place `source` of the group; `x` is contiguous."""
     if group is None:
         return Work(x)
     return Work(x, (dist.broadcast(_plain(x), group=group, group_src=source, async_op=True),))
@@ -276,7 +276,7 @@ def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum"
 
 
 def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Work:
-    """What was split by `concat_dim` becomes split by `split_dim`. [.., n·a, .., b, ..] -> [.., a, .., n·b, ..]; two copies at most."""
+    """Moves a split from `concat_dim` to `split_dim`. [.., n·a, .., b, ..] -> [.., a, .., n·b, ..]; two copies at most."""
     if group is None:
         return Work(x)
     concat_dim %= x.ndim
@@ -286,7 +286,7 @@ def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGr
 
 
 def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Work:
-    """pieces[i] goes to rank i, whatever its shape; waiting gives what came, flat, shapes[i] of it from rank i."""
+    """Sends pieces[i] to rank i, whatever its shape; the result is the received pieces, flat, one of shapes[i] from rank i."""
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     return all_to_all_rows(sent, [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes], group)
 
@@ -325,7 +325,7 @@ def interrupt(group: ProcessGroup) -> None:
 
 
 def _direct(x: Tensor) -> bool:
-    """Whether this file's own ways serve, rather than the backend's."""
+    """Whether this file's own algorithms are used, rather than the backend's."""
     return x.device.type == "cpu"
 
 
@@ -350,14 +350,14 @@ def _swap(parts: Tensor, stacked: Tensor, group: ProcessGroup) -> Work:
 
 
 def _to_all(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Work:
-    """`x` goes to every rank; what came is [n, ..], and lies in `out`."""
+    """Sends `x` to every rank; the result is all ranks' tensors, [n, ..], in the memory of `out` if it is given."""
     sent = x.unsqueeze(0).expand(group.size(), *x.shape).contiguous()
     stacked = torch.empty_like(sent) if out is None else out.view(sent.shape)
     return Work(stacked, (dist.all_to_all_single(_flat(stacked), _flat(sent), group=group, async_op=True),), held=sent)
 
 
 def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | None) -> Work:
-    """The reduction of what all ranks have as parts[this rank]; terms are added in the group's order, whichever rank adds."""
+    """The reduction over ranks of their parts[this rank]; terms are added in the group's order, whichever rank adds."""
     if group.size() == 2:
         rank = group.rank()
         parts = parts.contiguous()  # of one memory, and where it is a copy, what was given may go

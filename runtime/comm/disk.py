@@ -1,10 +1,10 @@
-"""Memory that is a file on the host's disk: what a plan keeps there (`offload state: disk`).
+"""Tensors in memory-mapped files on the host's disk, for values that a plan offloads there (`offload state: disk`).
 
     MESHC_DISK=/nvme    each tile is a file in that folder, mapped into memory: a copy to it writes, a copy from it reads, and the system
                         decides what of it is in memory meanwhile
 
-A file has no name from the moment it is there, so that nothing is left when the process ends, whatever ends it; and it has its blocks from
-then on, so that no later write finds the disk full. Bytes are counted apart (`HELD`).
+A file is unlinked as soon as it is created, so that nothing is left when the process ends, however it ends; its blocks are allocated then,
+so that no later write finds the disk full. The bytes have a counter of their own (`HELD`).
 """
 
 from __future__ import annotations

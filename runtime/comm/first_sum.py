@@ -1,7 +1,7 @@
-"""Whether processes of this machine reach each other: some of them, started for it, add up their numbers in one all-reduce.
+"""Connectivity check of gloo or NCCL on this machine: one all-reduce between processes started for it.
 
-    rank 0  1 --.           what `meshc doctor` asks of gloo, and of NCCL where there are GPUs; the processes run this
-    rank 1  2 --+--> 3      file as it stands, which therefore imports nothing of meshc
+    rank 0  1 --.           run by `meshc doctor` for gloo, and for NCCL where there are GPUs; the processes run this
+    rank 1  2 --+--> 3      file as a script, which therefore imports nothing of meshc
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The process groups of one program: for any axes, the ranks that differ along these axes only.
+"""Process groups of one program: for any mesh axes, the ranks that differ along these axes only.
 
-They are meshc's own. The default group and those of the user's DeviceMesh are other people's: a thread of theirs (that of
-`torch.distributed.checkpoint.async_save`, say) may send on them at any time, and what two threads send on one group meets in any order.
-Making a group takes all ranks, in one order, so that happens where ranks compile and load. Programs of one process run one after the
-other, and share the groups of equal ranks.
+The groups are meshc's own. The default group and those of the user's DeviceMesh may be used by other threads at any time (that of
+`torch.distributed.checkpoint.async_save`, say), and messages that two threads send on one group are matched in any order. Creating a group
+takes all ranks, in one order, so groups are created where ranks compile and load. Programs of one process run one after the other, and
+share the groups of equal ranks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Halos: ranks lend each other the elements of their tiles that lie in each other's windows, and send sums of them back.
+"""Halo exchange: gather of the tile elements that other ranks' windows cover, and the sum of windows back into tiles.
 
-    windows(tile)     rank 0 [ 0  1  2  3]   ->  [ .  0  1  2  3]        what lies in the rank's window of the dim
-                      rank 1 [ 4  5  6  -]   ->  [ 3  4  5  6  .]        beyond its ends: `fill`
+    windows(tile)     rank 0 [ 0  1  2  3]   ->  [ .  0  1  2  3]        the elements in the rank's window of the dim
+                      rank 1 [ 4  5  6  -]   ->  [ 3  4  5  6  .]        beyond the ends of the dim: `fill`
 
-    tiles(window)     rank 0 [ .  a  b  c  d]   ->  [a  b  c  d+p]       what all windows say of each element, added up in the tile
+    tiles(window)     rank 0 [ .  a  b  c  d]   ->  [a  b  c  d+p]       the sum over all windows of each element, in its tile
                       rank 1 [ p  q  r  s  .]   ->  [q  r  s  0]
 
-Who owes whom how much follows from the sizes alone, so ranks exchange nothing but elements, in one uneven all-to-all.
+The counts that ranks exchange follow from the sizes alone, so nothing is sent but elements, in one uneven all-to-all.
 """
 
 from __future__ import annotations

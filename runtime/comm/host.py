@@ -1,11 +1,10 @@
-"""Copies between a rank's device and its host, and the memory that they have there.
+"""Asynchronous copies between a rank's device and its host, and the host memory for offloaded values.
 
     to_host    device ──> host        starts where it stands in the program, beside what is computed meanwhile;
     from_host  host ──> device        whoever reads the result first waits for it
 
 On CUDA the host's memory is pinned, and each direction has a stream of its own. On a CPU the host is a second pool: anonymous memory
-outside torch's allocator, which is counted apart (`HELD`), and a copy is made at once, by the rank itself. CUDA's part has not been tried
-on a GPU yet.
+outside torch's allocator, with a counter of its own (`HELD`), and a copy is synchronous. CUDA's part has not been tried on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows of dim 0 go where when they lie in another order.
+"""Send lists of a row permutation: the rows of dim 0 that each rank sends to each other rank.
 
     rank 0 [a b]   rank 1 [c d]        source 2 1 0 3:        rank 0 [c b]   rank 1 [a d]        a and c change places, b and d stay
 

@@ -1,12 +1,12 @@
-"""Rows that are sent to the ranks that have chosen them, and what those make of them back (`meshc.ir.spmd`: gather_rows, scatter_rows).
+"""Sparse all-to-all of rows by choice (dispatch and combine of tokens): `gather_rows` and `scatter_rows` of `meshc.ir.spmd`.
 
     gather    rank 0 [a  b]   rank 1 [c  d]        choices  a: 0   b: 0, 1   c: 1   d: 0
               rank 0 gets [a  b  .  d], rank 1 [.  b  c  .]
 
-    scatter   the other way round: the sum, at the rank that has a row, of what those that have chosen it say
+    scatter   the reverse: at the owner of a row, the sum of the terms of all ranks that have chosen it
 
 Every rank knows all choices, so nothing is exchanged but rows, in one uneven all-to-all. Its sizes are data: on CUDA the host waits for
-them. Rows may lie in several blocks of as many, s of them; a tile has its part of each.
+them. Rows may be in s blocks of equal size; a tile has its part of each.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where a parameter of one pipeline stage lives: on the ranks of its stage, and nowhere else.
+"""Transfers of stored tensors of one pipeline stage, which exist on the ranks of that stage only.
 
     mesh dp=2, pp=2      a parameter of stage 1:  a DTensor on the ranks with pp=1; on the others its local tensor is empty
 
-Every method is called on all ranks of the mesh. What moves within a stage stays among its ranks; `whole` sends to all.
+Every method is called on all ranks of the mesh. Transfers within a stage involve its ranks only; `scatter` and `whole` involve all ranks.
 """
 
 from __future__ import annotations

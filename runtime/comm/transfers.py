@@ -1,4 +1,4 @@
-"""Moves one stored tensor at a time between ranks and layouts; no more than one tensor is ever whole on a rank.
+"""Transfers of stored tensors between ranks, shardings and DTensor chunks; at most one tensor at a time is whole on a rank.
 
 Every method is called on all ranks, in the same order.
 """

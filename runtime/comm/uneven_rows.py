@@ -1,10 +1,10 @@
-"""Rows of parts of unequal lengths, dealt out as equal tiles, and brought back.
+"""Redistribution of an unevenly split batch into equal padded tiles, and back.
 
     parts     rank 0 [a b c]   rank 1 [d]    rank 2 []     rank 3 [e f]      3, 1, 0 and 2 rows
-    tiles     rank 0 [a b]     rank 1 [c d]  rank 2 [e f]  rank 3 [. .]      of 6 rows over 4 ranks; what is no row is zero
+    tiles     rank 0 [a b]     rank 1 [c d]  rank 2 [e f]  rank 3 [. .]      of 6 rows over 4 ranks; padding is zero
 
-The batch is the rows of all ranks in order. Who sends whom how much follows from the counts, which every rank knows, so nothing is
-exchanged but rows that lie elsewhere, in one uneven all-to-all; where parts are tiles already nothing is.
+The batch is the rows of all ranks in order. The rows to send follow from the counts, which every rank knows, so nothing is exchanged but
+rows that change ranks, in one uneven all-to-all; where parts are tiles already, nothing is sent.
 """
 
 from __future__ import annotations

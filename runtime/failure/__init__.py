@@ -1,1 +1,1 @@
-"""What happens when a rank dies, is late, or stays silent."""
+"""Failure handling: heartbeats and detection of dead, late or silent ranks, the failure board, comparison of step numbers."""

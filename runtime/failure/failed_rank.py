@@ -1,4 +1,4 @@
-"""What happens when a rank fails: all ranks stop, and each says which rank failed first, and where.
+"""Failure board: stops all ranks when one fails, with an error on each that names the first failed rank and its step.
 
     rank 3 raises ──> posts {rank, step, instruction, message} in the store, closes its connections
     rank 3 dies   ──> the kernel tells its neighbours on the machine at once, connections that break tell the others; they post for it

@@ -1,9 +1,9 @@
-"""Ctrl-C in a call: it comes when the call has ended, so that ranks that are all interrupted stop behind the same call, with whole state.
+"""Deferral of Ctrl-C to the end of a call, so that ranks that are all interrupted stop after the same call, with complete state.
 
     main thread   call ...... SIGINT ...... the call ends ──> KeyboardInterrupt ──> the user's own except or finally, which may save
     watcher       a call that does not end in time, since it waits for ranks that have stopped elsewhere, is a failure like any other
 
-Where the user has a handler of SIGINT of his own, or sets one later, that one is called, and nothing here.
+If the user has installed a handler of SIGINT, before or later, that handler is called, and nothing here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers that each step takes (learning rates, betas, seeds, ...), compared between ranks without a message of their own.
+"""Comparison between ranks of each step's numbers (learning rates, betas, seeds, ...) by chained digests in heartbeats.
 
     main thread   count 1: {lr: .1}   2: the same   3: {lr: .09}      a change goes into a chained digest, no change costs a comparison
     reporter      once a second, in its beat: (count, digest)         a peer's (count, digest) ── against this rank's digest at that count

@@ -1,4 +1,4 @@
-"""One thread at a time: who else comes is refused, and does not wait.
+"""Mutual exclusion of threads that use meshc: a second thread gets a StateError instead of waiting.
 
     main thread     call ────────────────────────────>      takes the turn, gives it back
     another              call: StateError                   would mix its messages with the other's, in an order of its own on each rank

@@ -1,4 +1,4 @@
-"""What a rank tells of itself, and what it knows of the others: beats, places, the ends of processes of its machine.
+"""Heartbeats, shared status pages and process-exit notices: the data that ranks have of each other.
 
     beat      once a second through the store: where a rank is, since when, what it has begun        tells of a rank that stands still
     process   of this machine: the kernel says when it ends, and its page says where it was           tells of a rank that has died

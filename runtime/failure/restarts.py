@@ -1,4 +1,4 @@
-"""Starts of one job by `torchrun --max-restarts`, whose ranks may all have one store.
+"""Store prefix of one start of a job, so that restarts by `torchrun --max-restarts` do not read an earlier start's keys.
 
 torchrun's agents keep the store of a start for the next one, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start its own. What
 ranks of an earlier start wrote is still in it then: that a rank died, what they agreed on. So each start has a place of its own.

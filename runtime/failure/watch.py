@@ -1,4 +1,4 @@
-"""The two threads by which a rank follows the others, and what they share with the main one.
+"""Reporter and watcher threads of a rank: heartbeats through the store, detection of dead, silent and late ranks.
 
     main thread   writes down where it is                       reads the failure, if there is one
     reporter      once a second: store <── where this rank is, its failure          store ──> beats of others, the first failure
