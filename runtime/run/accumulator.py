@@ -1,4 +1,4 @@
-"""Takes what one microbatch gives into the whole step's value, in place."""
+"""In-place accumulation of the parts of microbatches into the value of the whole step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program in module mode as one differentiable function: forward now, backward when torch asks, each call with its own saved values.
+"""`torch.autograd.Function` of a program in module mode: forward at the call, backward on request, saved values for each call.
 
 What a call saves is what the backward from all outputs needs, so that the forward program does not depend on what comes later.
 """

@@ -1,4 +1,4 @@
-"""What runs the stages of a program, by the backend that it was compiled for: a function from a stage to what performs it on this rank.
+"""Table of backends: from the name of a backend to the function that makes a stage executable on this rank.
 
     run = maker("inductor")(stage, groups, coordinates, device, here)          run(inputs, microbatch, env, done) -> outputs
 

@@ -1,4 +1,4 @@
-"""The backward programs of one loaded module: one for each set of outputs that received gradients, made when a set first comes up.
+"""Backward programs of a loaded module: one for each set of outputs that received gradients, built at the first use of the set.
 
 Ranks must start from the same outputs, or their collectives would not match. They compare the set whenever it is another one than at the
 last backward of this module: a rank for which it is the same says nothing and goes on, which the others see (`agreement.agree`). So the

@@ -1,4 +1,4 @@
-"""Caches of keys and values as their users hold them, between calls of a program: buffers on the mesh, and how much of them is filled.
+"""Layers of a key-value cache between calls of a program: buffers on the mesh, and how many rows and tokens are in use.
 
     DynamicCache(layers=[CacheLayer, CacheLayer, ...])     each: two DTensors [rows, heads, capacity, head], `rows` and `length` in use
 

@@ -1,4 +1,4 @@
-"""Of a session's inputs and outputs those that are parts of a cache: which output is what an input was, and what comes in where it lay.
+"""Cache inputs and outputs of a session: which output is the same buffer as which input, and the local tensors known of inputs.
 
     cache_0_0, an input  [1, 2, 64, 16]     cache_0_0, an output: the same buffer, where the program writes a token to it in place
 

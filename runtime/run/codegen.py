@@ -1,4 +1,4 @@
-"""A stage as one Python function: each node a line, collectives started where they stand and waited for where they are first used.
+"""Python function of a stage: one line per node; collectives start at their node and are waited for at the first use.
 
     v7 = f7(v5, v6)                # aten.mm
     v8 = all_reduce(v7, g8, 'sum') # starts

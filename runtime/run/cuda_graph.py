@@ -1,4 +1,4 @@
-"""A call as one CUDA graph: kernels and collectives recorded once, replayed with one launch.
+"""CUDA graph of a call: kernels and collectives recorded once, replayed with one launch.
 
     calls 1..WARM_UP   run as they are (they are real calls; kernels tune themselves, NCCL connects)
     next call          is recorded over static inputs and then replayed

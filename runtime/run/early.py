@@ -1,4 +1,4 @@
-"""Collectives that start while a stage runs, where the program says so.
+"""Collectives that start while a stage runs, as the program says.
 
     run(B0.3); add(.., sum:g2); add(.., sum:g1); add(.., sum:g0); start(start_0_all_reduce, keys=(sum:g2, sum:g1)); ...
 

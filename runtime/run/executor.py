@@ -1,4 +1,4 @@
-"""Walks a program's schedule on one rank.
+"""Execution of a program's schedule on one rank, instruction by instruction.
 
 A value is known by a key: a port's (`parameter:w`, `input:x`), or one that a stage made for another (`value:...`, `part:...`, `sum:...`).
 Under the keys of what starts early lie collectives on their way instead of tensors: only stages read those, and wait for them.

@@ -1,4 +1,4 @@
-"""Stages with their compute compiled by Inductor: each region of the program one compiled function, all else as plain calls.
+"""Stages with regions compiled by Inductor: each region is one compiled function, all other nodes are plain calls.
 
     with region(0):
         mm = aten.mm(x, w)                          box = [x, w]; v0 = region(box)

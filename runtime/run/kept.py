@@ -1,4 +1,4 @@
-"""Memory that a rank has for a stage for good: each piece once, for the values that lie there one after another.
+"""Persistent memory of a stage on a rank: each piece allocated once, and reused by one value after another.
 
     gradients of layers 31, 29, 27, ...  in one piece       of layers 30, 28, 26, ...  in another
 """

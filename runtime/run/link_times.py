@@ -1,4 +1,4 @@
-"""Measures the links of a running process group, by what programs do on them: collectives, and messages from one rank to another.
+"""Measured link times of a process group: collectives, point-to-point messages, contention with compute, drift of ranks.
 
     ranks of a node   |0 1 2 3|  |4 5 6 7|        a group a node, and groups of the ranks that have the same place in their nodes
     places            |0 4|  |1 5|  |2 6|  |3 7|

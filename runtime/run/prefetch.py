@@ -1,4 +1,4 @@
-"""Batches ahead: the next ones are loaded, and on their way to the device, while a step runs.
+"""Prefetch of batches: the next ones are loaded and copied to the device while a step runs.
 
     for batch in meshc.prefetch(loader, program):      step 0          step 1          step 2
         program(**batch)                               loads 1, 2      loads 3         loads 4        in a thread of its own

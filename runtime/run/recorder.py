@@ -1,4 +1,4 @@
-"""MESHC_TRACE: what each rank does when, instruction by instruction, as one trace of all ranks.
+"""MESHC_TRACE: measured timeline of every instruction on each rank, written as one trace of all ranks.
 
     rank 0  |F0.0|F0.1|      |B0.0|        ──┐
     rank 1       |F1.0|B1.0|F1.1|B1.1|     ──┴──> store ──> rank 0 aligns the clocks and writes the file, after each call

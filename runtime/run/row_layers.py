@@ -1,5 +1,4 @@
-"""What caches on the mesh have in common, whatever of a layer they hold: rows that are put in another order, chosen or repeated, and no
-writer but the program."""
+"""Base class of cache layers on the mesh: rows can be reordered, selected and repeated; only the program writes to a cache."""
 
 from __future__ import annotations
 

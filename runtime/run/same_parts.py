@@ -1,4 +1,4 @@
-"""Whether data ranks train on parts of their own: with inputs="local" each passes rows that no other has.
+"""Detection of data ranks that train on the same rows, though with inputs="local" each is to pass its own part of the batch.
 
 A loader that nobody has told of several ranks gives all of them the same rows, and a step is then of a batch so many times smaller than
 it looks. Ranks compare digests until they have seen parts that differ, which is at the first call of most loops. That all are alike is

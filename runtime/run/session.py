@@ -1,4 +1,4 @@
-"""One program at work on this rank: inputs in, outputs out, state in place.
+"""Session: one program on this rank; checks and moves inputs, runs the schedule, writes state back, returns outputs.
 
 It checks what it is given before anything is sent, moves it to the device, supplies numbers of the optimizer, seed and step, runs the
 executor, and hands outputs back as the model would.

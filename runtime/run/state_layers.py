@@ -1,4 +1,4 @@
-"""Caches of recurrent layers as their users hold them, between calls of a program: states on the mesh, all of one size at any length.
+"""Cache layers of recurrent layers between calls of a program: states on the mesh, of one size at any length.
 
     DynamicCache(layers=[StateLayer, StateLayer, CacheLayer, ...])     each: {"conv_states": {0: DTensor}, "recurrent_states": {0: DTensor}}
 

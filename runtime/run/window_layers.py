@@ -1,4 +1,4 @@
-"""Caches of layers whose attention sees a window, as their users hold them between calls of a program: buffers of the last tokens alone.
+"""Cache layers of sliding-window attention between calls of a program: buffers of the last tokens only.
 
     buffers [rows, heads, capacity, head]      token number `first` at the first place, the last at place `length - 1 - first`
 

@@ -1,4 +1,4 @@
-"""What a model holds before a store adopts it: its tensors and where they stand, whether ranks agree, which have values."""
+"""Checks of a model before and after a store adopts it: its tensors and their places, agreement of ranks, values that are missing."""
 
 from __future__ import annotations
 

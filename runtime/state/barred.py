@@ -1,4 +1,4 @@
-"""What stands before a compiled module's own forward, which only a trace, a copy or somebody who goes round the program would reach.
+"""Forward pre-hook that refuses calls past a compiled module's program: by a trace, by a copy, or of the forward itself.
 
     model(x)                       runs the program, past this hook: torch looks at `_compiled_call_impl` first
     copy.deepcopy(model)(x)        a copy has the DTensors and no program: refused, with the line that compiles it

@@ -1,4 +1,4 @@
-"""What others than programs change of what a store holds, and whether ranks have changed it alike.
+"""Changes of stored tensors from outside programs: found by version counters, and compared between ranks.
 
     model.load_state_dict(file), weight.mul_(3), optimizer.state[weight]["exp_avg"].zero_()
               │ torch counts writes

@@ -1,4 +1,4 @@
-"""Numbers that steps count in an optimizer's groups, as its user sees them: `group["k"]` follows the program's, and may be written.
+"""Step counters in an optimizer's groups: `group["k"]` follows the counter of the program, and may be written.
 
     before a call    group["k"], where somebody has changed it  ->  the state of every parameter of the group
     after it         the state of one of them                   ->  group["k"]

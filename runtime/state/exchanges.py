@@ -1,4 +1,4 @@
-"""Exchanges that torch makes of a compiled model's DTensors, between ranks: all of them come, or are told who does not.
+"""Guard around torch's collectives on a compiled model's DTensors: names the rank that does not take part.
 
     weight[3].zero_()      weight.full_tensor()      clip_grad_norm_(model.parameters(), 1.0)
               │ torch gathers, or sums up, along some axes

@@ -1,4 +1,4 @@
-"""Held: a tensor that lives between steps, as the store has it and as its user sees it."""
+"""Stored tensor: the program's buffer, and the DTensor that the user sees of the same values."""
 
 from __future__ import annotations
 

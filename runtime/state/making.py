@@ -1,4 +1,4 @@
-"""A stored tensor as it is made: its memory on this rank, and what its user sees of that.
+"""Allocation of a stored tensor: its memory on this rank, and the DTensor over it.
 
     shared      the DTensor's local tensor is the program's buffer, or a view of all but its padding
     otherwise   a copy in torch's layout

@@ -1,4 +1,4 @@
-"""Experts that move between ranks: rows of their parameters and of their optimizer state change places, and the buffer that says where.
+"""Expert rebalancing between ranks: permutes rows of parameters and optimizer state, and updates the buffer of expert slots.
 
     meshc_slots  [0 1 2 3]  ->  [0 2 1 3]         experts 1 and 2 change places, and so ranks, where each has two
     gate_up_proj, its exp_avg, its exp_avg_sq ..  rows 1 and 2 are sent; nothing else moves

@@ -1,4 +1,4 @@
-"""Gives a user's optimizer the live parameters and state of a store, as torch would have created it.
+"""Optimizer with the live parameters and stored state of a program, in the form in which torch would have created it.
 
 optimizer.param_groups[0]["params"][0]    the old parameter  ->  the live DTensor, in place
 optimizer.state[parameter]["exp_avg"]     nothing, or what a resumed optimizer holds  ->  a live DTensor of the state's own storage

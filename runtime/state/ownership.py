@@ -1,4 +1,4 @@
-"""Who owns what: from a live model, submodule or optimizer to its store, and the hooks that torch calls on them.
+"""Owners of stores: from a live model, submodule or optimizer to its store, and the hooks that torch calls on them.
 
 The hooks are plain functions that look their owner up, so that modules and optimizers can still be copied and pickled.
 """

@@ -1,4 +1,4 @@
-"""Random numbers that people draw into the parts of a compiled model on a CPU mesh: those of one device.
+"""Random draws into DTensors on a CPU mesh, with the numbers that one device would draw.
 
     nn.init.normal_(model.head.weight)       a DTensor: torch has each rank draw into its own part
     ranks that are seeded alike              rows 0-2 and rows 3-5 would be the same numbers

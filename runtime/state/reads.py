@@ -1,4 +1,4 @@
-"""Numbers that are read of a compiled model's tensors: of what every rank has whole they are given, of a part they are refused.
+"""Scalar reads of a compiled model's DTensors: returned where the value is whole on every rank, refused where a rank has a part.
 
     p.grad.norm().item()      a norm that ranks have not summed up: torch would give this rank's part of it
     p.tolist(), np.asarray(p), f"{norm:.3f}"        of a DTensor torch refuses them, whole or not

@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same of a parameter, buffer or state hold the same values.
+"""Comparison of replicas: whether ranks that hold the same part of a parameter, buffer or state hold the same values.
 
 A rank sums up each of its tensors in two numbers, at the speed of its memory, and puts them into the store; whoever finds those of a rank
 that holds the same compares. So nothing is sent by collectives, and a rank that does this alone (`if rank == 0: model.state_dict()`) waits

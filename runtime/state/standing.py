@@ -1,4 +1,4 @@
-"""Whether a model's parameters and buffers stand where they were put, as they were: a look at each call.
+"""Identity check, at each call, that a model's parameters and buffers are in their places, unchanged.
 
     standing = Standing(held)       what a store holds of a model
     standing.holds()                each live tensor is in its places, of its dtype, on its device, with its own memory and wrapper

@@ -1,4 +1,4 @@
-"""Who asks a compiled model, or an optimizer of its parameters, for its state dict, and what is said to those who cannot do with DTensors.
+"""Callers of `state_dict` on a compiled model or its optimizer, and the warning for those that cannot use DTensors.
 
     torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
     anybody, where every rank has all of each tensor     nothing: the state dict has plain tensors (`whole_state.py`)

@@ -1,5 +1,4 @@
-"""A program's checkpoint in memory, in torch's form, and how it is read again, under any mesh and plan. (meshc's own files:
-`runtime/saved/checkpoint_folder.py`.)
+"""State dict of a program in torch's form: saved from, and loaded under, any mesh and plan. (Files: `saved/checkpoint_folder.py`.)
 
     {"model": {name: DTensor or buffer},                                  as model.state_dict()
      "optim": {"state": {parameter: {slot: DTensor or 0-dim tensor}},     as torch.distributed.checkpoint.state_dict.get_state_dict

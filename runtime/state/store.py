@@ -1,4 +1,4 @@
-"""Owns what lives between steps: parameters, buffers, optimizer state. One store a model, shared by all its programs.
+"""Store of all tensors that live between steps: parameters, buffers, optimizer state. One per model, shared by its programs.
 
     module.weight                       DTensor ──local──> ┌────────┐
                                                            │ memory │ <── the program's buffer: store.buffer("parameter:weight")

@@ -1,4 +1,4 @@
-"""Steps on DTensors of optimizers whose own code cannot take them, in a loop of one's own or under the Trainer.
+"""Traced optimizer steps on DTensors, for optimizers whose own code cannot take DTensors, in a user's loop or the Trainer.
 
     state["row"] = torch.zeros(grad.shape[:-1])      no DTensor: whole on every rank, which gathers for it (Shampoo's)
     grad.norm(dim=-1, keepdim=True).square_()        of a sum over ranks that was not taken yet (torch's Adafactor)

@@ -1,5 +1,4 @@
-"""Views of a compiled model's tensors, edits in place that torch cannot make on parts, and arithmetic of them with plain tensors: all mean
-what they mean on one device.
+"""Views, in-place edits and mixed arithmetic of a compiled model's DTensors, with the results of one device.
 
     with torch.no_grad():
         model.embed.weight[3].zero_()             one rank has the row: torch gathers the whole for the view, and would zero that copy

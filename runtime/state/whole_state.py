@@ -1,4 +1,4 @@
-"""State of compiled models for those who know whole tensors only: what they load is laid out, what they save is brought together.
+"""Conversion of state dicts between whole tensors and DTensors, for loaders and savers that know whole tensors only.
 
     model.load_state_dict(torch.load("model.bin"))     whole tensors, the same on every rank: each takes its part, nothing is sent
     optimizer.load_state_dict(...)                     likewise, of an optimizer that steps a compiled module's parameters itself
