@@ -15,7 +15,7 @@ from meshc.program.kept import places, sizes_of
 
 
 class KeptMemory:
-    """Of one stage on one rank, allocated here."""
+    """The persistent memory of one stage on one rank, allocated at construction."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         found = places(graph)
@@ -24,7 +24,7 @@ class KeptMemory:
             self._at |= dict.fromkeys(values, torch.empty(size, dtype=torch.uint8, device=device))
 
     def of(self, node: Node) -> torch.Tensor | None:
-        """What a value is made in: contiguous, of its shape and dtype; None where it has no memory that is kept."""
+        """The memory of a value, contiguous, of its shape and dtype; None if the value has no persistent memory."""
         if node not in self._at:
             return None
         made = record(node)
