@@ -2,7 +2,7 @@
 
     DynamicCache(layers=[CacheLayer, CacheLayer, ...])     each: two DTensors [rows, heads, capacity, head], `rows` and `length` in use
 
-They implement what a stock model's own code calls on a cache (length, reordered beams, selected rows, fewer tokens) with plain tensors as
+Layers implement what a stock model's own code calls on a cache (length, reordered beams, selected rows, fewer tokens) with plain tensors as
 arguments, and no rank ever holds the whole. Buffers have room for more rows and tokens than are in use: a program is for one buffer size.
 This file imports transformers, and is itself imported only where a cache of transformers is met.
 

@@ -121,7 +121,7 @@ OVERWRITING: Final[Mapping[object, Function]] = {
 
 
 class Source:
-    """Lines of the function, and the objects that they name."""
+    """Lines of the generated function, and the objects bound to their names."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

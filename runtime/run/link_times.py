@@ -43,7 +43,7 @@ SIDE: Final = {"cpu": 256, "cuda": 2048}
 """Rows and columns of the matrices that are multiplied meanwhile, by device type."""
 
 LONGER: Final = 2.0
-"""Time of those products, at least, in units of the collective alone, which may be slower under overlap."""
+"""Least time of the products, as a multiple of the collective's alone, which may be slower under overlap."""
 
 COUNT: Final = 4
 """Runs in a batch of overlap measurements."""

@@ -35,7 +35,7 @@ class _Ready(NamedTuple):
 
 
 class Prefetched(Generic[Batch]):
-    """What `meshc.prefetch` returns: each time it is gone through anew it goes through the loader anew."""
+    """Iterable of prefetched batches, returned by `meshc.prefetch`; each iteration iterates the loader anew."""
 
     def __init__(self, batches: Iterable[Batch], device: torch.device, ahead: int) -> None:
         self._batches, self._device, self._ahead = batches, device, ahead

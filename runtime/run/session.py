@@ -396,7 +396,7 @@ def _lent(program: PlainProgram) -> Iterator[str]:
 
 
 def _partners(program: PlainProgram) -> list[list[int]]:
-    """Ranks that are to pass the same inputs, where there are several: all of them, or those that have one part of the batch."""
+    """Groups of two or more ranks that are to pass the same inputs: all ranks, or the ranks with the same part of the batch."""
     inputs = program.info.get("inputs")
     if inputs not in ("global", "local"):
         return []

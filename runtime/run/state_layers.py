@@ -2,7 +2,7 @@
 
     DynamicCache(layers=[StateLayer, StateLayer, CacheLayer, ...])     each: {"conv_states": {0: DTensor}, "recurrent_states": {0: DTensor}}
 
-They implement what a stock model's own code calls on them, as `cache_layers.py` does for keys and values. Tokens cannot be taken back:
+Layers implement what a stock model's own code calls on a cache, as `cache_layers.py` does for keys and values. Tokens cannot be taken back:
 earlier states are not kept. This file imports transformers, and is itself imported only where a cache of transformers is met.
 """
 

@@ -74,7 +74,7 @@ class Held:
         self.wrapper = self.live.untyped_storage() if isinstance(self.live, DTensor) else None
 
     def current(self) -> object:
-        """What is in the live tensor's place in the model; for optimizer state the live tensor."""
+        """The present entry in the live tensor's place in the model; for optimizer state the live tensor."""
         for members, name in self.places:
             now = members.get(name)
             if now is not self.live:

@@ -79,7 +79,7 @@ def note_drawn(value: DTensor) -> None:
 
 
 def has_draws() -> bool:
-    """Whether there is something for `even_out`."""
+    """Whether there are draws that `even_out` has not broadcast."""
     return bool(_DRAWS.written)
 
 

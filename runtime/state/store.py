@@ -423,7 +423,7 @@ class Store:
     # Changes from outside.
 
     def _current(self, held: Held) -> object:
-        """What is in the live tensor's place, in the model or in the optimizer's state."""
+        """The present entry in the live tensor's place, in the model or in the optimizer's state."""
         if not held.of:
             return held.current()
         optimizer = None if held.optimizer is None else held.optimizer()

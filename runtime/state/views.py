@@ -6,8 +6,8 @@
         average.lerp_(model.head.weight, 0.1)     torch refuses an average that is a plain tensor
 
 A view along a dim that is not split shares its tensor's memory, and is left alone. A view that torch has gathered is a `GatheredView`: it
-is read like any DTensor; a write is made to the whole tensor on every rank, of which each rank keeps its part. So are edits without a rule
-in torch, and edits of plain tensors, such as averages of weights from before the model was compiled. This takes the memory of one whole
+is read like any DTensor; a write is made to the whole tensor on every rank, of which each rank keeps its part. So are edits without a
+rule in torch, and edits of plain tensors, such as averages of weights from before the model was compiled. It takes the memory of one whole
 tensor on each rank meanwhile, and all ranks do it. Plain tensors beside a model's are whole, and the same on all ranks.
 
 torch looks an operator up in a table, `_custom_op_handlers`, before its own rules. Tensors outside a compiled model's mesh go on to these.
