@@ -1,4 +1,4 @@
-"""Takes what one microbatch gives into the whole step's value, in place."""
+"""In-place accumulation of the parts of microbatches into the value of the whole step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from meshc.program.accumulate import ACCUMULATES, whole_of
 
 
 class Accumulator:
-    """For the key of a part. The first part becomes the whole, unless it is `shared` with something else or looks at a larger storage.
+    """Combines the parts under one key in place. The first part becomes the whole; it is cloned if it is `shared` with another value or
+    is a view of a larger storage.
 
-    done  is told the key of the whole, after that has taken the part in
+    done  called with the key of the whole, after the part was added
     """
 
     __slots__ = ("_combine", "_shared", "_whole")

@@ -1,4 +1,4 @@
-"""`meshc.TrainStep` as a user makes it: often a rank's first line of meshc, from which on the other ranks learn of its end."""
+"""`meshc.TrainStep` as users construct it: announces the rank, so that other ranks learn when it ends."""
 
 from __future__ import annotations
 

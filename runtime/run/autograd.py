@@ -1,6 +1,6 @@
-"""A program in module mode as one differentiable function: forward now, backward when torch asks, each call with its own saved values.
+"""`torch.autograd.Function` of a program in module mode: forward at the call, backward on request, saved values for each call.
 
-What a call saves is what the backward from all outputs needs, so that the forward program does not depend on what comes later.
+A call saves what the backward from all outputs reads, so that the forward program does not depend on which outputs receive gradients.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _version: Final = attrgetter("_version")
 
 
 class _Given:
-    """Parameters and inputs of a call, which users may write to: in which state they are, as torch counts writes. All are looked at in one
-    go, which is what a call takes when nothing has changed."""
+    """Version counters of a call's parameters and inputs, to find writes by users. All counters are compared as one list, the only
+    cost when nothing has changed."""
 
     def __init__(self, given: Mapping[str, torch.Tensor], store: Store) -> None:
-        """given: by key; in inference mode nobody counts."""
+        """given: tensors by key; torch keeps no version of inference tensors, so they are left out."""
         self._values = {key: value for key, value in given.items() if not value.is_inference()}
         found = ((key, store.find(key)) for key in given)
         self._held = {key: held for key, held in found if held is not None and held.shared}
         self._then = self._now()
 
     def written(self) -> set[str]:
-        """Keys of what was written to since, itself or through the DTensor that has its memory."""
+        """Keys of tensors written to since, directly or through the DTensor that has their memory."""
         now, then = self._now(), self._then
         if now == then:
             return set()
@@ -52,8 +52,8 @@ class Call:
         self, session: Session, parameters: Sequence[Port], inputs: Sequence[Port], scale: Mapping[str, float | None],
         times: Mapping[str, float], numbers: Mapping[str, float],
     ) -> None:  # fmt: skip
-        """scale: what gradients of outputs are multiplied by, and times: those of inputs, by the ports' names (`Program._scales`);
-        numbers: those of Python that it takes."""
+        """scale, times: factors of the gradients of outputs and of inputs, by the ports' names (`Program._scales`);
+        numbers: the Python numbers that the call takes."""
         self.session = session
         self.step, self.calling = session.store.step, session.calling
         self.moves = session.store.moves
@@ -65,22 +65,22 @@ class Call:
         self.gradients = {port.name: port for port in session.program.outputs if port.kind == "gradient"}
         self.results = session.results
         self.memory: set[int] = set()
-        """Where what is saved lies."""
+        """Storage addresses of the saved values."""
         self._began: Mapping[int, str] = {}
         self._given = _Given({}, session.store)
 
     def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
-        """What backward reads. given: parameters and inputs by key; began: by their memory the keys of what the call began with."""
+        """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
         self.saved, self.memory, self._began = saved, {_memory(value) for value in saved.values()}, began
         self._given = _Given(given, self.session.store)
 
     def of_input(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The gradient of an input, if there is one."""
+        """The gradient of an input, scaled; None if there is none."""
         found, times = own.get(f"gradient:input:{port.name}"), self.times.get(port.name, 1.0)
         return found if found is None or times == 1.0 else found * times
 
     def refuse_changed(self, read: Iterable[str]) -> None:
-        """Refuses a backward that would read what was written to since the call, as torch does. Raises StateError."""
+        """Raises StateError, as torch does, for a backward that would read values written to since the call. read: keys of its inputs."""
         written = self._given.written()
         keys = (self._began.get(_memory(self.saved[key])) for key in read if key in self.saved) if written else ()
         changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
@@ -93,7 +93,7 @@ class Call:
 
 
 class _Context(Protocol):
-    """What torch hands to a function of its autograd, with what `forward` leaves in it for `backward`."""
+    """The context that torch passes to an autograd function, with what `forward` stores in it for `backward`."""
 
     call: Call
 
@@ -177,8 +177,8 @@ def _refuse_anomalies() -> None:
 
 
 def _given(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """An output as torch takes it. In memory of its own it may be changed in place, as any: `logits /= 2`. What is an input, another output
-    or read by backward becomes a view, of which torch refuses that; one number is copied, as loops scale a loss in place."""
+    """An output as the autograd function returns it. With memory of its own it may be changed in place: `logits /= 2`. If it is an input,
+    another output or read by backward, it becomes a view, of which torch refuses that; a scalar is cloned: loops scale a loss in place."""
     memory = _memory(output)
     if memory in taken:
         return output.view_as(output) if output.dim() else output.clone()
@@ -187,7 +187,7 @@ def _given(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 
 def _own(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """A gradient in memory of its own: it becomes somebody's `.grad`, which is changed in place, and another's must not change with it."""
+    """A gradient in memory of its own: a `.grad` is changed in place, and another one must not change with it."""
     if _memory(gradient) in taken:
         gradient = gradient.clone()
     taken.add(_memory(gradient))

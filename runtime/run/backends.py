@@ -1,9 +1,9 @@
-"""What runs the stages of a program, by the backend that it was compiled for: a function from a stage to what performs it on this rank.
+"""Table of backends: from the name of a backend to the function that makes a stage executable on this rank.
 
     run = maker("inductor")(stage, groups, coordinates, device, here)          run(inputs, microbatch, env, done) -> outputs
 
-Another backend is a file beside `inductor.py` and a line here. Its name stands in `BACKENDS` of `meshc/program/program.py`, and what the
-compiler does for it, which the program's text then says, in `passes/lower/group_regions.py`.
+Another backend is a file beside `inductor.py` and a line here. Its name is listed in `BACKENDS` of `meshc/program/program.py`, and what the
+compiler does for it, which the program's text then shows, in `passes/lower/group_regions.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "indu
 
 
 def maker(backend: str) -> Callable[..., RunStage]:
-    """What makes a stage run. Raises StateError for a backend that is not known."""
+    """The function that makes a stage executable. Raises StateError for an unknown backend."""
     if backend not in MAKERS:
         raise StateError(f"the program is for the backend {backend!r}, which this runtime does not know")
     return MAKERS[backend]

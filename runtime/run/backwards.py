@@ -1,8 +1,8 @@
-"""The backward programs of one loaded module: one for each set of outputs that received gradients, made when a set first comes up.
+"""Backward programs of a loaded module: one for each set of outputs that received gradients, built at the first use of the set.
 
-Ranks must start from the same outputs, or their collectives would not match. They compare the set whenever it is another one than at the
-last backward of this module: a rank for which it is the same says nothing and goes on, which the others see (`agreement.agree`). So the
-usual case, the same set at each step, costs nothing.
+Ranks must start from the same outputs, or their collectives would not match. A rank compares the set with the others whenever it differs
+from the set of the last backward of this module; a rank whose set is the same goes on silently, which the others see (`agreement.agree`).
+So the usual case, the same set at each step, costs nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Backwards:
         self.executor = executor
         self.make = make
         self.programs = {frozenset(port.name for port in program.inputs if port.kind == "tangent"): program}
-        """What was made so far, by set; the first is the program itself, for all outputs."""
+        """Programs built so far, by set; the first is the module's own program, for all outputs."""
         self._loaded: dict[frozenset[str], LoadedStage] = {key: executor.stages["backward"] for key in self.programs}
         self._last: frozenset[str] | None = None
 
     def run(
         self, received: frozenset[str], env: dict[str, torch.Tensor], step: int, look: Callable[[Iterable[str]], None]
     ) -> tuple[str, ...]:
-        """`env` has the tangents and what the forward call saved; gradients are added to it. All ranks call it with the same set. `look` is
-        shown what is read, and may raise.
+        """`env` has the tangents and the saved values; gradients are added to it. All ranks call this with the same set. `look` is called
+        with the keys that the stage reads, and may raise.
 
         Raises StateError, or PeerError, on ranks that differ in the set.
         """

@@ -1,13 +1,13 @@
-"""Caches of keys and values as their users hold them, between calls of a program: buffers on the mesh, and how much of them is filled.
+"""Layers of a key-value cache between calls of a program: buffers on the mesh, and how many rows and tokens are in use.
 
     DynamicCache(layers=[CacheLayer, CacheLayer, ...])     each: two DTensors [rows, heads, capacity, head], `rows` and `length` in use
 
-They answer what a stock model's own code asks of a cache (its length, beams in another order, some of the rows, fewer tokens) with plain
-tensors in and out, and never as a whole on one rank. Buffers have room for more rows and tokens than there are: a program is for one size
-of them. This file imports transformers, and is imported where a cache of it is met.
+Layers implement what a stock model's own code calls on a cache (length, reordered beams, selected rows, fewer tokens) with plain tensors as
+arguments, and no rank ever holds the whole. Buffers have room for more rows and tokens than are in use: a program is for one buffer size.
+This file imports transformers, and is itself imported only where a cache of transformers is met.
 
-Whisper's generate, asked for more than tokens, takes the cache apart row by row when all tokens are there, on the host: it gets plain
-tensors on every rank, for which buffers become whole. Who asks is read off the stack.
+Whisper's generate, if it is to return more than tokens, splits the finished cache into rows on the host: it gets plain tensors on every
+rank, for which buffers are replicated. The caller is read off the stack.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from meshc.runtime.run.row_layers import RowLayer, refuse_writer
 ROWS, TOKENS = 0, 2
 """Dims of a buffer."""
 TAKES_APART: Final = ("transformers.models.whisper.generation_whisper", "split_by_batch_index")
-"""The function that every rank calls for rows of a cache as tensors of one device: module, name."""
+"""The function that reads rows of a cache as plain tensors, on every rank: module, name."""
 
 
 class CacheLayer(RowLayer, DynamicLayer):
-    """Keys and values of one layer. `keys` and `values` are what is in use of them, as they lie on the mesh."""
+    """Keys and values of one layer. `keys` and `values` are the parts in use, as DTensors."""
 
     is_compileable, is_croppable, supports_early_init = False, True, False
 
@@ -51,10 +51,10 @@ class CacheLayer(RowLayer, DynamicLayer):
         return self._given(1, sys._getframe(1))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """It holds something already."""
+        """Nothing to do: the layer has its buffers already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> NoReturn:
-        """Raises StateError: what writes to it is the program."""
+        """Raises StateError: only the program writes to the cache."""
         refuse_writer()
 
     def get_seq_length(self) -> int:
@@ -67,7 +67,7 @@ class CacheLayer(RowLayer, DynamicLayer):
         return self.max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, by a number of zero or less. Raises ValueError for another."""
+        """Drops the last `-tokens_to_remove` tokens. Raises ValueError for a positive number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes how many tokens to forget as a negative number, not {tokens_to_remove}")
         self.length = max(self.length + tokens_to_remove, 0)
@@ -91,7 +91,7 @@ class CacheLayer(RowLayer, DynamicLayer):
         return buffer[: self.rows, :, : self.length]
 
     def fitted(self, rows: int, capacity: int) -> tuple[DTensor, ...]:
-        """Its buffers, with this many rows and places; what they have no need of is anything."""
+        """The buffers with `rows` rows and room for `capacity` tokens; unused elements are arbitrary."""
         return self._resized(rows, capacity)
 
     def _resized(self, rows: int, capacity: int, begin: int = 0) -> tuple[DTensor, ...]:
@@ -105,23 +105,23 @@ class CacheLayer(RowLayer, DynamicLayer):
 
 
 def taken(buffer: DTensor, rows: Tensor) -> DTensor:
-    """A buffer of these rows of another, split as it is: only its heads and tokens stay apart on the way."""
+    """A buffer of the selected rows, sharded like `buffer`. Only the dim of rows is gathered for it."""
     return _along(buffer, ROWS, len(rows), lambda local: local.index_select(ROWS, rows.to(local.device)))
 
 
 def resized(buffer: DTensor, capacity: int, begin: int = 0) -> DTensor:
-    """A buffer with room for more tokens, or for fewer, which begins at this place of the other; at a negative one: as many before it."""
+    """A buffer with room for `capacity` tokens, from place `begin` of `buffer` on; a negative `begin` puts as many places before it."""
     more = capacity - buffer.shape[TOKENS] + begin
     return _along(buffer, TOKENS, capacity, lambda local: F.pad(local, (0, 0, -begin, more)))
 
 
 def everywhere(buffer: DTensor) -> DTensor:
-    """A buffer that is whole on every rank, as it may be already."""
+    """The buffer, replicated on every rank."""
     return buffer.redistribute(placements=[Replicate()] * buffer.device_mesh.ndim)
 
 
 def _along(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor]) -> DTensor:
-    """What `work` makes of a dim of `buffer` that it needs whole, on each rank of its own part of the other dims."""
+    """`work` applied to the local part of `buffer` with `dim` gathered, the result sharded like `buffer`. size: of `dim` after `work`."""
     mesh, placements = buffer.device_mesh, buffer.placements
     splits = [isinstance(place, Shard) and place.dim == dim for place in placements]
     whole = [Replicate() if split else place for place, split in zip(placements, splits, strict=True)]

@@ -1,8 +1,8 @@
-"""Of a session's inputs and outputs those that are parts of a cache: which output is what an input was, and what comes in where it lay.
+"""Cache inputs and outputs of a session: which output is the same buffer as which input, and the local tensors known of inputs.
 
     cache_0_0, an input  [1, 2, 64, 16]     cache_0_0, an output: the same buffer, where the program writes a token to it in place
 
-A call with a cache comes for each token, so what has been found out of a buffer holds until another one comes in its place.
+There is one call per token, so the local tensor of a buffer is remembered until another buffer comes in its place.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from meshc.program.program import Port
 
 
 class CachePorts:
-    """names: of the ports that are parts of a cache.
+    """names: names of the ports that are parts of a cache.
 
-    same    for each output the place of the input that is the same before the call; None for those that are none
-    beside  places of outputs that are no part of a cache
+    same    for each output the index of the input with its name and sharding; None if there is none
+    beside  indices of outputs that are no part of a cache
     """
 
     def __init__(self, inputs: Sequence[Port], results: Sequence[Port], names: Collection[str]) -> None:
@@ -34,15 +34,15 @@ class CachePorts:
         self._as_taken: list[weakref.ref[DTensor] | None] = [None] * len(inputs)
 
     def stand(self, leaves: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Whether there are caches, and all of them came back in the tensors that were passed."""
+        """Whether there are caches, and every cache output is the tensor that was passed as its input."""
         return self._may_stand and all([leaves[at] is tensors[place] for at, place in self._pairs])
 
     def as_taken(self, place: int, tensor: Tensor) -> Tensor | None:
-        """What the program takes of an input that was noted, its local tensor; None for another."""
+        """The local tensor of an input that `note` has seen; None for another tensor."""
         known = self._as_taken[place]
         return tensor._local_tensor if known is not None and known() is tensor and isinstance(tensor, DTensor) else None
 
     def note(self, place: int, tensor: Tensor, taken: Tensor) -> None:
-        """What the program takes of an input."""
+        """Remembers `tensor` if the program takes its own local tensor."""
         if isinstance(tensor, DTensor) and taken is tensor._local_tensor:
             self._as_taken[place] = weakref.ref(tensor)

@@ -1,4 +1,4 @@
-"""A stage as one Python function: each node a line, collectives started where they stand and waited for where they are first used.
+"""Python function of a stage: one line per node; collectives start at their node and are waited for at the first use.
 
     v7 = f7(v5, v6)                # aten.mm
     v8 = all_reduce(v7, g8, 'sum') # starts
@@ -7,8 +7,8 @@
     v10 = f10(v8, v9); del v8, v9
     a11(env, v10); del v10         # part:g, a gradient of one microbatch: into sum:g
 
-Integers that stand for a rank's place are computed once, at load. The function is made from a checked graph; no text of a program is
-executed.
+Integers that depend on the rank's coordinates are computed once, at load. The function is built from a checked graph; no text of a
+program is executed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from meshc.runtime.run.accumulator import Accumulator
 from meshc.runtime.run.kept import KeptMemory
 
 RunStage = Callable[..., list[torch.Tensor]]
-"""`run(inputs, mb, env, done)` -> outputs; one that starts early comes as a collective on its way."""
+"""`run(inputs, mb, env, done)` -> outputs; an output that starts early is returned as a collective in flight."""
 
 
 def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
@@ -62,7 +62,7 @@ def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
 
 
 def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., collectives.Work]:
-    """A function that starts this node's collective on its operands, of which an all-reduce `overwrites` its one or does not."""
+    """A function that starts the node's collective on its operands. overwrites: an all-reduce may write over its operand."""
     group = groups.group(node.args[1])  # type: ignore[arg-type]
     name = node.target.__name__  # type: ignore[union-attr]
     rest = node.args[2:]
@@ -100,7 +100,8 @@ def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable
 
 
 def function_of(node: Node, device: torch.device, origin: Origin | None = None, memory: torch.Tensor | None = None) -> Function:
-    """What a node that is no collective calls; of a stage that was read from a text, after its guard. `memory`: what it is made in."""
+    """The function that a node other than a collective calls; with its guard, if the stage was read from a text (`origin`). `memory`:
+    where the result is written."""
     if node.target is torch.ops.aten.mm.default and memory is not None:
 
         def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -120,16 +121,16 @@ OVERWRITING: Final[Mapping[object, Function]] = {
 
 
 class Source:
-    """Lines of the function, and the objects that they name."""
+    """Lines of the generated function, and the objects bound to their names."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.names: dict[str, object] = {}
         self.makes: list[str] = []
-        """What each line makes, as far as it calls an operator."""
+        """For each line the name of the value that it computes; empty if it calls no operator."""
 
     def label(self, name: str = "") -> None:
-        """The lines that have been added since make the value of this name."""
+        """Lines added since the last call compute the value `name`."""
         self.makes += [name] * (len(self.lines) - len(self.makes))
 
     def bind(self, value: object, prefix: str) -> str:
@@ -165,12 +166,12 @@ def generate(
     own: Collection[Node] = (),
     before: Mapping[Node, Sequence[Node]] | None = None,
 ) -> RunStage:
-    """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is told of each collective before it starts (for failures).
+    """`run(inputs, mb, env, done)` -> outputs, for this rank. `here(name)` is called before each collective starts (for failures).
 
-    Outputs that are added up over microbatches are not returned: each is taken into its sum in `env` as soon as it is made, and `done`
-    is told the sum's key. Inputs that are collectives on their way are waited for where they are first read, and such outputs not at all.
-    `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both beside those of which
-    the graph shows it. `before`: by what starts, the earlier ones that are waited for first, where the graph does not show it.
+    Outputs that are summed over microbatches are not returned: each is added to its sum in `env` as soon as it is computed, and `done`
+    is called with the key of the sum. Inputs that are collectives in flight are waited for at their first use, such outputs not at all.
+    `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both in addition to those
+    that the graph shows. `before`: for a node that starts, the earlier ones that are waited for first; None: as the graph says.
     """
     return _Writer(stage, groups, coordinates, device, here, overwrites, own, before).function()
 
@@ -200,21 +201,21 @@ class _Writer:
         self.pieces = pieces(stage.graph)
         self.lasting = KeptMemory(stage.graph, device)
         self.memory: dict[Node, str] = {}
-        """Memory that several values are made in, by the `cat` that joins them."""
+        """Names of memory shared by the operands of a `cat`, by the `cat`."""
         self.kept: set[Node] = set()
-        """Of these, what lives between calls."""
+        """Those of `memory` that live between calls."""
         output = output_of(stage.graph)
         given = list(stage.results().items())
         self.inputs = stage.inputs
         self.leaving = {value for key, value in given if is_a(key, "early")}
         self.returned = [value for key, value in given if not is_added(key)]
         self.added: dict[Node, list[str]] = defaultdict(list)
-        """Values that go into sums, with their keys."""
+        """Values that are added to sums, with their keys."""
         for key, value in given:
             if is_added(key):
                 self.added[value].append(key)
         self.last = last_reads(node for node in stage.graph.nodes if node is not output)
-        """What reads a value last; a sum that takes it in does not count."""
+        """The last reader of each value; a sum that the value is added to does not count."""
         self.last |= {value: output for value in self.returned if isinstance(value, Node)}
         self.dying = dying(self.last)
 
@@ -257,12 +258,12 @@ class _Writer:
             self._add(value)
 
     def _wait_for_earlier(self, node: Node) -> None:
-        """No more than so much is on its way at a time."""
+        """Waits for the collectives that must finish before this one starts, which bounds the bytes in flight."""
         for earlier in self.awaited.get(node, ()):
             self._wait_for(earlier)
 
     def _add(self, node: Node) -> None:
-        """What this value is a microbatch's part of takes it in, if there is such a thing."""
+        """Adds the value to the sums over microbatches that it is a part of, if any."""
         keys = self.added.get(node, ())
         shared = len(keys) > 1 or node in self.last or not (node in self.own or is_alone(node))
         for key in keys:
@@ -270,7 +271,7 @@ class _Writer:
 
     def _line(self, node: Node, name: str) -> None:
         if node in self.pieces:
-            if node.args[0] not in self.pieces:  # else it is the reshape of a piece, which has been made flat
+            if node.args[0] not in self.pieces:  # else the node is the reshape of a piece, which is flat already
                 self._make_inside(node, name)
             return
         self.env[node] = self.memory.get(node, name)
@@ -292,7 +293,7 @@ class _Writer:
             start = self.source.bind(host.starter(node, self.device, self.name), "g")
             self.source.lines.append(f"{name} = {start}({', '.join(self.env[one] for one in node.all_input_nodes)})")
             self.flying.add(node)
-        elif getattr(node.target, "boxed", False):  # it empties the list that it takes: what is read here for the last time goes meanwhile
+        elif getattr(node.target, "boxed", False):  # the callee empties its list, so that operands read here last are freed meanwhile
             self.source.lines.append(f"box = {self.source.literal(node.args[0], self.env)}")
             self._forget(self.dying.pop(node, []))
             self.source.lines.append(f"{name} = {self.source.bind(function_of(node, self.device, self.origin), 'f')}(box)")
@@ -312,7 +313,7 @@ class _Writer:
         return f"{self.source.bind(function, 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
-        """A value in the memory of the `cat` that will join it with others."""
+        """Computes a value into its place in the memory of the `cat` that joins it with others."""
         piece, made = self.pieces[node], record(node)
         if piece.whole not in self.memory:
             kept = self.lasting.of(piece.whole)
@@ -334,7 +335,7 @@ class _Writer:
 
 
 def _naming(run: RunStage, origin: Origin, makes: Sequence[str]) -> RunStage:
-    """`run`, whose operators' errors name the line of the text that they stand on."""
+    """`run`, with errors of operators that name the line of the program's text."""
 
     def run_of_text(*args: object, **kwargs: object) -> list[torch.Tensor]:
         try:
@@ -356,5 +357,5 @@ def _place(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Te
 
 
 def moved(key: str, value: Argument, device: torch.device) -> Argument:
-    """Constants are traced for the CPU and made on the device that runs."""
+    """A keyword argument for this device: constants are traced for the CPU, and created on the device that runs."""
     return device if key == "device" and value is not None else value

@@ -1,17 +1,16 @@
-"""A call as one CUDA graph: kernels and collectives recorded once, replayed with one launch.
+"""CUDA graph of a call: kernels and collectives recorded once, replayed with one launch.
 
-    calls 1..WARM_UP   run as they are (they are real calls; kernels tune themselves, NCCL connects)
+    calls 1..WARM_UP   run eagerly (real calls; kernels tune themselves, NCCL connects)
     next call          is recorded over static inputs and then replayed
     later calls        copy inputs, seed, step and learning rates into place, and replay
 
-Numbers that a kernel takes as floats (betas, eps) are baked in: when one changes, the call is recorded again. So are places: a cache's
-buffers, which a program writes to where they lie, are read and written there, and handed back as they are. Other buffers (another text's)
-are recorded at the second call in a row that brings them, so that two that take turns run as they are, and a text costs one recording;
-where recordings are hardly replayed, as with beams, which move rows to other buffers, later than that.
-What cannot be recorded runs as it is, with the reason in `status`.
+Numbers that a kernel takes as floats (betas, eps) are baked in: when one changes, the call is recorded again. So are addresses: the buffers
+of a cache, which a program writes in place, are read and written at their addresses and returned as they are. Other buffers (of another
+text) are recorded at the second call in a row with them, so that two texts in turns run eagerly, and one text costs one recording; later
+where recordings are hardly replayed, as with beams, which move rows to other buffers.
+A call that cannot be recorded runs eagerly, with the reason in `status`.
 
-Graphs that are there at one time lie in one pool of memory: their replays follow each other on one stream, and what a call hands out is a
-copy.
+Graphs that are alive at one time share a memory pool: their replays follow each other on one stream, and a call returns copies.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from meshc.ir.keys import Kind, is_a
 
 WARM_UP = 3
 WORTH: Final = 16
-"""Replays that make up for a recording."""
+"""Replays after which a recording has paid off."""
 ON_DEVICE = ("lr",)
 """Numbers that fused kernels read from device memory, so that a schedule does not record again."""
 
 
 KEPT: Final[tuple[Kind, ...]] = ("parameter", "state", "buffer", "constant")
-"""They are static already: they are updated in place for ever."""
+"""Kinds of values with static addresses: they are always updated in place."""
 
 Values = dict[str, torch.Tensor]
 Recorded = tuple[Values, Callable[[], object]]
-"""What a call makes, at places that stay, and what computes it again."""
+"""Results of a recorded call, at fixed addresses, and the function that replays the call into them."""
 
 
 class Step(Protocol):
-    """What a session offers. `lent`: keys of inputs that a call writes to where they lie, and hands back."""
+    """Interface of a session. `lent`: keys of inputs that a call writes in place and returns."""
 
     device: torch.device
 
@@ -55,7 +54,7 @@ def refusal(
     device: torch.device, wanted: str | bool, mode: str, waits_on_device: bool, in_stages: bool = False, uses_host: bool = False,
     sends_rows: bool = False, has_backward: bool = False, has_cache: bool = False,
 ) -> str:
-    """Why a program does not run as a CUDA graph; empty if it may."""
+    """The reason why a program does not run as a CUDA graph; empty if it may."""
     if wanted is False:
         return "off: Options(cuda_graph=False)"
     if device.type != "cuda":
@@ -101,18 +100,18 @@ class GraphedCalls:
         self.replay: Callable[[], object] | None = None
         self.static: Values = {}
         self.moving: Values = {}
-        """Of what is static that into which each call's own is copied."""
+        """The static tensors into which the inputs of each call are copied."""
         self.handed_out: list[str] = []
         self.results: Values = {}
         self.baked: tuple[object, ...] = ()
         self.places: list[int] = []
-        """Where what is lent lay at the last call."""
+        """Addresses of the lent inputs at the last call."""
         self.same = 0
-        """How many calls in a row have brought what is lent at these places."""
+        """Number of calls in a row with these addresses."""
         self.wait = 1
-        """How many there must be before it is recorded there."""
+        """Number of such calls before a recording."""
         self.replayed = 0
-        """How often the recording was."""
+        """Replays of the present recording."""
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> Values:
         """One call; returns every value by key, as the session does."""
@@ -148,7 +147,7 @@ class GraphedCalls:
         rest = {key: values[key] for key in values.keys() - lent.keys()}
         if self.places and self.replay is not None and self.replayed < WORTH:
             self.wait *= 2
-        self.replay = None  # what it holds may be made anew in its memory
+        self.replay = None  # frees its memory for the new recording
         self.results, self.replayed = {}, 0
         self.static = {
             key: value if is_a(key, *KEPT) or value.device != self.step.device else value.clone() for key, value in rest.items()

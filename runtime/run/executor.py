@@ -1,8 +1,8 @@
-"""Walks a program's schedule on one rank.
+"""Execution of a program's schedule on one rank, instruction by instruction.
 
-A value is known by a key: a port's (`parameter:w`, `input:x`), or one that a stage made for another (`value:...`, `part:...`, `sum:...`).
-Under the keys of what starts early lie collectives on their way instead of tensors: only stages read those, and wait for them.
-Nothing here is special to a program of one stage; a schedule of one instruction is a list like any other.
+Values are stored by key: that of a port (`parameter:w`, `input:x`), or of a value between stages (`value:...`, `part:...`, `sum:...`).
+Keys of collectives that start early hold the collective in flight instead of a tensor; only stages read it, and wait for it.
+A program of one stage has no special case; a schedule of one instruction is a list like any other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshc.runtime.run.recorder import Recorder
 class LoadedStage:
     """A stage on this rank: `perform` reads its inputs from the values by key, and adds its outputs.
 
-    outputs  without those that the stage itself takes into sums
+    outputs  without those that the stage itself adds to sums
     """
 
     inputs: tuple[str, ...]
@@ -46,7 +46,7 @@ class LoadedStage:
     def perform(
         self, env: dict[str, torch.Tensor], microbatch: int = 0, last: Collection[str] = (), done: Callable[[str], None] | None = None
     ) -> None:
-        """`last`: what nothing reads any more after this; the stage frees it as it goes. `done` is told of each sum that has grown."""
+        """`last`: keys that nothing reads after this; the stage frees them as it runs. `done` is called with the keys of sums added to."""
         slots = [slot(key, microbatch) for key in self.inputs]
         inputs = [env.pop(name) if name in last else env[name] for name in slots]
         results = self.run(inputs, microbatch, env, done)
@@ -55,10 +55,10 @@ class LoadedStage:
 
 @dataclass(frozen=True)
 class Play:
-    """An instruction as it is performed.
+    """One instruction of the schedule, with what starts and ends at it.
 
-    last    values that no later one reads
-    starts  of a run: what starts within it
+    last    keys of values that no later instruction reads
+    starts  of a run: collectives that start within it
     """
 
     step: Instruction
@@ -110,15 +110,15 @@ class Executor:
         file = environment.trace_file()
         self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
         self._rows: dict[str, dict[int, torch.Tensor]] = {}
-        """By the key of a whole, what the microbatches of this call have given to it so far."""
+        """By the key of a joined value, its parts so far in this call, by microbatch."""
         self.constants = {key_of("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
-        """A stage as this rank runs it. One that is not the program's own uses no other groups than the program does."""
+        """A stage, executable on this rank. A stage from outside the program must use no other groups than the program does."""
         return _loaded(stage, self._make(stage))
 
     def _plays(self, listed: Sequence[Instruction]) -> list[Play]:
-        """The instructions, each run with its starts."""
+        """The instructions, each run with the collectives that start within it."""
         found: list[Play] = []
         starts: list[Start] = []  # of the last run
         for step, last in zip(listed, last_reads(self.program, listed), strict=True):
@@ -153,7 +153,7 @@ class Executor:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """A context for a call: at its end the ranks write what they have recorded in it, if MESHC_TRACE asks for that."""
+        """A context for a call, at whose end the ranks write their trace, if MESHC_TRACE is set."""
         if self.recorder is None:
             yield
             return
@@ -163,17 +163,17 @@ class Executor:
             self.recorder.collect()
 
     def doing(self, instruction: Instruction, arrived: Collection[str] = ()) -> AbstractContextManager[None]:
-        """A context for one instruction that has what it reads, `arrived` at last: what is recorded of it."""
+        """A context that records one instruction, whose inputs `arrived` were waited for."""
         return nullcontext() if self.recorder is None else self.recorder.doing(instruction, arrived)
 
     def guarded(self, step: int, text: str) -> AbstractContextManager[None]:
-        """A context in which this rank's failure reaches the others, and theirs this one."""
+        """A context that reports a failure of this rank to the others, and raises theirs here."""
         return nullcontext() if self.board is None else self.board.guard(step, text)
 
     def perform(
         self, instruction: Instruction, env: dict[str, torch.Tensor], last: Collection[str] = (), done: Callable[[str], None] | None = None
     ) -> None:
-        """One instruction of the list. `last`: values that no later one reads. `done` is told of each sum that has grown."""
+        """Performs one instruction. `last`: keys that no later one reads. `done` is called with the key of each sum added to."""
         arrived = self._await(instruction, env)
         with self.doing(instruction, arrived):
             try:
@@ -184,13 +184,13 @@ class Executor:
                 raise
 
     def _await(self, instruction: Instruction, env: dict[str, torch.Tensor]) -> Collection[str]:
-        """Waits for the messages that an instruction needs."""
+        """Waits for the messages that an instruction reads; returns their keys."""
         if self.channels is None or instruction.op not in ("run", "send"):
             return ()
         keys = self.stages[instruction.stage].inputs if instruction.op == "run" else instruction.keys
         arrived = self.channels.arrived([slot(key, instruction.microbatch) for key in keys], env)
         if instruction.op == "run" and instruction.stage.startswith("after_"):
-            self.channels.settle()  # what it sent it may write now
+            self.channels.settle()  # the stage may write what was sent
         return arrived
 
     def _do(
@@ -215,9 +215,9 @@ class Executor:
 
 
 def _runs_with_sums(program: PlainProgram, steps: Sequence[Instruction]) -> list[Instruction]:
-    """Without the instructions by which a run's parts go into sums: its stage does that as it makes them. Starts stay, each behind its run.
+    """The schedule without the instructions that add parts to sums: stages do that as they compute the parts. Starts stay behind their run.
 
-    StateError: a list, such as one that was edited, that wants something else of them.
+    Raises StateError for a schedule, such as an edited one, in which these instructions do not follow their run.
     """
     advice = "\n  what to do: put that instruction right behind the run, or compile and save the program again"
     found: list[Instruction] = []
@@ -244,7 +244,7 @@ def _runs_with_sums(program: PlainProgram, steps: Sequence[Instruction]) -> list
 
 
 def told(step: Instruction) -> str:
-    """An instruction as messages about failures name it."""
+    """An instruction as text for failure messages."""
     if step.op in ("send", "recv"):
         what = f"{step.stage} of microbatch {step.microbatch}" if step.stage else ", ".join(step.keys)
         return f"{step.op} {what} {'to' if step.op == 'send' else 'from'} pipeline rank {step.peer}"

@@ -1,12 +1,12 @@
-"""Stages with their compute compiled by Inductor: each region of the program one compiled function, all else as plain calls.
+"""Stages with regions compiled by Inductor: each region is one compiled function, all other nodes are plain calls.
 
     with region(0):
         mm = aten.mm(x, w)                          box = [x, w]; v0 = region(box)
         relu = aten.relu(mm)                becomes v1 = all_reduce(v0[0], g, 'sum'); ...
     all_reduce_ = all_reduce(relu, ["tp"], "sum")
 
-What is in a region the program says (`meshc/passes/lower/group_regions.py`). What one returns, and which of that has memory of its own,
-follows from who reads it. Regions of a stage that do the same to tensors of the same form, as those of equal layers do, are compiled once.
+The program says which nodes are in a region (`meshc/passes/lower/group_regions.py`). The results of a region, and which of them have memory
+of their own, follow from their readers. Equal regions of a stage on inputs of equal form, as of equal layers, are compiled once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from meshc.runtime.run import codegen
 from meshc.runtime.run.kept import KeptMemory
 
 Given = torch.Tensor | int
-"""What a region reads; integers are places in the microbatch."""
+"""An input of a region; integers are offsets in the microbatch."""
 Compiled: TypeAlias = Callable[[list[Given]], list[torch.Tensor]]
 Key = tuple[object, ...]
-"""What a region does, and the form of what it is given."""
+"""The calls of a region, and the form of its inputs."""
 
 
 def compile_regions(
@@ -53,7 +53,7 @@ def compile_regions(
     device: torch.device,
     here: Callable[[str], None] | None = None,
 ) -> codegen.RunStage:
-    """The same function as `codegen.generate` gives, its regions compiled at their first call."""
+    """The same function as `codegen.generate` returns, with its regions compiled at their first call."""
     known = codegen.integers(stage, coordinates)
     added = {value for key, value in stage.results().items() if is_added(key)}
     overwrites: list[Node] = []
@@ -87,13 +87,13 @@ def compile_regions(
 
 
 def _is_the_ranks(node: Node) -> bool:
-    """Whether it is a rank's own: what moves values between ranks, or to the host and back, or says where the rank stands."""
+    """Whether the node is a collective, a copy to the host or back, or an integer of the rank's coordinates."""
     return spmd.is_collective(node.target) or spmd.is_host_copy(node.target) or is_number(node)
 
 
 def _pieces(stage: Stage, known: Mapping[Node, int]) -> Iterator[tuple[bool, list[Node]]]:
-    """The stage's calls in their order, and whether they are compiled as one. In a stranger's region a guarded operator runs by itself,
-    after its guard, which looks at values."""
+    """The stage's calls in order, in groups with a flag: compiled as one. In a program that was read from a text, a guarded operator is
+    left out of regions and runs after its guard, which reads values."""
     calls = [node for node in stage.graph.nodes if node.op == "call_function" and node not in known]
     for number, nodes in blocks(calls):
         if number is None or stage.origin is None:
@@ -116,7 +116,7 @@ def _add_region(
     added: Collection[Node],
     compiled: dict[Key, Compiled],
 ) -> list[Node]:
-    """A call of a compiled region, whose results go to `env`. Returned: those that have memory of their own."""
+    """Adds a call of a compiled region to `outer`, and its results to `env`. Returns the results that have memory of their own."""
     members = set(region)
     inner = Graph()
     box = inner.placeholder("inputs")
@@ -150,14 +150,14 @@ def _is_tuple(node: Node) -> bool:
 
 
 ALIGNED: Final = 64
-"""Bytes, of which Inductor's loads may make use."""
+"""Bytes of alignment that Inductor's loads may assume."""
 
 
 class _Region:
-    """A region, compiled for the first inputs that it sees. The results numbered in `own` have memory of their own.
+    """A region, compiled at its first call for the form of those inputs. The results numbered in `own` have memory of their own.
 
-    module  takes one list
-    known   regions that have been compiled, to which this one is added
+    module  takes its inputs as one list
+    known   compiled regions by key, to which this one is added
     """
 
     boxed = True
@@ -168,11 +168,11 @@ class _Region:
         self.known = known
         self.compiled: Compiled | None = None
         self.copied: list[int] = []
-        """Those that Inductor makes in the memory of an input or of another result."""
+        """Indices of results that Inductor returns in the memory of an input or of another result."""
         self.__name__ = "region"
 
     def __call__(self, inputs: list[Given]) -> list[torch.Tensor]:
-        """Takes the inputs out of the list, so that each is gone after its last use."""
+        """Empties the list of inputs, so that each is freed after its last use."""
         if self.compiled is not None:
             results = self.compiled(inputs)
         else:
@@ -186,7 +186,7 @@ class _Region:
 
 
     def _found(self, inputs: list[Given]) -> Compiled:
-        """Compiled, or what an equal region has been compiled to. A graph's own names follow from its calls alone."""
+        """The compiled region, or an equal one compiled before. Names in a graph follow from its calls alone."""
         graph = self.module.graph
         key = (str(graph), *(node.target for node in graph.nodes), *_forms(inputs))
         if key not in self.known:
@@ -196,7 +196,7 @@ class _Region:
 
 
 class _Sized(FakeTensorMode):
-    """Tensors have the sizes that they have, whatever torch asks for by default; integers stay open."""
+    """Fake tensors with static sizes, whatever torch's default; integers stay symbolic."""
 
     def from_tensor(self, tensor: torch.Tensor, *, static_shapes: bool | None = None, **asked: Any) -> FakeTensor:
         return super().from_tensor(tensor, static_shapes=True, **asked)
@@ -204,8 +204,8 @@ class _Sized(FakeTensorMode):
 
 @contextmanager
 def _cached() -> Iterator[None]:
-    """In it Inductor keeps what it compiles on disk, and finds what an earlier process has kept: for that torch asks for a tracing context
-    that could hold symbolic sizes. Torch's key knows operators by name, so meshc's, whose code may change, are in the key's tag."""
+    """A context in which Inductor uses its disk cache, for which torch needs a tracing context that could hold symbolic sizes. Torch's key
+    has operators by name only, so a digest of the code of meshc's operators is put into the key's tag."""
     config = torch.compiler.config
     tag = f"{config.cache_key_tag} meshc {_version_of_operators()}"
     context = TracingContext(_Sized(shape_env=ShapeEnv()))
@@ -220,7 +220,7 @@ def _version_of_operators() -> str:
 
 
 def _forms(inputs: Sequence[Given]) -> Iterator[object]:
-    """What a compilation may go by: of a tensor all but its values, and which of them lie in one memory."""
+    """What a compilation may depend on: all of each tensor but its values, and which tensors share a storage."""
     first: dict[int, int] = {}
     for number, x in enumerate(inputs):
         if not isinstance(x, torch.Tensor):

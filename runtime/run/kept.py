@@ -1,4 +1,4 @@
-"""Memory that a rank has for a stage for good: each piece once, for the values that lie there one after another.
+"""Persistent memory of a stage on a rank: each piece allocated once, and reused by one value after another.
 
     gradients of layers 31, 29, 27, ...  in one piece       of layers 30, 28, 26, ...  in another
 """
@@ -15,7 +15,7 @@ from meshc.program.kept import places, sizes_of
 
 
 class KeptMemory:
-    """Of one stage on one rank, allocated here."""
+    """The persistent memory of one stage on one rank, allocated at construction."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         found = places(graph)
@@ -24,7 +24,7 @@ class KeptMemory:
             self._at |= dict.fromkeys(values, torch.empty(size, dtype=torch.uint8, device=device))
 
     def of(self, node: Node) -> torch.Tensor | None:
-        """What a value is made in: contiguous, of its shape and dtype; None where it has no memory that is kept."""
+        """The memory of a value, contiguous, of its shape and dtype; None if the value has no persistent memory."""
         if node not in self._at:
             return None
         made = record(node)

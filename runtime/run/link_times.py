@@ -1,16 +1,16 @@
-"""Measures the links of a running process group, by what programs do on them: collectives, and messages from one rank to another.
+"""Measured link times of a process group: collectives, point-to-point messages, contention with compute, drift of ranks.
 
-    ranks of a node   |0 1 2 3|  |4 5 6 7|        a group a node, and groups of the ranks that have the same place in their nodes
+    ranks of a node   |0 1 2 3|  |4 5 6 7|        one group per node, and groups of ranks with the same index in their nodes
     places            |0 4|  |1 5|  |2 6|  |3 7|
 
-    alone        |all_reduce|                     products that take longer than a collective are started behind it: what both take
-    computing    |mm|mm|mm|mm|mm|                 together, less what the products take, is what computing loses to the collective
+    alone        |all_reduce|                     products that last longer than the collective start behind it: the time of both
+    computing    |mm|mm|mm|mm|mm|                 together less that of the products is what compute loses to the collective
     beside       |mm |mm |mm |mm|mm|
                  |a l l _ r e d|
 
-    apart        |mm|mm|mm|mm|...|all_reduce|     what one takes behind products, less both alone: how long a rank waits for the last
+    apart        |mm|mm|mm|mm|...|all_reduce|     an all-reduce behind products, less both alone: how long a rank waits for the last
 
-All groups of a kind measure at the same time, as those of an axis communicate at the same time.
+All groups of a kind measure at the same time, as the groups of an axis communicate at the same time.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ SIZES: Final = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
 BATCHES: Final = 7
 
 BESIDE: Final = (1 << 18, 1 << 20, 1 << 22)
-"""Bytes of a collective beside which something is computed."""
+"""Bytes of a collective that overlaps with compute."""
 
 SIDE: Final = {"cpu": 256, "cuda": 2048}
-"""Of the matrices whose products are computed beside it,"""
+"""Rows and columns of the matrices that are multiplied meanwhile, by device type."""
 
 LONGER: Final = 2.0
-"""so long at least as it takes alone, since it may take longer beside them."""
+"""Least time of the products, as a multiple of the collective's alone, which may be slower under overlap."""
 
 COUNT: Final = 4
-"""Runs of a batch of these."""
+"""Runs in a batch of overlap measurements."""
 
 AFTER: Final = (1e-3, 4e-3, 16e-3)
-"""Seconds of products behind which ranks meet,"""
+"""Seconds of products before an all-reduce that measures drift."""
 
 MEETINGS: Final = 16
-"""so many times in a batch,"""
+"""Such all-reduces in a batch."""
 
 MEET: Final = 1 << 14
-"""in an all-reduce of so many bytes."""
+"""Bytes of such an all-reduce."""
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The launcher's process group."""
+    """A context with the process group of the launcher's ranks: NCCL on CUDA, else gloo."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -71,7 +71,7 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def link_times(device: torch.device) -> Links:
-    """All ranks call it together."""
+    """Measured times of the links inside and between nodes. All ranks call this together."""
     world, here = dist.get_world_size(), environment.local_world_size()
     nodes = [list(range(first, first + here)) for first in range(0, world, here)]
     places = [list(range(place, world, here)) for place in range(here)]
@@ -82,7 +82,7 @@ def link_times(device: torch.device) -> Links:
 
 
 def _group(groups: list[list[int]]) -> ProcessGroup:
-    """This rank's of these."""
+    """The process group, of those of `groups`, that has this rank."""
     made = [dist.new_group(ranks) for ranks in groups]  # every rank makes every group
     (group,) = [one for one, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
     return group
@@ -94,14 +94,16 @@ def _measured(group: ProcessGroup, device: torch.device) -> list[Sample]:
         x = torch.ones(size // 4, device=device)
         count = max(2, min(50, (1 << 24) // size))
         for kind, start in _collectives(x, group).items():
-            samples.append(Sample(kind, group.size(), size, _timed(lambda start=start: start().wait(), count, group, device)))  # type: ignore[misc]
+            samples.append(
+                Sample(kind, group.size(), size, _timed(lambda start=start: start().wait(), count, group, device))  # type: ignore[misc]
+            )
         seconds = _timed(lambda x=x: _there_and_back(x, group), count, group, device)  # type: ignore[misc]
         samples.append(Sample("send", 2, size, seconds / 2))
     return samples
 
 
 def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[], collectives.Work]]:
-    """Those in which as many bytes count as x has; x is whole parts for each rank, or nearly."""
+    """Collectives of as many bytes as `x` has; where `x` is not divisible by the ranks, its last elements are left out."""
     ranks, found = group.size(), {"all_reduce": lambda: collectives.all_reduce(x, group, "max", out=x)}
     if x.shape[0] >= ranks:
         whole = x[: x.shape[0] // ranks * ranks]
@@ -111,7 +113,7 @@ def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[],
 
 
 def _contention(group: ProcessGroup, device: torch.device) -> float:
-    """The mean over collectives of BESIDE bytes."""
+    """The share of a collective's time that overlapped compute loses: mean over collectives of BESIDE bytes."""
     compute = _products(device)
 
     def beside(start: Callable[[], collectives.Work], products: int) -> None:
@@ -132,8 +134,8 @@ def _contention(group: ProcessGroup, device: torch.device) -> float:
 
 
 def _uneven(group: ProcessGroup, device: torch.device) -> float:
-    """How far apart ranks are after a second, where it grows by the root of what they compute: least squares over AFTER. Medians of batches
-    that are run in turns, since to be disturbed is what it is about."""
+    """Drift of ranks after a second of compute, as it grows by the root of the time: least squares over AFTER. Medians of interleaved
+    batches, not minima, since disturbances are what is measured."""
     x, compute = torch.ones(MEET // 4, device=device), _products(device)
 
     def meet(products: int = 0) -> None:
@@ -155,7 +157,7 @@ def _uneven(group: ProcessGroup, device: torch.device) -> float:
 
 
 def _products(device: torch.device) -> Callable[[int], None]:
-    """Computes so many products."""
+    """A function that computes a number of matrix products."""
     x, y = (torch.ones(SIDE[device.type], SIDE[device.type], device=device) for _ in range(2))
 
     def compute(products: int) -> None:
@@ -166,7 +168,7 @@ def _products(device: torch.device) -> Callable[[int], None]:
 
 
 def _there_and_back(x: torch.Tensor, group: ProcessGroup) -> None:
-    """A message between the first two ranks of the group, and back. Others do nothing."""
+    """A message from the first rank of the group to the second, and back. Other ranks do nothing."""
     rank = group.rank()
     if rank == 0:
         collectives.send(x, group, 1).wait()
@@ -177,7 +179,7 @@ def _there_and_back(x: torch.Tensor, group: ProcessGroup) -> None:
 
 
 def _timed(run: Callable[[], None], count: int, group: ProcessGroup, device: torch.device) -> float:
-    """Seconds of a run: those of the fastest batch, since what else runs on the machine only slows, on the slowest rank of the group."""
+    """Seconds of one run: the fastest batch, since other load only slows, on the slowest rank of the group."""
     run()
     seconds = min(_batch(run, count, group, device) for _ in range(BATCHES))
     slowest = torch.tensor([seconds], dtype=torch.float64, device=device)

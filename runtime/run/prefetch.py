@@ -1,10 +1,10 @@
-"""Batches ahead: the next ones are loaded, and on their way to the device, while a step runs.
+"""Prefetch of batches: the next ones are loaded and copied to the device while a step runs.
 
     for batch in meshc.prefetch(loader, program):      step 0          step 1          step 2
         program(**batch)                               loads 1, 2      loads 3         loads 4        in a thread of its own
 
-The thread runs the loader's own code and copies, nothing of the program. On CUDA it copies from pinned memory on a stream of its own, which
-the step waits for on the device, not on the host.
+The thread runs the loader's code and the copies, nothing of the program. On CUDA it copies from pinned memory on a separate stream, for
+which the step waits on the device, not on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_S: Final = 0.1
 
 
 class _Ready(NamedTuple):
-    """A batch on the device, and the event behind its copies; or what the loader has raised; or its end."""
+    """A batch on the device with the event after its copies; or the loader's exception; or its end (`last`)."""
 
     batch: Any = None
     copied: torch.cuda.Event | None = None
@@ -35,17 +35,17 @@ class _Ready(NamedTuple):
 
 
 class Prefetched(Generic[Batch]):
-    """What `meshc.prefetch` returns: each time it is gone through anew it goes through the loader anew."""
+    """Iterable of prefetched batches, returned by `meshc.prefetch`; each iteration iterates the loader anew."""
 
     def __init__(self, batches: Iterable[Batch], device: torch.device, ahead: int) -> None:
         self._batches, self._device, self._ahead = batches, device, ahead
 
     def __len__(self) -> int:
-        """Of the loader. Raises TypeError if it has none."""
+        """Length of the loader. Raises TypeError if the loader has none."""
         return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises what the loader raises, when the batches before it are used up."""
+        """Raises what the loader raises, after the batches before it."""
         source = iter(self._batches)  # here and not in the thread: a DataLoader draws its seed now
         ready: queue.Queue[_Ready] = queue.Queue(self._ahead)
         left = threading.Event()
@@ -105,7 +105,7 @@ class Prefetched(Generic[Batch]):
 
 
 def _put(ready: queue.Queue[_Ready], one: _Ready, left: threading.Event) -> None:
-    """Unless nobody takes it any more."""
+    """Puts an item into the queue, unless the reader has left."""
     while not left.is_set():
         try:
             return ready.put(one, timeout=_LOOK_S)

@@ -1,18 +1,18 @@
-"""MESHC_TRACE: what each rank does when, instruction by instruction, as one trace of all ranks.
+"""MESHC_TRACE: measured timeline of every instruction on each rank, written as one trace of all ranks.
 
     rank 0  |F0.0|F0.1|      |B0.0|        ──┐
     rank 1       |F1.0|B1.0|F1.1|B1.1|     ──┴──> store ──> rank 0 aligns the clocks and writes the file, after each call
 
-A rank's actions and other stages count from where what they read has come, on its own clock. A SEND is its posting; a RECV lasts from its
-posting to where its rank has found the message there, which may be later than it came. Adding to a sum counts with the stage before it.
-Copies to the host and back, and operators that run there, stand beside the stage that they are of: on a CPU the rank does them itself, and
-they lie within it one after another; on CUDA copies are from when their stream begins with them to when it is done.
+An action of a rank begins when its inputs have arrived, on the rank's own clock. A SEND is its posting; a RECV lasts from its posting to
+where the rank finds the message, which may be later than its arrival. Adding to a sum counts with the stage before it. Copies to the host
+and back, and operators that run there, are recorded beside their stage: on a CPU the rank runs them itself, one after another within the
+stage; on CUDA a copy lasts as long as on its stream.
 
-Clocks: after the call all ranks join in some all-reduces of one number. No rank leaves one before every rank has entered it, so that each
-bounds what a clock may be off against rank 0's from both sides. The narrowest bounds are taken; half their width is the accuracy, which the
-trace states for each rank.
+Clocks: after the call all ranks run some all-reduces of one number. No rank leaves one before every rank has entered it, so that each
+all-reduce bounds the offset of a clock to rank 0's from both sides. The narrowest bounds are taken; half their width is the accuracy, which
+the trace states for each rank.
 
-On CUDA the times are those of events on the current stream, so that they are the device's. Not tried on a GPU yet.
+On CUDA times are those of events on the current stream, that is of the device. Not tried on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from meshc.runtime.failure.failed_rank import FailureBoard
 _ROUNDS: Final = 16
 """All-reduces by which clocks are aligned."""
 _LAST_WORDS_S: Final = 1.0
-"""After a failure rank 0 waits so long for what the others have recorded."""
+"""Seconds that rank 0 waits, after a failure, for the records of the others."""
 
 
 class _Clock(Protocol):
     def mark(self) -> int:
-        """Now: how many marks there were before it in this call."""
+        """Marks the present time; returns the index of the mark in this call."""
 
     def take(self, mark: host.Mark) -> int:
-        """A mark that somebody else has made, of this clock's kind or of the host's."""
+        """Adds a mark taken elsewhere, of this clock's kind or of the host's; returns its index."""
 
     def seconds(self) -> list[float]:
         """The marks of this call as seconds of this process's `time.perf_counter`."""
 
     def begin(self) -> None:
-        """Before a call: marks are counted anew."""
+        """Before a call: clears the marks."""
 
 
 class _HostClock:
@@ -83,7 +83,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Of the current CUDA stream: a mark is passed when everything before it has run."""
+    """Clock of the current CUDA stream: the time of a mark is when everything before it has run."""
 
     def __init__(self) -> None:
         self._marks: list[host.Mark] = []
@@ -109,12 +109,12 @@ class _StreamClock:
 
 
 _ON_ITS_WAY: Final = -1
-"""The mark that is still to come."""
+"""Index of a mark that is still to come."""
 
 
 @dataclass
 class _Note:
-    """An item and the marks of the clock between which it was."""
+    """An item, and the indices of the marks at its start and end."""
 
     item: Item
     start: int
@@ -122,7 +122,7 @@ class _Note:
 
 
 class _Report(TypedDict):
-    """What a rank tells: items from when to when, and when it entered and left each of the all-reduces; on its host's clock."""
+    """Record of a rank: items with start and end, and when the rank entered and left each all-reduce; seconds of its host's clock."""
 
     rank: int
     events: list[tuple[str, float, float]]
@@ -130,7 +130,7 @@ class _Report(TypedDict):
 
 
 class Recorder:
-    """One program's record on this rank, of one call at a time."""
+    """Record of a program on this rank, one call at a time."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Recorder:
 
     @contextmanager
     def doing(self, step: Instruction, arrived: Collection[str] = ()) -> Iterator[None]:
-        """Around one instruction. `arrived`: what it had to wait for, and now has."""
+        """A context that records one instruction. `arrived`: inputs that were waited for."""
         start = self._clock.mark()
         for name in arrived:
             self._came(name, start)
@@ -182,12 +182,12 @@ class Recorder:
                 self.notes[-1].end = end
 
     def _came(self, name: str, now: int) -> None:
-        """A value is there; the first of a message's ends its receive."""
+        """Notes the arrival of a value; the first value of a message ends its receive."""
         note = self._coming.pop(name)
         note.end = now if note.end == _ON_ITS_WAY else note.end
 
     def _label(self, step: Instruction) -> Item:
-        """Instructions that are alike (one value, for two stages of one rank) have their items in turn."""
+        """The item of an instruction; equal instructions (one value, for two stages of one rank) get their items in turn."""
         known = self._labels.get(step)
         if not known:
             return Run(step.stage, step.microbatch)
@@ -196,7 +196,7 @@ class Recorder:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call. What was recorded until a failure is written too, as far as the others can still say what they have."""
+        """A context that records a call. After a failure, records so far are written too, of the ranks that can still send theirs."""
         self.notes, self.there, self._coming = [], [], {}
         self._used.clear()
         self._clock.begin()
@@ -214,7 +214,7 @@ class Recorder:
         self.there.append(_Note(what, self._clock.take(start), self._clock.take(end)))
 
     def collect(self) -> None:
-        """After a call, on all ranks: one file on rank 0."""
+        """After a call, on all ranks: writes one file on rank 0."""
         self._close()
         rounds = [] if self.board is None else self._rounds()
         texts = to_rank_0(self.board, self._report(rounds))
@@ -224,7 +224,7 @@ class Recorder:
             self._write(reports)
 
     def _close(self) -> None:
-        """What is still on its way ends here."""
+        """Ends the receives whose messages have not arrived."""
         end = self._clock.mark()
         for name in list(self._coming):
             self._came(name, end)
@@ -270,7 +270,7 @@ class Recorder:
 
 
 def _offset(reference: Sequence[Sequence[float]], own: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """What to add to a rank's clock to have the reference's, and how far that may be off."""
+    """Offset to add to a rank's clock to get the reference's, and its accuracy, in seconds."""
     if not reference or reference == own:
         return 0.0, 0.0
     low = max(enter - left for (enter, _), (_, left) in zip(reference, own, strict=True))

@@ -1,5 +1,4 @@
-"""What caches on the mesh have in common, whatever of a layer they hold: rows that are put in another order, chosen or repeated, and no
-writer but the program."""
+"""Base class of cache layers on the mesh: rows can be reordered, selected and repeated; only the program writes to a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from meshc.errors import StateError
 
 
 class RowLayer:
-    """Of `rows` rows; `_take` makes of them others, by number."""
+    """A cache layer of `rows` rows; `_take` selects rows by index."""
 
     rows: int
 
@@ -24,26 +23,26 @@ class RowLayer:
         return self.rows
 
     def offload(self) -> None:
-        """It stays where it lies."""
+        """Does nothing: the cache stays on its device."""
 
     def prefetch(self) -> None:
-        """It stays where it lies."""
+        """Does nothing: the cache stays on its device."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] is."""
         self._take(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some of the rows, by number or by a mask."""
+        """Selects rows, by index or by a boolean mask."""
         self._take(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row several times over."""
+        """Repeats each row `repeats` times."""
         self._take(torch.arange(self.rows).repeat_interleave(repeats))
 
 
 def refuse_writer() -> NoReturn:
-    """Raises StateError: what writes to a cache is the program."""
+    """Raises StateError: only the program writes to a cache."""
     raise StateError(
         "this cache lies on the mesh, split as its program reads it, and a model that is not compiled cannot write to it\n"
         "  what to do: give it to the compiled model, or start this model with a cache of its own"

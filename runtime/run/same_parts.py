@@ -1,8 +1,8 @@
-"""Whether data ranks train on parts of their own: with inputs="local" each passes rows that no other has.
+"""Detection of data ranks that train on the same rows, though with inputs="local" each is to pass its own part of the batch.
 
-A loader that nobody has told of several ranks gives all of them the same rows, and a step is then of a batch so many times smaller than
-it looks. Ranks compare digests until they have seen parts that differ, which is at the first call of most loops. That all are alike is
-said from the second batch on: one that is passed again and again, as where speed is measured, is nobody's data.
+A loader that is not set up for several ranks gives all of them the same rows, and the batch of a step is then several times smaller than
+it looks. Ranks compare digests until they have seen parts that differ, which is at the first call of most loops. The warning comes at the
+second different batch: one batch that is passed again and again, as in benchmarks, is no training data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHY: Final = (
 
 
 class SameParts:
-    """Of one program; what was seen is remembered of its model, whose every size is a program."""
+    """The check for one program; its result is kept per model, since a model has a program for each input size."""
 
     def __init__(self, program: PlainProgram, store: Store) -> None:
         sizes = {axis.name: axis.size for axis in program.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
@@ -39,11 +39,11 @@ class SameParts:
 
     @property
     def open(self) -> bool:
-        """Whether nobody knows yet."""
+        """Whether ranks have not yet been found equal or different."""
         return len(self._first) > 1 and not self._seen.settled
 
     def compare(self, digests: Sequence[int]) -> None:
-        """digests: of each rank's inputs. All ranks have the same ones."""
+        """Compares the digests of all ranks' inputs, by rank; all ranks call this with the same list. Warns once."""
         if not self.open:
             return
         parts = [digests[rank] for rank in self._first]

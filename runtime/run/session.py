@@ -1,7 +1,7 @@
-"""One program at work on this rank: inputs in, outputs out, state in place.
+"""Session: one program on this rank; checks and moves inputs, runs the schedule, writes state back, returns outputs.
 
-It checks what it is given before anything is sent, moves it to the device, supplies numbers of the optimizer, seed and step, runs the
-executor, and hands outputs back as the model would.
+A session checks its inputs before anything is sent, moves them to the device, adds the optimizer's numbers, seed and step, runs the
+executor, and returns outputs as the model would.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshc.runtime.state.store import Store
 
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
-"""Parts of a call: the second is the stage that torch asks for behind it, in module mode."""
+"""Parts of a call; in module mode BACKWARD is run by torch's autograd, later."""
 
 
 class _EmptyIsNothing(TorchFunctionMode):
@@ -76,8 +76,8 @@ OF_PARTS: Final = (
 
 
 class Session:
-    """A loaded program with its store. `output_tree` rebuilds the output; None gives outputs by path. `make_backward` is for a program
-    with a backward stage: the program for a set of outputs that received gradients."""
+    """A loaded program with its store. `output_tree` rebuilds the output; None returns outputs by path. `make_backward`, for a program
+    with a backward stage, builds the program for a set of outputs that received gradients."""
 
     def __init__(
         self,
@@ -117,15 +117,15 @@ class Session:
         self.caches = set() if output_tree is None else set(output_tree.caches())
         self.local = program.info.get("inputs") == "local" and program.info.get("outputs") != "dtensor"
         self.of_users = tuple(port.key for port in program.inputs if port.kind in ("parameter", "input"))
-        """Keys of what a user may write to."""
+        """Keys of tensors that a user may write to."""
         self._placed: dict[str, tuple[Placement, ...]] = {}
         self._specs: dict[str, Any] = {}
-        """What torch knows of the DTensors that this program makes, by port; working it out takes longer than all else of one."""
+        """Specs of the DTensors that this program returns, by port; to build one takes longer than the rest of a DTensor."""
         self._cached = CachePorts(self.inputs, self.results, self.caches)
         self._stands = False
-        """Whether this call has found the model as it was."""
+        """Whether this call has found the model unchanged."""
         self._fit: set[Form] = set()
-        """Of calls whose inputs are such as the program takes."""
+        """Forms of calls whose inputs were checked and fit."""
         self.calls = 0
         self.check_inputs = check_inputs
         self._partners, self._common = _partners(program), _common(program)
@@ -148,7 +148,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------------- inputs
 
     def values(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, float]) -> dict[str, torch.Tensor]:
-        """Every input by key, for the executor."""
+        """All inputs of the executor, by key."""
         self.store.check_filled()
         stands, self._stands = self._stands, False
         self.store.adopt_changes(stands)
@@ -170,11 +170,11 @@ class Session:
 
     @property
     def calling(self) -> str:
-        """Which program this rank has called last, as messages name it."""
+        """The program that this rank has called last, as messages name it."""
         return "" if self.executor.board is None else self.executor.board.calling
 
     def note_run(self, part: str, calling: str) -> None:
-        """The forward or the backward part of a call begins: for the comparison of runs, and of what was changed by hand before them."""
+        """Notes that a part of a call begins, for the comparison between ranks of runs and of changes by hand before them."""
         if self.executor.board is not None:
             what = calling if part == FORWARD else f"the backward of {calling}"
             self.store.changes.note_run(self.executor.board, self._sends[part], what)
@@ -189,7 +189,7 @@ class Session:
         return taken
 
     def _note(self, stream: Stream, numbers: Mapping[str, float]) -> None:
-        """What this call takes, for the comparison with the other ranks; the step of random numbers as an offset, which rarely changes."""
+        """Notes the numbers of this call for the comparison of ranks; the step of random numbers as an offset, which rarely changes."""
         names, given = tuple(numbers), tuple(numbers.values())
         if self.random is not None:
             names += ("the seed of random numbers", "the step of random numbers, less the program's calls,")
@@ -197,12 +197,12 @@ class Session:
         stream.note(names, given)
 
     def tangent(self, port: Port, gradient: torch.Tensor) -> torch.Tensor:
-        """An output's gradient as the program takes it."""
+        """An output's gradient, as the local tensor that the program takes."""
         return self._as_it_lies(port, gradient.detach().contiguous())
 
     def _as_it_lies(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
-        """A plain tensor is what this rank's program takes; a DTensor is moved if the program takes it otherwise than it lies. Without
-        gradients a DTensor's own local tensor, where that is what the program takes."""
+        """The local tensor that the program takes: a plain tensor as it is, a DTensor's local tensor, resharded if the program needs
+        another sharding. Without gradients."""
         if not isinstance(tensor, DTensor):
             return tensor.detach().to(self.device)
         if port.sharding is None:
@@ -210,7 +210,7 @@ class Session:
         return self.store.transfers.to_tile(self.store.transfers.chunk_of(tensor, self._placements(port)), port.sharding)
 
     def _placements(self, port: Port) -> tuple[Placement, ...]:
-        """Of a port's DTensor."""
+        """Placements of a port's DTensor."""
         found = self._placed.get(port.key)
         if found is None:
             assert port.sharding is not None
@@ -220,8 +220,8 @@ class Session:
     def check(
         self, tensors: Sequence[object], dealt: Dealt | None = None, form: Form | None = None, state: ModuleState | None = None
     ) -> None:
-        """Refuse inputs that the program was not compiled for, and a model without values, before anything is sent. dealt: they are parts
-        of as many rows as it says. form: what calls like it have in common, of which one is looked at; state: the model's, likewise."""
+        """Raises for inputs that the program was not compiled for, and for a model without values, before anything is sent. dealt: row
+        counts of inputs in uneven parts. form: calls of an equal form are checked once; state: of the model, likewise."""
         self.store.refuse_unfilled()
         self._stands = self.store.refuse_changed_model(state)
         if form is None or dealt is not None or form not in self._fit:
@@ -249,13 +249,13 @@ class Session:
             raise InputError("inputs do not match the program:\n  " + "\n  ".join(faults))
 
     def tiles(self, tensors: Sequence[torch.Tensor], dealt: Dealt) -> list[torch.Tensor]:
-        """Of parts of the batch, of unequal numbers of rows, this rank's tiles."""
+        """This rank's tiles of parts of the batch with unequal numbers of rows."""
         pairs = zip(self.inputs, tensors, strict=True)
         return [x if isinstance(x, DTensor) else dealt.tile(x.to(self.device), port.sharding, port.name) for port, x in pairs]
 
     def compare_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Ranks that are to pass the same compare a digest of their inputs, at the calls that `Options.check_inputs` says; so do those that
-        are to pass different parts of a batch, until it is seen that they do."""
+        """Ranks that are to pass the same inputs compare digests, at the calls that `Options.check_inputs` says; so do ranks that are to
+        pass different parts of a batch, until that is settled."""
         self.calls += 1
         if not _due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._common or self._parts.open):
             return
@@ -284,23 +284,23 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------------ outputs
 
     def finish(self, env: Mapping[str, torch.Tensor]) -> None:
-        """Write back what a stage made anew, and note what has changed."""
+        """Writes results back to stored buffers, and marks them as written."""
         for key in self._owned:
             buffer, value = self._buffers[key], env[key]
             if value is not buffer:
                 buffer.copy_(value)
         self.note_written()
-        if self._await_host:  # whoever reads state there does not know of streams
+        if self._await_host:  # readers of host memory do not wait for streams
             torch.cuda.current_stream(self.device).synchronize()
 
     def note_written(self) -> None:
-        """What the user sees of what a call has written is older now."""
+        """Marks copies of the buffers that a call has written as out of date."""
         if self._written:
             self.store.mark_written(self._written)
 
     def leaves(self, env: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """The program's outputs, one after another. tensors: the call's inputs, of which a cache that was written where it lies is the
-        output of its name."""
+        """The program's outputs, as a list. tensors: the call's inputs; a cache that was written in place is returned as the same
+        tensor."""
         found = []
         for port, place in zip(self.results, self._cached.same, strict=True):
             value, given = env[port.key], tensors[place] if place is not None and tensors else None
@@ -309,14 +309,14 @@ class Session:
         return found
 
     def parts(self, leaves: Sequence[torch.Tensor], dealt: Dealt | None) -> Sequence[torch.Tensor]:
-        """Outputs of which ranks have tiles, as the rows that each has passed."""
+        """Outputs with the rows that this rank has passed, where ranks passed unequal numbers of rows."""
         if dealt is None:
             return leaves
         pairs = zip(self.results, leaves, strict=True)
         return [x if isinstance(x, DTensor) else dealt.part(x, port.sharding, port.name) for port, x in pairs]
 
     def metrics(self, env: Mapping[str, torch.Tensor], dealt: Dealt | None = None) -> dict[str, torch.Tensor]:
-        """What a step tells beside its loss, by name."""
+        """Metrics of a step, by name."""
         ports = [port for port in self.program.outputs if port.kind == "metric"]
         found = {port.name: self.output(port, env[port.key]) for port in ports}
         if dealt is None:
@@ -324,8 +324,8 @@ class Session:
         return {port.name: dealt.part(found[port.name], port.sharding, port.name) for port in ports}
 
     def structured(self, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> object:
-        """Output tensors in the model's own structure, or by path if that is not known. tensors: the call's inputs; where all of a cache
-        is among them, AS_PASSED stands for it."""
+        """Output tensors in the model's own structure, or by path if the structure is unknown. tensors: the call's inputs; a cache that
+        comes back whole is AS_PASSED in the structure."""
         if self.output_tree is None:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
         if tensors and self._cached.stand(leaves, tensors):
@@ -334,7 +334,7 @@ class Session:
             return self.output_tree.build(leaves)
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
-        """Plain where whole on every rank (or the rank's own part of the batch), a DTensor where it stays as it lies."""
+        """A plain tensor if the value is whole on every rank, or the rank's own part of the batch; else a DTensor."""
         if port.name in self.caches:
             return self._dtensor(port, value)
         if port.sharding is None or not port.sharding.split_axes() or self.local:
@@ -357,7 +357,7 @@ class Session:
         return made
 
     def parameter_gradient(self, gradient: Port, value: torch.Tensor) -> DTensor:
-        """A gradient as autograd wants it: like its parameter."""
+        """A gradient as autograd needs it: a DTensor like its parameter."""
         held, sharding = self.store.find(key_of("parameter", gradient.name)), gradient.sharding
         return self._dtensor(gradient, value if held is None or sharding is None else held.as_model(value, sharding))
 
@@ -378,7 +378,7 @@ class Session:
 
 
 def _axes_of_sends(program: PlainProgram, part: str) -> tuple[str, ...]:
-    """The axes along which the stages of a part send; every rank waits for all others in a pipeline."""
+    """The axes along which the stages of a part send; all axes in a pipeline, in which every rank waits for all others."""
     stages = [stage for name, stage in program.stages.items() if (name == BACKWARD) == (part == BACKWARD)]
     nodes = [node for stage in stages for node in stage.graph.nodes if spmd.is_collective(node.target)]
     found = {axis for node in nodes for axis in node.args[1]}
@@ -386,7 +386,7 @@ def _axes_of_sends(program: PlainProgram, part: str) -> tuple[str, ...]:
 
 
 def _lent(program: PlainProgram) -> Iterator[str]:
-    """Keys of inputs that the program writes to where they lie: buffers of a cache."""
+    """Keys of inputs that the program writes in place: buffers of a cache."""
     for stage in program.stages.values():
         keys = stage.keys()
         for node in stage.graph.nodes:
@@ -396,7 +396,7 @@ def _lent(program: PlainProgram) -> Iterator[str]:
 
 
 def _partners(program: PlainProgram) -> list[list[int]]:
-    """Ranks that are to pass the same inputs, where there are several: all of them, or those that have one part of the batch."""
+    """Groups of two or more ranks that are to pass the same inputs: all ranks, or the ranks with the same part of the batch."""
     inputs = program.info.get("inputs")
     if inputs not in ("global", "local"):
         return []
@@ -409,7 +409,7 @@ def _partners(program: PlainProgram) -> list[list[int]]:
 
 
 def _common(program: PlainProgram) -> frozenset[str]:
-    """Inputs without a batch, of a program of which each rank passes its part of one."""
+    """Names of inputs without a batch dim, in a program whose ranks pass parts of the batch."""
     if program.info.get("inputs") != "local":
         return frozenset()
     axes = {axis.name for axis in program.mesh.axes if role(axis.name) in DATA_ROLES and axis.size > 1}
@@ -423,14 +423,14 @@ def _everywhere(error: MeshcError) -> MeshcError:
 
 
 def _due(call: int, every: int | None) -> bool:
-    """Whether inputs are compared at this call, the first being 1."""
+    """Whether inputs are compared at call number `call`, from 1."""
     if every is None:
         return call % 1024 == 0 if call > 1024 else call & (call - 1) == 0
     return every > 0 and (call - 1) % every == 0
 
 
 def _on_device(port: Port) -> bool:
-    """Numbers that a fused kernel reads from device memory."""
+    """Whether a fused kernel reads the number from device memory."""
     return port.name.split(".")[-1] in ON_DEVICE
 
 
@@ -444,7 +444,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Of what tensors hold, whole, as ranks compare it: 64 bits."""
+    """Digest of the whole tensors' values, 64 bits."""
     plain = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return _digest(x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in plain)
 

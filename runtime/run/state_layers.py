@@ -1,9 +1,9 @@
-"""Caches of recurrent layers as their users hold them, between calls of a program: states on the mesh, all of one size at any length.
+"""Cache layers of recurrent layers between calls of a program: states on the mesh, of one size at any length.
 
     DynamicCache(layers=[StateLayer, StateLayer, CacheLayer, ...])     each: {"conv_states": {0: DTensor}, "recurrent_states": {0: DTensor}}
 
-They answer what a stock model's own code asks of them, as `cache_layers.py` does for keys and values. Tokens cannot be taken back: no state
-says what it was before. This file imports transformers, and is imported where a cache of it is met.
+Layers implement what a stock model's own code calls on a cache, as `cache_layers.py` does for keys and values. Tokens cannot be taken back:
+earlier states are not kept. This file imports transformers, and is itself imported only where a cache of transformers is met.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tables = Mapping[str, Mapping[int, DTensor]]
 
 
 class StateLayer(RowLayer, LinearAttentionLayer):
-    """States of one recurrent layer, by kind and number. `conv_states` and `recurrent_states` are what is in use of them, as they lie."""
+    """States of one recurrent layer, by kind and number. `conv_states` and `recurrent_states` are the rows in use, as DTensors."""
 
     is_compileable, is_croppable = False, False
     record_past = False
@@ -51,13 +51,13 @@ class StateLayer(RowLayer, LinearAttentionLayer):
         return len(self.has_previous_state)
 
     def update_conv_state(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises StateError: what writes to it is the program."""
+        """Raises StateError: only the program writes to the cache."""
         refuse_writer()
 
     update_recurrent_state = update_conv_state
 
     def activate_past_recording(self) -> None:
-        """Raises StateError: tokens are not taken back."""
+        """Raises StateError: tokens cannot be taken back."""
         raise StateError(
             "a program's cache of states cannot take tokens back, which generating with an assistant or by looking up the prompt does\n"
             "  what to do: generate without assistant_model and prompt_lookup_num_tokens"
@@ -67,7 +67,7 @@ class StateLayer(RowLayer, LinearAttentionLayer):
         self.tables, self.length = {}, 0
 
     def states_of(self, rows: int) -> dict[str, dict[int, DTensor]]:
-        """Its states with this many rows; those that it has no need of are anything."""
+        """The states with `rows` rows; unused rows are arbitrary."""
         every = torch.arange(rows).clamp(max=self.rows - 1)
         return {name: {n: x if x.shape[ROWS] == rows else taken(x, every) for n, x in table.items()} for name, table in self.tables.items()}
 
@@ -81,7 +81,7 @@ class StateLayer(RowLayer, LinearAttentionLayer):
 
 
 class MixedLayer(StateLayer, CacheLayer):
-    """Of a layer that attends beside its recurrence: keys and values too."""
+    """States, keys and values of a layer with both a recurrence and attention."""
 
     is_compileable, is_croppable = False, False
 

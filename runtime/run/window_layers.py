@@ -1,10 +1,10 @@
-"""Caches of layers whose attention sees a window, as their users hold them between calls of a program: buffers of the last tokens alone.
+"""Cache layers of sliding-window attention between calls of a program: buffers of the last tokens only.
 
     buffers [rows, heads, capacity, head]      token number `first` at the first place, the last at place `length - 1 - first`
 
-New tokens are written behind the others, as in any buffer. Where there is no room for more, what is still needed moves to the front,
-between two calls: that is rare, since there is room for more than the window (`padded_sizes.room_of`). This file imports transformers, and
-is imported where a cache of it is met.
+New tokens are written behind the others, as in any buffer. When a buffer is full, the tokens still needed move to its front between two
+calls; that is rare, since there is room for more than the window (`padded_sizes.room_of`). This file imports transformers, and is itself
+imported only where a cache of transformers is met.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from meshc.runtime.run.cache_layers import ROWS, TOKENS, CacheLayer
 
 
 class WindowLayer(CacheLayer):
-    """Keys and values of one layer. `keys` and `values` are those that the next token may see, as they lie on the mesh.
+    """Keys and values of one layer. `keys` and `values` are those that the next token may see, as DTensors.
 
-    window  how many tokens one sees, with itself
-    since   how many tokens there were when some were taken back last; None: none will be
+    window  number of tokens that a token sees, itself included
+    since   number of tokens when tokens were last taken back; None: none will be
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class WindowLayer(CacheLayer):
 
     @property
     def record_past(self) -> bool:
-        """Whether tokens will be taken back, as generating with an assistant does: what is new stays until `crop` says how many."""
+        """Whether tokens may be taken back, as in assisted generation: tokens that leave the window are kept until the next `crop`."""
         return self.since is not None
 
     def activate_past_recording(self) -> None:
@@ -43,7 +43,7 @@ class WindowLayer(CacheLayer):
 
     @property
     def needed(self) -> int:
-        """The first token that is still of use."""
+        """Index of the first token that is still needed."""
         return max((self.length if self.since is None else self.since) - self.window + 1, 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class WindowLayer(CacheLayer):
         return before + query_length, self.length - before
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens. Raises StateError where those that would be seen then are gone."""
+        """Drops the last tokens. Raises StateError if tokens of the window before them are gone."""
         if self.length >= self.window and (self.since is None or self.length + tokens_to_remove < self.since):
             raise StateError(
                 f"this cache has {self.length} tokens, and a layer of it only those that its window of {self.window} shows: others "
@@ -69,16 +69,16 @@ class WindowLayer(CacheLayer):
         return buffer[: self.rows, :, self.needed - self.first : self.length - self.first]
 
     def begun(self, rows: int, capacity: int, first: int) -> tuple[DTensor, ...]:
-        """Its buffers, with this many rows and places, and this token at the first place."""
+        """The buffers with `rows` rows, room for `capacity` tokens, and token `first` at the first place."""
         return self._resized(rows, capacity, first - self.first)
 
     def begin_at(self, first: int, capacity: int) -> None:
-        """It has no more room than that from here on, and no token before this one."""
+        """Replaces the buffers by ones of `capacity` places that begin at token `first`."""
         self.buffers, self.first = self.begun(self.buffers[0].shape[ROWS], capacity, first), first
 
 
 def begin(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
-    """Which token comes first in the buffers of all these layers, and how many places they have, for a call that makes them `tokens`."""
+    """First token and capacity, common to the buffers of all `windows`, for a call after which there are `tokens` tokens."""
     first, needed = (min(getattr(layer, name) for layer in windows) for name in ("first", "needed"))
     most = room_of(max(layer.window for layer in windows), tokens - needed)
     room = min(capacity_of(tokens - first, windows[0].buffers[0].shape[TOKENS], -1), most)
@@ -86,7 +86,7 @@ def begin(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
 
 
 def forget(windows: Sequence[WindowLayer]) -> None:
-    """Behind a prompt: what no token will see goes, if it is much."""
+    """After a prompt: drops tokens that no later token sees, in layers whose buffers are larger than needed."""
     needed = min(layer.needed for layer in windows)
     for layer in windows:
         most = room_of(max(each.window for each in windows), layer.length - needed)

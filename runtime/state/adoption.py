@@ -1,4 +1,4 @@
-"""What a model holds before a store adopts it: its tensors and where they stand, whether ranks agree, which have values."""
+"""Checks of a model before and after a store adopts it: its tensors and their places, agreement of ranks, values that are missing."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from meshc.runtime.state.held import Held
 
 FUNCTIONAL: Final = ("torch._functorch.functional_call", "torch.nn.utils.stateless")
-"""Modules of torch whose functions put tensors in parameters' places for the time of a call."""
+"""Modules of torch whose functions replace parameters for the time of a call."""
 
 SAMPLED: Final = 256
-"""Of each tensor so many values, or up to twice as many."""
+"""Values of each tensor that go into a digest; up to twice as many."""
 
 _FIRST_VALUES: Final[WeakKeyDictionary[dist.ProcessGroup, list[list[str]]]] = WeakKeyDictionary()
-"""By the group of all ranks: of each model that was adopted, what ranks had in it."""
+"""By the group of all ranks: for each adopted model, the digests of its first values, by rank."""
 
 Place = tuple[str, nn.Module, str]
-"""Where a tensor stands in a model: the key of its port, the module, the module's own name for it."""
+"""Place of a tensor in a model: key of its port, module, name in the module."""
 
 
 def tensors_of(model: nn.Module) -> list[tuple[Tensor, list[Place]]]:
-    """Every parameter and buffer once, with all the places where it stands."""
+    """Every parameter and buffer once, with all of its places."""
     found: dict[int, tuple[Tensor, list[Place]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -59,7 +59,7 @@ def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_storage(find: Callable[[str], Held | None], ports: Iterable[Port], mesh: Mesh) -> None:
-    """Raises StateError where a port asks for another storage than the one that `find` knows of."""
+    """Raises StateError where a port requires another storage than the tensor that `find` returns has."""
     faults = []
     for port in ports:
         held = find(port.key)
@@ -83,7 +83,7 @@ def _where(offloaded: bool, on_disk: bool) -> str:
 
 
 def refuse_converted(stored: Iterable[Held]) -> None:
-    """Refuses what `half()`, `to(...)` and the like have made of a compiled model: the program's memory is what it was."""
+    """Raises StateError if `half()`, `to(...)` or the like has converted a compiled model: the program's memory is as before."""
     faults = []
     for held in stored:
         now = None if held.of else held.current()
@@ -99,8 +99,8 @@ def refuse_converted(stored: Iterable[Held]) -> None:
 
 
 def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
-    """Refuses what stands in a parameter's place for the time of a call, or was made of it by somebody who splits parameters too: the
-    program would take it for a new value of the parameter."""
+    """Raises StateError for tensors that replace parameters for the time of a call, or come from another library that shards parameters:
+    the program would take them for new values."""
     swapped = [held for held in stored if not held.of and held.current() is not held.live]
     if not swapped:
         return
@@ -118,8 +118,8 @@ def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
 
 
 def refuse_moved(stored: Iterable[Held]) -> None:
-    """Refuses parameters that were tied, untied or moved, or are gone: the program has memory for each as it stood. In plain torch they
-    would be other parameters from then on; here what stands in a place is taken for a new value of the parameter that belongs there."""
+    """Raises StateError for parameters that were tied, untied, moved or removed: the program has memory for each as it was. In plain torch
+    they would be other parameters from then on; here a tensor in a place is a new value of the parameter that belongs there."""
     parameters = [held for held in stored if not held.of and isinstance(held.live, nn.Parameter)]
     owners = {id(held.live): held.name for held in parameters}
     faults = []
@@ -141,14 +141,14 @@ def refuse_moved(stored: Iterable[Held]) -> None:
 
 
 def _equal(tensors: Sequence[object]) -> bool:
-    """Whether whole tensors that stand for one parameter say the same, as those of a loaded state dict do. Parts are not looked at."""
+    """Whether plain tensors of one parameter are equal, as those of a loaded state dict are. DTensors are not compared."""
     plain = [one for one in tensors if isinstance(one, Tensor) and not isinstance(one, DTensor)]
     return len(plain) < len(tensors) or all(one.shape == plain[0].shape and torch.equal(one, plain[0]) for one in plain)
 
 
 def refuse_set(stored: Iterable[Held]) -> None:
-    """Refuses what `parameter.data = value` makes of a DTensor: torch gives it another wrapper, and leaves the values as they are. Said
-    once: the values are gone."""
+    """Raises StateError after `parameter.data = value` on a DTensor: torch replaces its wrapper, and leaves the values unchanged. Raised
+    once: the new values are lost."""
     found = [held for held in stored if held.set_aside and not held.swapped]
     for held in found:
         held.remember()
@@ -169,8 +169,8 @@ def _in_functional_call() -> bool:
 
 
 def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]], keys: Collection[str]) -> None:
-    """Refuses parameters that came with other modules after the model was compiled, or moved with them: no program has them. `known` are
-    the places of its own, by the identity of a module's dict and the name there; `keys` those of their ports."""
+    """Raises StateError for parameters that came, or moved, with other modules after the model was compiled: no program has them.
+    known: places of the model's own, by the identity of a module's dict and the name there; keys: of their ports."""
     names = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -187,8 +187,8 @@ def refuse_strangers(model: nn.Module, known: Collection[tuple[int, str]], keys:
 
 
 def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.ProcessGroup | None) -> set[str]:
-    """Refuses models that differ between ranks, before any data moves, and models that are compiled in another order on one rank than on
-    another; returns the keys of what is on `meta` on rank 0.
+    """Raises StateError for models that differ between ranks, before any data moves, and for models that ranks compile in different orders.
+    Returns the keys of tensors that are on `meta` on rank 0.
 
     world: a group of all ranks, None if there is one rank
     """
@@ -222,7 +222,7 @@ def compare_ranks(found: Sequence[tuple[Tensor, list[Place]]], world: dist.Proce
 
 
 def _sample(found: Sequence[tuple[Tensor, list[Place]]]) -> str:
-    """A digest of some of the values of each tensor, by which models of equal form are told apart."""
+    """A digest of some values of each tensor, which distinguishes models of equal form."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor, _ in found:
         flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
@@ -232,8 +232,8 @@ def _sample(found: Sequence[tuple[Tensor, list[Place]]]) -> str:
 
 
 def refuse_crossed(rows: Sequence[Sequence[str]]) -> None:
-    """Refuses models of equal form that ranks compile in different orders: by their values, those of a rank are rank 0's, exchanged. Ranks
-    may have values of their own, of which none is another's. rows: for each model that was compiled, the last one now, by rank."""
+    """Raises StateError if ranks compile models of equal form in different orders: a rank's digests are rank 0's, permuted. Ranks may have
+    values of their own, which equal no other rank's. rows: for each compiled model, the last one now, digests by rank."""
     now = len(rows) - 1
     for rank in range(1, len(rows[0])):
         place, seen = now, {now}
@@ -254,7 +254,7 @@ def refuse_crossed(rows: Sequence[Sequence[str]]) -> None:
 
 
 def mark_empty(x: Tensor) -> None:
-    """NaN, or the largest whole number: what `is_filled` looks for, since loaders may write and leave no other trace."""
+    """Fills a tensor with NaN, or the largest integer, which `is_filled` looks for: loaders may write and leave no other trace."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         x.fill_(float("nan"))
     elif x.dtype is not torch.bool:

@@ -1,10 +1,10 @@
-"""What stands before a compiled module's own forward, which only a trace, a copy or somebody who goes round the program would reach.
+"""Forward pre-hook that refuses calls past a compiled module's program: by a trace, by a copy, or of the forward itself.
 
-    model(x)                       runs the program, past this hook: torch looks at `_compiled_call_impl` first
+    model(x)                       runs the program, past this hook: torch calls `_compiled_call_impl` first
     copy.deepcopy(model)(x)        a copy has the DTensors and no program: refused, with the line that compiles it
-    pickle.dumps(model)            refused: it would hold a rank's part of each parameter
+    pickle.dumps(model)            refused: the file would hold one rank's part of each parameter
 
-`torch.compile(model)` traces forward, and meets it too. The hook is taken out while meshc traces or copies the model (`calls_allowed`).
+`torch.compile(model)` traces forward, and meets the hook too. The hook is removed while meshc traces or copies the model (`calls_allowed`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshc.errors import StateError
 
 
 class Barred(enum.Enum):
-    """What the module is that a bar stands before."""
+    """Kind of the module that has the hook."""
 
     CALLED = "compiled"
     COPY = "a copy"
@@ -46,13 +46,13 @@ TRACED: Final = (
 
 
 class Bar:
-    """A forward pre-hook. Its copy says that its module is a copy."""
+    """Forward pre-hook that refuses calls; a copy of the hook knows that its module is a copy."""
 
     of_meshc = True
-    """No part of what the model computes."""
+    """Marks hooks of meshc, which are no part of the model's computation."""
 
     def __init__(self, standing: Barred, before_copy: Callable[[], None] | None = None) -> None:
-        """before_copy: raises where a copy would hold what is out of date."""
+        """before_copy: raises where a copy would hold outdated values."""
         self.standing, self.before_copy = standing, before_copy
 
     @property
@@ -81,18 +81,18 @@ class Bar:
 
 
 def bars_of(module: nn.Module) -> list[tuple[int, Bar]]:
-    """Those on one module, with torch's numbers of them."""
+    """The bars on a module, with torch's ids of the hooks."""
     return [(number, hook) for number, hook in module._forward_pre_hooks.items() if isinstance(hook, Bar)]
 
 
 def put_bar(module: nn.Module, bar: Bar) -> None:
-    """In place of one that is there."""
+    """Puts a bar on a module, in place of earlier ones."""
     take_bars(module)
     module.register_forward_pre_hook(bar)
 
 
 def take_bars(module: nn.Module) -> list[Bar]:
-    """What was there."""
+    """Removes the bars of a module, and returns them."""
     found = bars_of(module)
     for number, _ in found:
         del module._forward_pre_hooks[number]

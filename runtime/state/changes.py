@@ -1,17 +1,17 @@
-"""What others than programs change of what a store holds, and whether ranks have changed it alike.
+"""Changes of stored tensors from outside programs: found by version counters, and compared between ranks.
 
     model.load_state_dict(file), weight.mul_(3), optimizer.state[weight]["exp_avg"].zero_()
-              │ torch counts writes
-    look      finds what has another count than after the last program, or step of an optimizer (`record`)
-    tell      notes it, before the next run, in a stream of those that hold it: the board compares streams beside the runs
-              (`failure/numbers.py`), so a rank never waits
+              │ torch counts writes in `_version`
+    look      finds tensors whose version differs from that after the last program, or optimizer step (`record`)
+    tell      notes them, before the next run, in a stream of the ranks that hold them: the board compares streams beside
+              the runs (`failure/numbers.py`), so a rank never waits
 
-A write through a DTensor is one that every rank must make. One through `to_local()` is of this rank's part, and of its replicas alone.
-Where ranks have changed the same, the values of what they hold alike are compared (`replicas.py`): at the first such run, and ever more
-rarely where there is one at each call, as in loops that update parameters by hand. Some writes torch does not count (`parameter.data`,
-numpy); they are found by values, at runs 16, 32, ... 1024 and every 1024th, and where state is given away.
+A write through a DTensor must be made by every rank. A write through `to_local()` concerns this rank's part and its replicas alone. Where
+ranks have changed the same tensors, values of replicas are compared (`replicas.py`): at the first such run, and ever more rarely if every
+call has one, as in loops that update parameters by hand. Some writes torch does not count (`parameter.data`, numpy); they are found by
+value, at runs 16, 32, ... 1024 and every 1024th, and when state is saved.
 
-Streams have besides which program runs, and how often optimizers have stepped: what is sent in another order meets what it is not for.
+Streams also have the program that runs and the number of optimizer steps, so that messages of different programs are not mixed up.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ SEEN: Final = "brought up to date"
 EXCHANGED: Final = "exchanged"
 
 NEAR: Final = 64
-"""Values that change again within so many runs are changed in a loop."""
+"""Values that change again within this number of runs are changed in a loop."""
 RARE: Final = 1024
 FIRST_LOOK: Final = 16
-"""The first run at which the values of all that ranks hold alike are compared."""
+"""The first run at which the values of all replicas are compared."""
 
 _STORES: Final = itertools.count()
-"""All ranks make them in one order."""
+"""Numbers of stores; all ranks build stores in one order."""
 
 Version = tuple[int, ...]
 
@@ -61,7 +61,7 @@ _version = attrgetter("_version")
 
 
 class Changes:
-    """Of one store. `ranks_of` says who holds what; `steps` counts those of optimizers that step its parameters themselves."""
+    """Changes of one store. `ranks_of` says which ranks hold a tensor; `steps` counts steps of optimizers outside programs."""
 
     def __init__(self, store: Store) -> None:
         self._store: Store = weakref.proxy(store)  # no circle: what the store holds is free as soon as its model is
@@ -69,41 +69,41 @@ class Changes:
         self.steps = 0
         self._held: list[Held] = []
         self._lives: list[Tensor] = []
-        """The DTensors of those, which programs do not write through."""
+        """The DTensors of `_held`, which programs do not write through."""
         self._parts: list[Tensor] = []
-        """What this rank has of each."""
+        """This rank's part of each of `_held`."""
         self._lives_then: list[int] = []
         self._parts_then: list[int] = []
         self._anew = True
         self._read: set[str] = set()
         self._uncompared: dict[str, tuple[int, ...]] = {}
-        """By name the ranks that have changed it, if all is well."""
+        """Changes not yet announced: by name the ranks that should have made the change."""
         self._told: dict[str, tuple[int, ...]] = {}
-        """Likewise, since the last run."""
+        """Announced changes since the last run, likewise."""
         self._unseen: dict[str, Held] = {}
-        """What was changed, and its values not compared since, by key."""
+        """Changed tensors whose values were not compared since, by key."""
         self._noted_steps: dict[tuple[int, ...], int] = {}
         self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._hurried, self._asked = Pace(), Pace()
         self._given = 0
         self._given_at = -1
         self._by_live: dict[int, Held] = {}
-        """Parameters by the identity of what their user sees."""
+        """Parameters by the identity of their live tensor."""
         self._states: dict[tuple[int, str], Version] = {}
 
     # ---- what is changed
 
     def renew(self) -> None:
-        """The store holds other tensors than before."""
+        """The store holds other tensors than before: list them anew."""
         self._anew = True
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Programs read these: buffers that none reads may be a rank's own."""
+        """Adds keys that programs read: a buffer that no program reads may differ between ranks."""
         self._read.update(held.key for held in map(self._store.find, keys) if held is not None)
         self._anew = True
 
     def look(self, replaced: Iterable[Held] = ()) -> None:
-        """Finds what was changed since `record`. replaced: others stand in the places of these."""
+        """Finds changes since `record`. replaced: stored tensors that were replaced in the model."""
         self._list()
         lives, parts = list(map(_version, self._lives)), list(map(_version, self._parts))
         for held in filter(self._is_followed, replaced):
@@ -117,7 +117,7 @@ class Changes:
         self._lives_then, self._parts_then = lives, parts
 
     def record(self) -> None:
-        """What has been written to parts since `look` was a program's, or comes of what `look` has found."""
+        """Writes to parts since `look` were a program's, or follow from what `look` has found: takes their versions as known."""
         self._list()
         self._parts_then = list(map(_version, self._parts))
 
@@ -128,7 +128,7 @@ class Changes:
         self._unseen[held.key] = held
 
     def _list(self) -> None:
-        """The tensors that are looked at, with the counts that are known of them; of new ones those of now."""
+        """Lists the followed tensors, with their known versions; for new ones the present versions."""
         if not self._anew and not self._store.moves:  # of experts that have been moved there are others after each step
             return
         self._anew = False
@@ -142,7 +142,7 @@ class Changes:
         self._parts_then = [parts.get(id(part), part._version) for part in self._parts]
 
     def _is_followed(self, held: Held) -> bool:
-        """Not gradients, which `zero_grad` may clear or leave; not what lives on another stage; nothing of which torch does not count."""
+        """Excludes gradients, which `zero_grad` may clear, tensors of other stages, and inference tensors, which have no version."""
         if held.slot == GRADIENT or not _is_here(held) or held.live.is_inference() or _part(held).is_inference():
             return False
         return isinstance(held.live, DTensor) or bool(held.of) or held.key in self._read
@@ -150,7 +150,7 @@ class Changes:
     # ---- an optimizer that steps parameters itself
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its user's own changes end here."""
+        """Finds the user's changes before an optimizer step."""
         self.look()
         for (live, slot), version in self._states_of(optimizer).items():
             before = self._states.get((live, slot), version)
@@ -159,14 +159,14 @@ class Changes:
                 self._uncompared[f"{held.name}/{slot}"] = self.ranks_of(held, whole=before[:2] != version[:2])
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """What it has written is its own."""
+        """Takes the writes of the step as known, and counts the step."""
         self.record()
         self._lives_then = list(map(_version, self._lives))
         self.steps += 1
         self._states.update(self._states_of(optimizer))
 
     def _states_of(self, optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Version]:
-        """Of each tensor that the optimizer keeps which one it is and how often it was written, by its parameter and name."""
+        """Identity and versions of each state tensor of the optimizer, by the parameter's id and the slot's name."""
         self._list()
         found: dict[tuple[int, str], Version] = {}
         for parameter, slots in optimizer.state.items():
@@ -180,7 +180,7 @@ class Changes:
     # ---- who holds what
 
     def ranks_of(self, held: Held, whole: bool) -> tuple[int, ...]:
-        """The ranks that hold what this rank holds of it; whole: those that hold any of it."""
+        """The ranks that hold the same part of a tensor as this rank; whole: those that hold any part."""
         axes = tuple(axis.name for axis in held.home.mesh.axes if axis.size > 1)
         return self.group(axes if whole or not held.placements else random_draws.replicating(held))
 
@@ -196,7 +196,7 @@ class Changes:
     # ---- what ranks tell each other
 
     def open(self, board: FailureBoard, keys: Iterable[str], reached: Iterable[Sequence[str]]) -> None:
-        """Before the first run of a program that keeps these, and sends along these axes: the streams that its runs are noted in."""
+        """Opens the streams of a program, before its first run. keys: of its stored tensors; reached: axes that its runs send along."""
         self.follow(keys)
         self._list()
         everybody = tuple(range(board.world_size))
@@ -211,14 +211,14 @@ class Changes:
                     board.numbers.joint(CHANGES, ranks, other_change)
 
     def tell(self, sends: bool) -> None:
-        """What was changed since this was called last. sends: ranks exchange parts because of it, to which those do not come that have not
-        changed it; so all meet before, and one that waits is told of the difference."""
+        """Announces the changes since the last call. sends: ranks exchange parts because of the changes, in which a rank without the
+        change takes no part; so ranks meet first, and a waiting rank is told the difference."""
         self._note(self._uncompared, "changed", sends)
         self._told |= self._uncompared
         self._uncompared = {}
 
     def tell_stale(self) -> None:
-        """That this rank is about to bring what its user sees up to date, which ranks do together. They meet."""
+        """Announces that this rank refreshes outdated copies, which ranks do together. They meet."""
         stale = [held for held in self._store.held.values() if held.stale and (held.lags or _is_here(held))]
         everybody = tuple(range(dist.get_world_size()))
         self._note({held.name: everybody if held.lags else self.ranks_of(held, whole=True) for held in stale}, SEEN, sends=True)
@@ -236,7 +236,7 @@ class Changes:
                     meet(board, ranks, "exchange parts of what was changed", stream.count)
 
     def note_run(self, board: FailureBoard, axes: Sequence[str], what: str) -> None:
-        """A run that sends along these axes begins. Raises StateError where values differ of what ranks hold alike."""
+        """Notes the begin of a run that sends along `axes`. Raises StateError where values of replicas differ."""
         reached = self.group(axes)
         if len(reached) < 2:
             return
@@ -260,8 +260,8 @@ class Changes:
             self._unseen = {}
 
     def compare(self, wait_s: float) -> None:
-        """Where all ranks give state away: whether they have changed the same since the last run, and what they hold alike is alike. Those
-        that come within so many seconds are compared, and the last one that comes in any case. Raises StateError."""
+        """Before all ranks save state: compares their changes since the last run, and the values of replicas. Ranks that come within
+        `wait_s` seconds are compared; the last one to come always is. Raises StateError."""
         board = current_board()
         if board is None or board.world_size < 2:
             return
@@ -271,8 +271,8 @@ class Changes:
         self._compare(board, f"state {self._given} behind run {run}", self._held, self._told | self._uncompared, wait_s)
 
     def compare_if_asked(self) -> None:
-        """Where one rank may give its state away, and others need not: compares with those that do, between the same runs and after the
-        same changes; where it happens again and again, ever more rarely. Raises StateError."""
+        """Before a rank saves state, which others may not do: compares with those that do, between the same runs and after the same
+        changes; ever more rarely, if repeated. Raises StateError."""
         board = current_board()
         if board is None or board.world_size < 2:
             return
@@ -297,7 +297,7 @@ class Changes:
 
 
 class Pace:
-    """Whether to look at what happens again and again: at times 1, 2, 4, ... 1024, and every 1024th; anew where it has not for a while."""
+    """Back-off for a repeated check: due at times 1, 2, 4, ... 1024, and every 1024th; restarts after NEAR runs without one."""
 
     def __init__(self) -> None:
         self._last, self._times = -NEAR, 0
@@ -317,12 +317,12 @@ def _part(held: Held) -> Tensor:
 
 
 def _is_here(held: Held) -> bool:
-    """Whether this rank is of the stage that it lives on."""
+    """Whether the tensor is stored on this rank's pipeline stage."""
     return not isinstance(held.home, StageTransfers) or held.home.member
 
 
 def other_change(found: Difference, first: tuple[int, str], second: tuple[int, str]) -> str:
-    """What ranks are told of which one has changed what another has not."""
+    """Message for ranks of which one has changed a tensor that the other has not."""
     if not found.name:
         return f"ranks {first[0]} and {second[0]} have not changed the same parameters or state between calls{replicas.CHANGED_ALONE}"
     (where, done), (other, _) = (second, first) if first[1] == NOT_THERE else (first, second)
@@ -343,7 +343,7 @@ def other_change(found: Difference, first: tuple[int, str], second: tuple[int, s
 
 
 def other_run(found: Difference, first: tuple[int, str], second: tuple[int, str]) -> str:
-    """What ranks are told that run other programs, or have stepped optimizers another number of times."""
+    """Message for ranks that run different programs, or have stepped optimizers different numbers of times."""
     ranks = f"ranks {first[0]} and {second[0]}"
     if found.name == STEPS:
         return (

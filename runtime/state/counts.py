@@ -1,7 +1,7 @@
-"""Numbers that steps count in an optimizer's groups, as its user sees them: `group["k"]` follows the program's, and may be written.
+"""Step counters in an optimizer's groups: `group["k"]` follows the counter of the program, and may be written.
 
-    before a call    group["k"], where somebody has changed it  ->  the state of every parameter of the group
-    after it         the state of one of them                   ->  group["k"]
+    before a call    group["k"], if the user has changed it  ->  the state of every parameter of the group
+    after a call     the state of one of them                ->  group["k"]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Counts:
-    """Of one optimizer, whose state a store holds."""
+    """The step counters of one optimizer, whose state a store holds."""
 
     def __init__(self, store: Store, optimizer: AnyOptimizer) -> None:
         mine: dict[str, list[Held]] = defaultdict(list)
@@ -39,7 +39,7 @@ class Counts:
         self.seen = [float(helds[0].buffer) for *_, helds in self.rows]
 
     def take(self) -> None:
-        """Before a call: what somebody else has written."""
+        """Before a call: takes values that the user or a loader has written."""
         for index, (member, position, name, helds) in enumerate(self.rows):
             value = float(member.param_groups[position][name])  # loaders put other groups there
             if value != self.seen[index]:
@@ -48,7 +48,7 @@ class Counts:
                 self.seen[index] = value
 
     def give(self) -> None:
-        """After a call: what the step has counted. A rank whose pipeline stage has no parameter of a group leaves it as it is."""
+        """After a call: writes the counters into the groups. A rank whose pipeline stage has no parameter of a group leaves the group."""
         for index, (member, position, name, helds) in enumerate(self.rows):
             own = next((held for held in helds if not held.lags), None)
             group = member.param_groups[position]

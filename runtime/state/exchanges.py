@@ -1,12 +1,12 @@
-"""Exchanges that torch makes of a compiled model's DTensors, between ranks: all of them come, or are told who does not.
+"""Guard around torch's collectives on a compiled model's DTensors: names the rank that does not take part.
 
     weight[3].zero_()      weight.full_tensor()      clip_grad_norm_(model.parameters(), 1.0)
-              │ torch gathers, or sums up, along some axes
-    noted in the stream of changes of the ranks along those (`changes.py`), and made with the board's guard
+              │ torch gathers, or sums, along some axes
+    noted in the stream of changes of the ranks along these axes (`changes.py`), and run under the board's guard
 
-A rank that makes one alone, as under `if rank == 0`, would wait in torch for ever. Where the others run a program meanwhile, streams
-differ, and all end with the tensor and what to write; where they do something else, they are named after a while; where they have ended,
-the one that waits ends too.
+A rank alone in a collective, as under `if rank == 0`, would wait in torch for ever. If the others run a program meanwhile, their streams
+differ, and all ranks raise with the tensor and what to do; if they do something else, they are named after a timeout; if they have ended,
+the waiting rank ends too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshc.runtime.state.changes import EXCHANGED, other_change
 
 
 def follow() -> None:
-    """From now on exchanges are noted: of operands, and where a user asks for one."""
+    """Installs the guard: for redistributions of operands, and for those that a user requests."""
     modules: tuple[Any, ...] = (dtensor_dispatch, dtensor_redistribute)
     for module in modules:
         if not hasattr(module.redistribute_local_tensor, "noted"):
@@ -62,7 +62,7 @@ def _noted(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _sent_along(current: Any, target: Any) -> tuple[int, ...]:
-    """The axes along which ranks send: where each has all of a tensor, none does."""
+    """The mesh dims along which ranks send; where the tensor is replicated, none does."""
     pairs = zip(current.placements, target.placements, strict=True)
     moved = (axis for axis, (one, other) in enumerate(pairs) if one != other and type(one) is not Replicate)
     return tuple(axis for axis in moved if current.mesh.size(axis) > 1)
@@ -72,6 +72,6 @@ def _sent_along(current: Any, target: Any) -> tuple[int, ...]:
 def _ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that differ from this one along these axes only."""
     here = mesh.get_coordinate()
-    assert here is not None  # who is not of a mesh has nothing to send
+    assert here is not None  # a rank outside the mesh has nothing to send
     place = tuple(slice(None) if axis in axes else at for axis, at in enumerate(here))
     return tuple(sorted(mesh.mesh[place].flatten().tolist()))

@@ -1,4 +1,4 @@
-"""A stored tensor as it is made: its memory on this rank, and what its user sees of that.
+"""Allocation of a stored tensor: its memory on this rank, and the DTensor over it.
 
     shared      the DTensor's local tensor is the program's buffer, or a view of all but its padding
     otherwise   a copy in torch's layout
@@ -25,7 +25,7 @@ def made(
     key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, home: Transfers, device: torch.device, *,
     distributed: bool, offloaded: bool, on_disk: bool,
 ) -> Held:  # fmt: skip
-    """Of this rank's tile; of zeros without one. `Store.hold` says what the rest is."""
+    """A stored tensor of this rank's `tile`, of zeros without one. The other parameters are those of `Store.hold`."""
     elsewhere = distributed and isinstance(home, StageTransfers) and not home.member
     if tile is None:
         tile = torch.zeros((0,) if elsewhere else layouts.local_shape(sharding, home.sizes), dtype=dtype, device=device)
@@ -46,7 +46,7 @@ def made(
 
 
 def _over(local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...], home: Transfers, device: torch.device) -> DTensor:
-    """The DTensor whose part on this rank this is."""
+    """The DTensor whose local tensor is `local`."""
     offloaded = local.device.type != device.type
     under = local.to("meta") if offloaded else local  # torch would move it to the mesh's device
     stride = torch.empty(shape, device="meta").stride()
@@ -55,5 +55,5 @@ def _over(local: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ..
 
 
 def _put(value: Tensor, key: str, device: torch.device, on_disk: bool) -> Tensor:
-    """A copy on the rank's host, in memory or in a file."""
+    """A copy of `value` on the rank's host, in memory or in a file."""
     return disk.moved(value, name_of(key)) if on_disk else host.moved(value, device)

@@ -1,12 +1,12 @@
-"""Experts that move between ranks: rows of their parameters and of their optimizer state change places, and the buffer that says where.
+"""Expert rebalancing between ranks: permutes rows of parameters and optimizer state, and updates the buffer of expert slots.
 
-    meshc_slots  [0 1 2 3]  ->  [0 2 1 3]         experts 1 and 2 change places, and so ranks, where each has two
+    meshc_slots  [0 1 2 3]  ->  [0 2 1 3]         experts 1 and 2 swap slots, and so ranks, if each rank has two slots
     gate_up_proj, its exp_avg, its exp_avg_sq ..  rows 1 and 2 are sent; nothing else moves
 
-    meshc_copies [[-1] [-1]]  ->  [[-1] [0]]      the second rank has a copy of what lies in slot 0; nothing is sent for it
+    meshc_copies [[-1] [-1]]  ->  [[-1] [0]]      the second rank has a copy of the expert in slot 0; nothing is sent for it
 
-The user's DTensors keep experts in the model's order. Where experts lie elsewhere these are copies, as of any storage that torch has no
-placements for, and have memory of their own only from `sync` to the next step (`Held.let_go`).
+The user's DTensors keep experts in the model's order. Once experts have moved these are copies, as of any storage that torch's placements
+cannot describe, and have memory of their own only from `sync` to the next step (`Held.let_go`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def spread_now(store: Store, path: str, groups: int) -> Spread:
-    """Where the experts at a module's path lie, which are split among so many groups."""
+    """Slots and copies of the experts at a module's path, which are split among `groups` groups of ranks."""
     slots = [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
     if not copies_per_rank(store.model.get_submodule(path)):
         return Spread(tuple(slots))
@@ -42,7 +42,7 @@ def spread_now(store: Store, path: str, groups: int) -> Spread:
 
 
 def rows_of(store: Store, path: str) -> list[Held]:
-    """What has a row for each of the experts at this path: parameters, and state of these. Raises StateError for state that mixes them."""
+    """Stored tensors with a row per expert at this path: parameters and their state. Raises StateError for state that mixes experts."""
     module = store.model.get_submodule(path)
     found: list[Held] = []
     for name in weights_of(module):
@@ -60,13 +60,13 @@ def rows_of(store: Store, path: str) -> list[Held]:
 
 
 def bytes_of(store: Store, path: str, wanted: Sequence[int]) -> int:
-    """What the rank that gets most is sent, where the experts at this path come to lie so."""
+    """Bytes that the rank with the most is sent, if the experts at this path move to the slots `wanted`."""
     source = _source(spread_now(store, path, 1).slots, wanted)
     return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in rows_of(store, path))
 
 
 def first_that_differs(store: Store, said: str) -> int | None:
-    """The first rank that does not say what rank 0 says; None where all say the same."""
+    """The first rank whose `said` differs from that of rank 0; None if all are equal. All ranks call this."""
     world = store.transfers.groups.world
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
     digests = collectives.all_gather(torch.tensor([digest], dtype=torch.int64, device=store.device), world).wait().tolist()
@@ -74,8 +74,8 @@ def first_that_differs(store: Store, said: str) -> int | None:
 
 
 def move(store: Store, path: str, wanted: Spread) -> None:
-    """Expert i of those at this path comes to lie in slot wanted.slots[i], and copies are of those that it says. All ranks call it, in the
-    same order, between two calls."""
+    """Moves expert i at this path to slot wanted.slots[i], and sets its copies to wanted.copies. All ranks call this, in the same order,
+    between two calls."""
     module = store.model.get_submodule(path)
     source, held_ones = _source(spread_now(store, path, 1).slots, wanted.slots), rows_of(store, path)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def move(store: Store, path: str, wanted: Spread) -> None:
 
 
 def follow(parameter: Held, state: Held) -> None:
-    """State that is new, with experts where their numbers say, follows its parameter, whose experts have been moved."""
+    """Permutes new state, which is in the model's order, like its parameter, if the experts of that have been moved."""
     if parameter.slots is not None and _follows(state, parameter):
         with torch.no_grad():
             state.buffer.copy_(state.home.reordered(state.buffer, state.sharding, inverse(parameter.slots)))
@@ -104,15 +104,15 @@ def _follows(state: Held, parameter: Held) -> bool:
 
 
 def _source(now: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """By slot in which the expert lies now that comes to lie there."""
+    """For each slot of `wanted` the present slot of its expert."""
     return [now[expert] for expert in inverse(wanted)]
 
 
 def _lies(held: Held, slots: Sequence[int]) -> None:
-    """Its rows have moved: what is seen of it is the buffer only where it is in the model's order again."""
+    """Records that rows have moved: the live tensor shares the buffer only if that is in the model's order again."""
     held.slots = None if list(slots) == sorted(slots) else list(slots)
     if isinstance(held.home, StageTransfers) and not held.home.member:
-        return  # there is nothing of it here
+        return  # nothing of the tensor is stored here
     held.shared = held.slots is None and layouts.shares_memory(held.sharding, held.home.mesh)
     held.stale = held.slots is not None
     if held.slots is not None:
@@ -123,5 +123,5 @@ def _lies(held: Held, slots: Sequence[int]) -> None:
 
 
 def experts_of(model: nn.Module) -> list[str]:
-    """Paths of experts that may be moved."""
+    """Paths of the modules whose experts may be moved."""
     return [path for path, module in model.named_modules() if slots_of(module) is not None]

@@ -1,7 +1,7 @@
-"""Gives a user's optimizer the live parameters and state of a store, as torch would have created it.
+"""Optimizer with the live parameters and stored state of a program, in the form in which torch would have created it.
 
 optimizer.param_groups[0]["params"][0]    the old parameter  ->  the live DTensor, in place
-optimizer.state[parameter]["exp_avg"]     nothing, or what a resumed optimizer holds  ->  a live DTensor of the state's own storage
+optimizer.state[parameter]["exp_avg"]     nothing, or the state of a resumed optimizer  ->  a live DTensor over the stored state
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: OptimizerSpec | None = None) -> None:
-    """Puts the live parameters into the optimizers' groups, in place, and gives them state, stored as the ports say.
+    """Puts the live parameters into the optimizers' groups, in place, and gives the optimizers state, stored as the ports say.
 
-    ports: kind state, `of` the parameter's name, `name` that name, "/" and the slot's. spec: `describe(optimizer)`, made before or after
-    the parameters were replaced; it says what fresh state is filled with, which without it is zeros. State that the optimizer has already
-    is taken over: the DTensors that it holds, or rank 0's plain tensors. Slots that torch does not know stay with the store alone.
+    ports: of kind state; `of` is the parameter's name, `name` that name, "/" and the slot's. spec: `describe(optimizer)`, from before or
+    after the parameters were replaced; it has the initial values of state, which are zeros without it. Existing state of the optimizer is
+    taken over: its DTensors, or rank 0's plain tensors. Slots that torch does not know are kept in the store only.
     """
     members = members_of(optimizer)
     fresh_members = refuse_shared(store, members)
@@ -76,7 +76,7 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
 
 
 def follow(store: Store, optimizer: AnyOptimizer) -> None:
-    """Gives optimizers that were built before another program of the model the parameters that it has put in the place of theirs."""
+    """Replaces, in optimizers built before the model was compiled, the old parameters by the live ones."""
     for member in members_of(optimizer):
         held = [p for group in member.param_groups for p in group["params"]]
         attach_state(member, {p: store.live(p) for p in held if store.parameter_key(p) is not None}, {})
@@ -84,11 +84,11 @@ def follow(store: Store, optimizer: AnyOptimizer) -> None:
 
 
 def refuse_shared(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Several steps of one model each have an optimizer, of parameters of their own (a generator's, a discriminator's). Returns those that
-    the store does not know yet. Raises StateError; sends nothing."""
+    """Returns the optimizers that the store does not know yet. Raises StateError if one updates a parameter of another optimizer: steps of
+    one model may have several optimizers only for disjoint parameters (generator, discriminator). Sends nothing."""
     members = [member for member in optimizers if all(one is not member for one in store.optimizers)]
     if _shared(store, members, optimizers) is not None:
-        gc.collect()  # one that was let go of, with a scheduler, holds itself until then
+        gc.collect()  # a dropped optimizer with a scheduler is in a reference cycle until then
     found = _shared(store, members, optimizers)
     if found is not None:
         names, other = found
@@ -103,7 +103,7 @@ def refuse_shared(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> 
 def _shared(
     store: Store, members: Sequence[torch.optim.Optimizer], known: Sequence[torch.optim.Optimizer]
 ) -> tuple[list[str], str] | None:
-    """What of the members' parameters another optimizer than the known ones updates, and what that is."""
+    """Names of the members' parameters that an optimizer outside `known` updates, and the class of that one; None without any."""
     others = [one for one in store.optimizers if all(one is not member for member in known)]
     owned = ((one, p) for one in others for group in one.param_groups for p in group["params"])
     held = {key: type(one).__qualname__ for one, p in owned if (key := store.parameter_key(p)) is not None}
@@ -113,8 +113,8 @@ def _shared(
 
 
 def in_another_form(store: Store, held: Held) -> object | None:
-    """What the optimizer has by now in place of a state that is gone: the same in more bits, or in fewer. Its entries go once all that is
-    made of them has been."""
+    """The optimizer's present form of a state that it has replaced, in more or fewer bits; None if there is none. The entries of that form
+    are removed later (`forget_other_forms`)."""
     optimizer = None if held.optimizer is None else held.optimizer()
     if optimizer is None or held.fresh is None:
         return None
@@ -122,7 +122,7 @@ def in_another_form(store: Store, held: Held) -> object | None:
 
 
 def forget_other_forms(store: Store, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """After a loader: optimizers hold each state once."""
+    """After a load: removes other forms of a state, so that optimizers hold each state once."""
     slots: dict[str, list[Slot]] = defaultdict(list)
     for held in store.held.values():
         if held.fresh is not None:
@@ -135,14 +135,14 @@ def forget_other_forms(store: Store, optimizers: Iterable[torch.optim.Optimizer]
 
 
 def _whole(store: Store, value: Tensor) -> Tensor:
-    """What an optimizer holds, whole on every rank; of plain tensors rank 0's, as where they are taken over as they are."""
+    """An optimizer's tensor, whole on every rank; a plain tensor is rank 0's, as in `adopt`."""
     if isinstance(value, DTensor):
         return store.transfers.full(value).to(store.device)
     return store.transfers.scatter(value, layouts.whole_sharding(tuple(value.shape)), value.dtype)
 
 
 def _tell_wrappers(store: Store, optimizer: AnyOptimizer) -> None:
-    """What a wrapper lists in groups of its own are the live parameters too."""
+    """Replaces parameters in the groups that wrappers of the optimizer have."""
     for wrapper in optimizer.wrappers if isinstance(optimizer, Optimizers) else ():
         listed = [p for group in getattr(wrapper, "param_groups", ()) for p in group["params"]]
         replace_parameters(wrapper, {p: store.live(p) for p in listed})

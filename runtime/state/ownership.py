@@ -1,6 +1,6 @@
-"""Who owns what: from a live model, submodule or optimizer to its store, and the hooks that torch calls on them.
+"""Owners of stores: from a live model, submodule or optimizer to its store, and the hooks that torch calls on them.
 
-The hooks are plain functions that look their owner up, so that modules and optimizers can still be copied and pickled.
+The hooks are plain functions that look up their owner, so that modules and optimizers can still be copied and pickled.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _STORES: weakref.WeakKeyDictionary[object, Store] = weakref.WeakKeyDictionary()
 """The store of each compiled model, of each submodule that holds copies, and of each optimizer that a program updates."""
 
 RUN: Final = "_compiled_call_impl"
-"""What torch calls the place of what a module's call runs instead of its forward."""
+"""Torch's attribute for the function that a module's call runs instead of its forward."""
 
 _REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters that a store has replaced, as long as somebody else still holds them, and their names."""
+"""Names of parameters that a store has replaced, as long as the old parameters are referenced."""
 
 
 _LOOPS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that step a compiled module's parameters themselves (module mode)."""
 
 _STREAMS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stream] = weakref.WeakKeyDictionary()
-"""Their numbers, for the comparison with the other ranks."""
+"""Streams of these optimizers' numbers, for the comparison between ranks."""
 
 
 def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -51,7 +51,7 @@ def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
 
 
 def refuse_anothers(model: nn.Module) -> None:
-    """Refuses a model without a store that has parameters of a compiled one: live ones, or those that they have replaced."""
+    """Raises StateError for a model without a store that has parameters of a compiled model, live or replaced ones."""
     stores = {store for owner, store in _STORES.items() if isinstance(owner, nn.Module)}
     rows = [(name, store) for name, one in model.named_parameters() for store in stores if store.parameter_key(one)]
     if rows:
@@ -78,13 +78,13 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
 
 
 def _leave_to_program(model: nn.Module) -> None:
-    """DistributedDataParallel, which would broadcast and reduce what lies on a mesh, finds nothing to do, and says so."""
+    """Makes DistributedDataParallel ignore the model's tensors, which it would broadcast and reduce; DDP then reports that."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def own_copies(module: nn.Module, store: Store) -> None:
-    """What a submodule holds are copies from now on, which need `sync` before they are read."""
+    """Marks a submodule whose tensors are copies, which need `sync` before they are read."""
     if _STORES.get(module) is not store:
         _STORES[module] = store
         module.register_state_dict_pre_hook(_sync)
@@ -92,14 +92,14 @@ def own_copies(module: nn.Module, store: Store) -> None:
 
 
 def runs_program(model: nn.Module, run: Callable[..., Any] | None = None) -> bool:
-    """Whether calls of the model run a program, or `run`."""
+    """Whether calls of the model run a program; with `run`, whether they call that."""
     found = vars(model).get(RUN)
     return found is not None if run is None else found is run
 
 
 def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
-    """From now on calling the model calls `run`, except within `calls_allowed`. Its `forward` stays its own, and so does a copy of it:
-    torch has this place in a module for what `nn.Module.compile` makes, and copies leave it out."""
+    """Makes calls of the model call `run`, except within `calls_allowed`. `forward` is unchanged, and copies of the model do not call
+    `run`: torch's attribute for `nn.Module.compile` is not copied."""
     model._compiled_call_impl = run
     put_bar(model, _bar(model, Barred.CALLED))
 
@@ -109,7 +109,7 @@ def _bar(model: nn.Module, standing: Barred) -> Bar:
 
 
 def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
-    """A copy takes tensors as they lie, and has no hook of its own that could bring them up to date."""
+    """Raises StateError before a copy of outdated tensors: the copy could not refresh them."""
     owner = model()
     store = None if owner is None else _STORES.get(owner)
     stale = [] if store is None else [held.name for held in store.held.values() if held.stale and not held.of]
@@ -123,7 +123,7 @@ def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
 
 @contextmanager
 def calls_allowed(model: nn.Module) -> Iterator[None]:
-    """A context in which a call of the model is its own: for tracing, which would trace bars too, and for copies of the model."""
+    """A context in which calls of the model run its own forward, without bars: for tracing, and for copies of the model."""
     modules = list(model.modules())
     bars = [(module, bar) for module in modules for bar in take_bars(module)]
     runs = [(module, run) for module in modules if (run := module.__dict__.pop(RUN, None)) is not None]
@@ -138,7 +138,7 @@ def calls_allowed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def runs_restored(model: nn.Module) -> Iterator[None]:
-    """A context behind which calls of the model, and of modules in it, run what they ran before."""
+    """A context after which calls of the model, and of its submodules, run what they ran before."""
     before = {module: run for module in model.modules() if (run := vars(module).get(RUN)) is not None}
     try:
         yield
@@ -162,7 +162,7 @@ def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
 
 
 def mark_replaced(parameter: Tensor, name: str) -> None:
-    """From now on an optimizer that steps this parameter is told that it trains nothing."""
+    """Makes an optimizer that steps this replaced parameter raise StateError."""
     _REPLACED[parameter] = name
 
 
@@ -183,7 +183,7 @@ def _look_who_asks(model: nn.Module, *_: object) -> None:
         return
     who, board = look_who_asks(model, _is_whole(store)), current_board()
     beside = threading.current_thread() is not threading.main_thread()
-    if board is None or board.lost or beside or who == "program":  # whoever has caught that a rank failed may save what is there
+    if board is None or board.lost or beside or who == "program":  # after a failure was caught state may still be saved
         return
     with together(board, "state_dict"):
         if who == "all":
@@ -255,7 +255,7 @@ def _after_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _own_loops_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Of one that steps a compiled module's parameters itself, in a loop of its user's."""
+    """Registers hooks on an optimizer that steps a compiled module's parameters in the user's loop."""
     _LOOPS.add(optimizer)
     optimizer.register_state_dict_pre_hook(_look_who_asks_optimizer)
     optimizer.register_state_dict_post_hook(_bring_optimizer_together)
@@ -265,7 +265,7 @@ def _own_loops_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
-    """Nothing is sent: the board compares them at its next beat. Raises PeerError if it has found that ranks differ."""
+    """Notes the optimizer's numbers; sends nothing: the board compares them at its next beat. Raises PeerError if ranks differ."""
     board = current_board()
     if board is None or store_of(optimizer) is not None:  # a program that updates compares them itself
         return
@@ -298,13 +298,13 @@ def _bring_optimizer_together(optimizer: torch.optim.Optimizer, state: dict[str,
 
 
 def _stores_of(optimizer: torch.optim.Optimizer) -> list[Store]:
-    """The stores of compiled modules that have some of these parameters."""
+    """The stores of compiled modules that have some of the optimizer's parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [store for store in dict.fromkeys(_STORES.values()) if any(store.parameter_key(parameter) for parameter in parameters)]
 
 
 def _numbers(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Iterator[tuple[str, float]]:
-    """Those in device memory are left out: reading one would wait for the device at each step."""
+    """Numbers of a group by name, without those in device memory: reading one would wait for the device at each step."""
     for name, value in group_numbers(optimizer, group).items():
         if not isinstance(value, Tensor):
             yield name, value

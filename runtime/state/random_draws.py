@@ -1,13 +1,13 @@
-"""Random numbers that people draw into the parts of a compiled model on a CPU mesh: those of one device.
+"""Random draws into DTensors on a CPU mesh, with the numbers that one device would draw.
 
-    nn.init.normal_(model.head.weight)       a DTensor: torch has each rank draw into its own part
+    nn.init.normal_(model.head.weight)       a DTensor: in torch each rank draws into its own part
     ranks that are seeded alike              rows 0-2 and rows 3-5 would be the same numbers
     ranks that are not                       replicas would differ
 
-On accelerators torch places a rank's draws in the whole tensor itself; for CPU meshes it has a place for who does (`_rng_tracker`), and
-nobody. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent. What was
-drawn into replicas of a parameter is made that of the first of them before a program runs (`even_out`). Ranks of which one has drawn
-and another has not would wait for each other: that it has drawn is noted before (`changes.py`).
+On accelerators torch itself offsets a rank's draws by its part of the whole tensor; for CPU meshes it has a hook for that (`_rng_tracker`),
+which is unset. Here each rank draws the whole tensor from its own generator, as one device would, and keeps its part; nothing is sent.
+Replicas are set to the draw of the first of them before a program runs (`even_out`). If one rank has drawn and another has not, they would
+wait for each other: so a draw is noted first (`changes.py`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _OF_VALUES: Final = (torch.ops.aten.bernoulli.default, torch.ops.aten.native_dropout.default)
-"""Draws that read the values of what they are given; others read its shape."""
+"""Draws that read the values of their operand; other draws read its shape only."""
 
 
 class Draws:
-    """What torch asks, by these names, for a context around each random operator of a DTensor."""
+    """The object that torch calls, by these names, for a context around each random operator of a DTensor."""
 
     distribute_region_enabled: Final = True
 
     def __init__(self) -> None:
         self.homes: dict[DeviceMesh, Transfers] = {}
         self.written: set[int] = set()
-        """Memory into which was drawn since it was last asked for."""
+        """Addresses of memory drawn into since the last `even_out`."""
 
     @contextmanager
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
@@ -57,7 +57,7 @@ _DRAWS: Final = Draws()
 
 
 def follow(home: Transfers) -> None:
-    """From now on draws into DTensors on this mesh are those of one device. Where there is an accelerator torch has its own way."""
+    """Makes draws into DTensors on this mesh equal to those of one device. With an accelerator torch has its own way."""
     place: Any = dtensor_random
     mesh = home.mesh.device_mesh
     if mesh is None:
@@ -69,22 +69,22 @@ def follow(home: Transfers) -> None:
 
 
 def home_of(mesh: DeviceMesh) -> Transfers | None:
-    """What moves the tensors of a compiled model on this mesh."""
+    """The transfers of a compiled model on this mesh; None if there is none."""
     return _DRAWS.homes.get(mesh)
 
 
 def note_drawn(value: DTensor) -> None:
-    """Every rank has drawn the whole of this tensor by itself, and kept its part."""
+    """Notes that every rank has drawn this tensor whole, and kept its part."""
     _DRAWS.written.add(value._local_tensor.data_ptr())
 
 
 def has_draws() -> bool:
-    """Whether there is something for `even_out`."""
+    """Whether there are draws that `even_out` has not broadcast."""
     return bool(_DRAWS.written)
 
 
 def even_out(stored: Iterable[Held]) -> None:
-    """Makes what has been drawn into replicas that of the first of them. All ranks call it, and have drawn into the same."""
+    """Broadcasts draws from the first of the replicas to the others. All ranks call this, and have drawn into the same tensors."""
     if not _DRAWS.written:
         return
     for held in stored:
@@ -96,13 +96,13 @@ def even_out(stored: Iterable[Held]) -> None:
 
 
 def replicating(held: Held) -> tuple[str, ...]:
-    """The axes along which ranks hold the same of it."""
+    """The axes along which the stored tensor is replicated."""
     axes = zip(held.home.mesh.axes, held.placements, strict=True) if held.placements else ()
     return tuple(axis.name for axis, placement in axes if axis.size > 1 and isinstance(placement, Replicate))
 
 
 class _Whole(TorchDispatchMode):
-    """Draws the whole tensor in the place of a part."""
+    """Dispatch mode that draws the whole tensor instead of a part, and returns this rank's part."""
 
     def __init__(self, draws: Draws, spec: Any, home: Transfers, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Whole(TorchDispatchMode):
 
 @contextmanager
 def _from(generator: torch.Generator | None) -> Iterator[None]:
-    """A context in which torch draws from this generator."""
+    """A context in which torch draws from `generator`, or from the default one if None."""
     if generator is None:
         yield
         return

@@ -1,10 +1,10 @@
-"""Numbers that are read of a compiled model's tensors: of what every rank has whole they are given, of a part they are refused.
+"""Scalar reads of a compiled model's DTensors: returned where the value is whole on every rank, refused where a rank has a part.
 
-    p.grad.norm().item()      a norm that ranks have not summed up: torch would give this rank's part of it
-    p.tolist(), np.asarray(p), f"{norm:.3f}"        of a DTensor torch refuses them, whole or not
+    p.grad.norm().item()      a partial norm: torch would return this rank's summand
+    p.tolist(), np.asarray(p), f"{norm:.3f}"        torch refuses these on any DTensor, whole or not
 
-A whole value takes an exchange between ranks, which belongs to a line that every rank runs: `x.full_tensor()`. A truth that ranks have
-parts of (`if torch.isnan(p.grad).any()`) is exchanged at once: what they branch on has to be one.
+A whole value takes an exchange between ranks, which belongs in a line that every rank runs: `x.full_tensor()`. A boolean of which ranks
+have parts (`if torch.isnan(p.grad).any()`) is gathered at once: all ranks must branch on the same value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES: Final = ("numpy", "tolist", "__format__")
 
 
 def follow() -> None:
-    """From now on DTensors are read by these rules."""
+    """Installs these rules for reads of DTensors."""
     ask(torch.ops.aten._local_scalar_dense.default, _number)
     for name in _NAMES:
         if name not in vars(DTensor):
@@ -33,7 +33,7 @@ def follow() -> None:
 
 
 def _number(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`item()`, `float`, `int` and `bool` of one."""
+    """Handler of `item()`, `float`, `int` and `bool` of a DTensor."""
     value = args[0]
     if not is_of_model(value) or not _apart(value):
         return by_torch(op, args, kwargs)
@@ -66,7 +66,7 @@ def _refuse_part(value: DTensor, call: str) -> None:
 
 
 def _apart(value: DTensor) -> list[str]:
-    """How a tensor lies of which a rank has a part."""
+    """Placements of a tensor that is not replicated, as text by axis; empty if it is replicated."""
     mesh = value.device_mesh
     rows = zip(value.placements, mesh.shape, mesh.mesh_dim_names or (), strict=True)
     return [f"{place} over {axis}" for place, size, axis in rows if size > 1 and not isinstance(place, Replicate)]

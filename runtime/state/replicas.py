@@ -1,11 +1,11 @@
-"""Whether ranks that hold the same of a parameter, buffer or state hold the same values.
+"""Comparison of replicas: whether ranks that hold the same part of a parameter, buffer or state hold the same values.
 
-A rank sums up each of its tensors in two numbers, at the speed of its memory, and puts them into the store; whoever finds those of a rank
-that holds the same compares. So nothing is sent by collectives, and a rank that does this alone (`if rank == 0: model.state_dict()`) waits
-for nobody. Each rank reads its neighbours among those that hold the same, in a ring, in which all are compared.
+A rank reduces each of its tensors to two numbers, at memory speed, and puts them into the ranks' key-value store; ranks that hold the same
+part read and compare them. So no collective is run, and a rank that does this alone (`if rank == 0: model.state_dict()`) waits for no
+other. Each rank reads its neighbours in a ring of the ranks that hold the same part, so that all are compared.
 
-Replicas that are computed by each rank may differ by roundings where devices do. What differs by more is refused (`OTHER`), what differs by
-less is named in a warning if it is more than float32 explains (`ROUNDED`).
+Replicas computed on each rank may differ by rounding if devices do. A larger difference raises (`OTHER`); a smaller one that float32
+rounding does not explain (`ROUNDED`) is a warning.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshc.runtime.failure.failed_rank import SETTLED_S, FailureBoard
 from meshc.runtime.state.held import Held
 
 OTHER: Final = 1e-2
-"""A difference of so much of a tensor's norm is no rounding."""
+"""A difference of this share of a tensor's norm is no rounding."""
 ROUNDED: Final = 1e-5
-"""Of float32 a rounding is less; of 16 bits any below OTHER may be one."""
+"""Upper bound of float32 rounding; in 16 bits any difference below OTHER may be rounding."""
 BLOCK: Final = 1 << 18
-"""Elements that are summed up at a time, in float64."""
+"""Elements that are summed at a time, in float64."""
 _POLL_S: Final = 0.01
 
 CHANGED_ALONE: Final = (
@@ -45,26 +45,26 @@ CHANGED_ALONE: Final = (
 )
 
 _POSTED: Final[WeakKeyDictionary[FailureBoard, list[str]]] = WeakKeyDictionary()
-"""What this rank has in the store: the last two, since a neighbour may still read."""
+"""Keys of this rank in the store: the last two, since a neighbour may still read them."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank says of what it holds. values: by name what its part sums up to; changed: by name who must have changed it too."""
+    """A rank's account of its tensors. values: sketches by name; changed: by name the ranks that must have made the same change."""
 
     values: Mapping[str, Sequence[float]]
     changed: Mapping[str, Sequence[int]]
 
 
 def sketches(stored: Sequence[Held]) -> dict[str, list[float]]:
-    """Of each a weighted sum and the norm of its values on this rank, and what of a difference may be rounding."""
+    """By name: weighted sum and norm of the values on this rank, and the largest relative difference that may be rounding."""
     rows = sums([held.local for held in stored]).tolist()
     return {held.name: [*row, _roundings(held.dtype)] for held, row in zip(stored, rows, strict=True)}
 
 
 def sums(tensors: Sequence[Tensor]) -> Tensor:
-    """By tensor two numbers that tell it from others: a sum in which each element has a weight of its own, and the norm. No more of a
-    tensor than a block is ever there in float64."""
+    """Two numbers per tensor, as its sketch: a sum in which each element has its own weight, and the norm. At most BLOCK elements are in
+    float64 at a time."""
     rows = []
     for tensor in tensors:
         flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
@@ -99,12 +99,12 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def compare(board: FailureBoard, when: str, here: Account, holders: Mapping[str, tuple[int, ...]], wait_s: float) -> None:
-    """Puts this rank's account into the store, and compares with those of its neighbours that are there, or come within so many seconds.
-    holders: by name the ranks that hold what this rank holds. Raises StateError; PeerError if a rank has failed."""
+    """Puts this rank's account into the store, and compares it with those of its neighbours that are there or come within `wait_s`
+    seconds. holders: by name the ranks that hold the same part. Raises StateError; PeerError if a rank has failed."""
     store = store_of(board)
     posted = _POSTED.setdefault(board, [])
     if f"replicas/{board.rank}/{when}" in posted:
-        return  # as it was when somebody asked before
+        return  # compared before, and unchanged since
     posted.append(f"replicas/{board.rank}/{when}")
     store.set(posted[-1], json.dumps(asdict(here)))
     while len(posted) > 2:
@@ -123,7 +123,7 @@ def compare(board: FailureBoard, when: str, here: Account, holders: Mapping[str,
 
 
 def _neighbours(board: FailureBoard, holders: Mapping[str, tuple[int, ...]]) -> list[int]:
-    """Those before and behind this rank, among all and among each group that holds the same."""
+    """The ranks before and after this one, among all ranks and among each group that holds the same part."""
     found = set()
     for ranks in {tuple(range(board.world_size)), *holders.values()}:
         place = ranks.index(board.rank)
@@ -155,6 +155,6 @@ def _refuse_difference(board: FailureBoard, here: Account, other: int, there: Ac
 
 
 def changed(names: Sequence[str], more: int, where: int, elsewhere: int) -> str:
-    """Of what one rank alone has changed."""
-    those = join_names(names, 4) + (f" and {more} more" if more else "")
+    """Text for tensors that one rank alone has changed. more: names not listed."""
+    those = listed(names, 4) + (f" and {more} more" if more else "")
     return f"between two calls {those} {'were' if len(names) + more > 1 else 'was'} changed on rank {where} and not on rank {elsewhere}"

@@ -1,9 +1,9 @@
-"""Whether a model's parameters and buffers stand where they were put, as they were: a look at each call.
+"""Identity check, at each call, that a model's parameters and buffers are in their places, unchanged.
 
-    standing = Standing(held)       what a store holds of a model
+    standing = Standing(held)       the stored tensors of a model
     standing.holds()                each live tensor is in its places, of its dtype, on its device, with its own memory and wrapper
 
-It says only that nothing has to be looked for; what is wrong otherwise, and whether that is allowed, `adoption` finds out.
+True means that nothing has changed; otherwise `adoption` finds what has, and whether that is allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _memory, _wrapper = attrgetter("memory"), attrgetter("wrapper")
 
 
 class Standing:
-    """Of the tensors that are held now, without optimizer state."""
+    """The check for the tensors stored now, without optimizer state."""
 
     def __init__(self, held: Iterable[Held]) -> None:
         mine = [one for one in held if not one.of]
@@ -33,7 +33,7 @@ class Standing:
         self._held = [one for one in mine if isinstance(one.live, DTensor)]
         self._distributed = [one.live for one in self._held]
         self._dtypes: list[torch.dtype] = [one.dtype for one in mine]
-        plain = [one for one in mine if not isinstance(one.live, DTensor)]  # of the others the memory says where it is
+        plain = [one for one in mine if not isinstance(one.live, DTensor)]  # a DTensor's device follows from its memory
         self._plain = [one.live for one in plain]
         self._devices: list[str] = [one.buffer.device.type for one in plain]
 

@@ -1,13 +1,13 @@
-"""Who asks a compiled model, or an optimizer of its parameters, for its state dict, and what is said to those who cannot do with DTensors.
+"""Callers of `state_dict` on a compiled model or its optimizer, and the warning for those that cannot use DTensors.
 
-    torch.distributed.checkpoint, Accelerate, meshc      nothing: they take DTensors for what they are
-    anybody, where every rank has all of each tensor     nothing: the state dict has plain tensors (`whole_state.py`)
-    model.save_pretrained(...) of transformers           nothing: it is called on every rank (`whole_state.py`)
-    anybody else, torch.save(model.state_dict()) say,    a warning, once a model and once an optimizer
+    torch.distributed.checkpoint, Accelerate, meshc      no warning: they know DTensors
+    any caller, where every tensor is replicated         no warning: the state dict has plain tensors (`whole_state.py`)
+    model.save_pretrained(...) of transformers           no warning: every rank calls it (`whole_state.py`)
+    any other, as torch.save(model.state_dict()),        a warning, once per model and once per optimizer
     or of optimizer.state_dict()
 
-Who asks is read off the stack: the module of the first frame that is neither torch's nn nor another `state_dict`. That is a guess; a
-function between the two that belongs to somebody else makes it wrong, which costs one warning too many or too few.
+The caller is read off the stack: the module of the first frame that is neither torch's nn nor another `state_dict`. That is a guess; a
+third party's function in between makes the guess wrong, which costs one warning too many or too few.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from meshc.runtime.state.whole_state import asked_by_all, every_rank_has_all
 
 KNOWS: Final = ("torch.distributed.", "accelerate.", "meshc.")
-"""Modules, by the beginnings of their names, that know what a DTensor is."""
+"""Prefixes of the names of modules that know DTensors."""
 BETWEEN: Final = ("torch.nn.", "torch.utils._contextlib", "torch._compile", "torch._dynamo.", "contextlib", "functools")
 ADVICE: Final = (
     "  what to do: state = program.state_dict(full=True) on every rank, which gives whole tensors on rank 0 (state[\"{part}\"]) and {{}} "
@@ -40,15 +40,15 @@ _WARNED: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def takes_dtensors() -> bool:
-    """Whether those who ask, seen from a hook, want the DTensors themselves: torch.distributed.checkpoint, and meshc's own."""
+    """Whether the caller of a hook wants the DTensors themselves: torch.distributed.checkpoint, and meshc's own code."""
     caller = _caller(sys._getframe(2))
     return isinstance(caller, str) and not caller.startswith("accelerate.")
 
 
 def look_who_asks(model: nn.Module, whole: bool) -> str:
-    """Who asks for the `state_dict` of a compiled model, seen from a hook: "program" for meshc's own, "all" for those who ask on every
-    rank, "" for anybody else. whole: every rank has all of each tensor."""
-    caller = _caller(sys._getframe(2))  # behind the hook that calls this
+    """Kind of the caller of a compiled model's `state_dict`, seen from a hook: "program" for meshc's own code, "all" for callers that run
+    on every rank, "" for any other, which is warned unless `whole`: every rank has all of each tensor."""
+    caller = _caller(sys._getframe(2))  # the frame above the hook that calls this
     if asked_by_all(model):
         return "all"
     if isinstance(caller, str):
@@ -61,7 +61,7 @@ def look_who_asks(model: nn.Module, whole: bool) -> str:
 
 
 def look_who_asks_optimizer(optimizer: torch.optim.Optimizer, stepped_by_program: bool) -> None:
-    """Likewise before `state_dict` of an optimizer."""
+    """Warns the caller of an optimizer's `state_dict` likewise."""
     caller = _caller(sys._getframe(2))
     if not isinstance(caller, FrameType) or asked_by_all():
         return
@@ -81,7 +81,7 @@ def _warn(owner: nn.Module | torch.optim.Optimizer, caller: FrameType, why: str,
 
 
 def _caller(frame: FrameType | None) -> FrameType | str | None:
-    """The innermost frame that asks, not one that passes the question on; of one who knows the module's name."""
+    """The innermost frame outside BETWEEN and other `state_dict`s; for a module of KNOWS its name instead. None without any."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if f"{name}.".startswith(KNOWS):

@@ -1,5 +1,4 @@
-"""A program's checkpoint in memory, in torch's form, and how it is read again, under any mesh and plan. (meshc's own files:
-`runtime/saved/checkpoint_folder.py`.)
+"""State dict of a program in torch's form: saved from, and loaded under, any mesh and plan. (Files: `saved/checkpoint_folder.py`.)
 
     {"model": {name: DTensor or buffer},                                  as model.state_dict()
      "optim": {"state": {parameter: {slot: DTensor or 0-dim tensor}},     as torch.distributed.checkpoint.state_dict.get_state_dict
@@ -39,14 +38,14 @@ Value = TypeVar("Value")
 
 
 class OptimizerTables(TypedDict):
-    """As torch has it: slots by the parameter's name, and the groups, whose "params" are names."""
+    """Optimizer state in torch's form: slots by the parameter's name, and the groups, whose "params" are names."""
 
     state: dict[str, dict[str, object]]
     param_groups: list[dict[str, Any]]
 
 
 class Own(TypedDict, total=False):
-    """What a program keeps beside the model and the optimizer."""
+    """State of a program beside the model and the optimizer."""
 
     version: int
     seed: int
@@ -55,7 +54,7 @@ class Own(TypedDict, total=False):
 
 
 class State(TypedDict, total=False):
-    """A checkpoint. Of the model there is extra state too, which is no tensor, where a module has some."""
+    """A checkpoint. `model` has also the extra state of modules, which need not be tensors."""
 
     model: dict[str, Tensor]
     optim: OptimizerTables
@@ -65,8 +64,8 @@ class State(TypedDict, total=False):
 def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     """The live tensors, by name; `dcp.load` writes into them in place. With `full`, whole CPU tensors on rank 0 and {} elsewhere.
 
-    Raises PeerError if ranks have stepped with different numbers, and StateError if they have changed something otherwise than each other,
-    which is looked at first: no wrong state is given away.
+    Raises PeerError if ranks have stepped with different numbers, and StateError if ranks have changed tensors differently; both are
+    checked first, so that no wrong state is returned.
     """
     board = current_board()
     if board is not None:
@@ -85,7 +84,7 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
 
 
 def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """The model's tensors alone (those of the names that are wanted), whole and on the CPU of rank 0; {} elsewhere."""
+    """The model's tensors (those whose names are `wanted`), whole, on the CPU of rank 0; {} elsewhere."""
     store.adopt_changes()
     store.sync()
     store.changes.compare(SETTLED_S)
@@ -94,9 +93,9 @@ def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> di
 
 
 def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
-    """Takes what `state_dict` gave, what `get_state_dict` gave, or a model's state dict alone: DTensors as they lie, or whole tensors.
+    """Loads a state of `state_dict` or `get_state_dict`, or a model's state dict alone: DTensors of any sharding, or whole tensors.
 
-    Tensors must be the same on all ranks where they are plain. "optim" is ignored if no program of the model has an optimizer. Raises
+    Plain tensors must be the same on all ranks. "optim" is ignored if no program of the model has an optimizer. Raises
     StateError, before anything is changed, if parameters are missing, unexpected, or of another shape.
     """
     if not state.keys() & {"model", "optim", "meshc"}:
@@ -123,7 +122,7 @@ def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
 
 
 def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerTables:
-    """Of several optimizers one dict, as torch's `get_state_dict` makes of a list."""
+    """One dict for several optimizers, as torch's `get_state_dict` builds of a list."""
     names = {id(parameter): name for name, parameter in store.model.named_parameters()}
     groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -212,7 +211,7 @@ def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, T
 
 
 def _in_form(held: Held, entries: Mapping[str, object]) -> object | None:
-    """A state by what a checkpoint holds for its parameter, be that in more bits or in fewer."""
+    """A state from a checkpoint's entries for its parameter, which may have it in more or fewer bits."""
     if held.fresh is None:
         return entries.get(held.slot)
     return in_form(held.fresh, entries, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)

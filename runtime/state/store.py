@@ -1,14 +1,14 @@
-"""Owns what lives between steps: parameters, buffers, optimizer state. One store a model, shared by all its programs.
+"""Store of all tensors that live between steps: parameters, buffers, optimizer state. One per model, shared by its programs.
 
     module.weight                       DTensor ──local──> ┌────────┐
                                                            │ memory │ <── the program's buffer: store.buffer("parameter:weight")
     optimizer.state[weight]["exp_avg"]  likewise           └────────┘
 
 Where torch's placements describe the storage, the DTensor's local tensor is the program's buffer, or a view of all but its padding.
-Elsewhere (uneven over two axes, fused heads) the DTensor is a copy in torch's layout. The buffer is the truth: `mark_written` says that a
-program has updated it, `sync` refreshes the copies, and `adopt_changes`, before a program runs, reads back what somebody else has
-changed. What it looks at is identity and `_version`, which those of a state dict share. To write through `parameter.data` leaves no such
-trace, which matters for copies only.
+Elsewhere (uneven over two axes, fused heads) the DTensor is a copy with torch's placements. The buffer is the truth: `mark_written` records
+that a program has updated it, `sync` refreshes the copies, and `adopt_changes`, before a program runs, reads back changes from outside. It
+compares identity and `_version`, which tensors of a state dict share. Writes through `parameter.data` change neither, which matters for
+copies only.
 
 Every method that may move data is called on all ranks, in the same order.
 """
@@ -48,10 +48,10 @@ from meshc.runtime.state.standing import Standing
 
 
 class Store:
-    """Made by `Store.adopt`; `Store.of(model)` finds it again.
+    """Built by `Store.adopt`; `Store.of(model)` returns it again.
 
-    `seed` and `step` are those of the random numbers; they are kept here because checkpoints hold them. `filling`: other
-    tensors stand in the model for the time of `init_weights`. `moves`: how often experts have been moved.
+    `seed` and `step` are those of the random numbers; they are kept here because checkpoints have them. `filling`: the model
+    has other tensors for the time of `init_weights`. `moves`: how often experts have been moved.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, groups: Groups | None = None) -> None:
@@ -98,10 +98,10 @@ class Store:
     ) -> Store:
         """Replaces the model's parameters by DTensors, stored as the ports of kind parameter say, and makes its buffers equal on all ranks.
 
-        Initial values are rank 0's; what is on `meta` there becomes empty storage, listed in `unfilled`. Parameters without a port are
-        stored whole. A model that has a store keeps it: its further programs' ports must ask for the storage that it has. `owners` are
-        the coordinates on the pipeline axis of parameters that live on one stage. Raises StateError, on all ranks, if the model is not
-        the same on all.
+        Initial values are rank 0's; tensors on `meta` there become empty storage, listed in `unfilled`. Parameters without a port are
+        stored whole. A model that has a store keeps it: ports of further programs must require the same storage. `owners` are the
+        coordinates on the pipeline axis of parameters that live on one stage. Raises StateError, on all ranks, if the model differs
+        between ranks.
         """
         ports = [port for port in ports if port.kind in ("parameter", "buffer")]
         store = cls.of(model)
@@ -132,13 +132,13 @@ class Store:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that programs of the model step, of what is still there."""
+        """The optimizers that programs of the model step, as far as they are alive."""
         return tuple(one for reference in self._optimizers if (one := reference()) is not None)
 
-    # What a program uses.
+    # Used by programs.
 
     def settle(self, owners: Mapping[str, int]) -> None:
-        """Says on which pipeline stage's ranks things live, by key, before they are held."""
+        """Sets the pipeline stage of tensors, by key, before they are stored."""
         axis = self.mesh.pipeline_axis
         self.owners |= owners
         if owners and axis is not None and not self._stages:
@@ -147,30 +147,30 @@ class Store:
                 random_draws.follow(home)
 
     def places(self) -> dict[str, int]:
-        """On which stage's ranks things live, by each of their names."""
+        """The pipeline stage of each tensor that lives on one, by every key of a tied one."""
         return {**{name: self.owners[key] for name, key in self._alias.items() if key in self.owners}, **self.owners}
 
     def home(self, key: str) -> Transfers:
-        """What moves a stored tensor."""
+        """The transfers of a stored tensor: those of its pipeline stage, or of all ranks."""
         return self._stages[self.owners[key]] if key in self.owners else self.transfers
 
     def find(self, key: str) -> Held | None:
-        """What is stored under a port's key (`port.key`); any of the names of a tied parameter will do."""
+        """The stored tensor of a port's key (`port.key`), or of any key of a tied parameter; None if there is none."""
         return self.held.get(self._alias.get(key, key))
 
     def live_of(self, key: str) -> Tensor:
-        """What the model has of a parameter, by its port's key."""
+        """The model's live tensor of a parameter, by its port's key."""
         return self.held[self._alias.get(key, key)].live
 
     def buffer(self, key: str) -> Tensor:
-        """The program's own tensor of a port, of its padded local shape; updated in place, and the same tensor for ever."""
+        """The program's own tensor of a port, of its padded local shape; always the same tensor, updated in place."""
         held = self.find(key)
         if held is None:
             raise StateError(f"{key} is not stored: the model has no such parameter, buffer or optimizer state")
         return held.buffer
 
     def mark_written(self, keys: Iterable[str] | None = None) -> None:
-        """A program has written these buffers (all, by default): copies of them are out of date."""
+        """Records that a program has written these buffers (all, by default): copies of them are out of date."""
         for held in self.held.values() if keys is None else map(self.find, keys):
             if held is not None:
                 held.stale = held.lags or not held.shared
@@ -194,7 +194,7 @@ class Store:
         self.changes.record()
 
     def adopt_changes(self, stands: bool = False) -> None:
-        """Before a program runs: reads back what was changed from outside since the last time. stands: the model was found as it was."""
+        """Before a program runs: reads back changes from outside since the last call. stands: the model was found unchanged."""
         with torch.no_grad(), self._taking() as taken:
             stands = stands or self._standing.holds()
             if not stands:
@@ -223,7 +223,7 @@ class Store:
                 self.changes.record()
 
     def read_back(self, *kinds: Kind) -> None:
-        """After a loader: takes what it replaced and what it wrote in place, seen or not."""
+        """After a load: takes replaced tensors and in-place writes, whether torch has counted them or not."""
         copies = [held for key, held in self.held.items() if is_a(key, *kinds) and not held.shared]
         self.changes.look(copies)
         self.changes.tell(sends=bool(copies))
@@ -255,9 +255,9 @@ class Store:
             )
 
     def refuse_changed_model(self, state: ModuleState | None = None) -> bool:
-        """Raises StateError if the model has been given another dtype, device or module since it was compiled; sends nothing. state: one
-        object as long as the same modules and parameters are in the model, which then need not be looked for again. Returns whether all
-        stands where it was put."""
+        """Raises StateError if dtype, device or modules of the model have changed since it was compiled; sends nothing. state: the same
+        object as long as the model has the same modules and parameters, which are then not searched again. Returns whether all tensors
+        are in their places, unchanged."""
         if state is None or self._without_strangers() is not state:
             adoption.refuse_strangers(self.model, self._places, self._alias)
             self._without_strangers = _nobody if state is None else weakref.ref(state)
@@ -274,13 +274,13 @@ class Store:
 
     @property
     def _standing(self) -> Standing:
-        """Of what is held."""
+        """The check that live tensors are unchanged, built at first use."""
         if self._stood is None:
             self._stood = Standing(self.held.values())
         return self._stood
 
     def check_filled(self) -> None:
-        """Before a program runs: `refuse_unfilled`, and reading back what came from `meta` and was filled in place, by whatever means."""
+        """Before a program runs: `refuse_unfilled`, and reads back tensors that came from `meta` and were filled in place."""
         self.refuse_unfilled()
         with torch.no_grad():
             for key in sorted(self._born_unfilled):
@@ -289,7 +289,7 @@ class Store:
         self._born_unfilled.clear()
 
     def show_gradients(self) -> None:
-        """What programs keep of gradients becomes `.grad` of the parameters. All ranks call it."""
+        """Sets `.grad` of parameters to the gradients that programs keep. All ranks call this."""
         kept = [held for held in self.held.values() if held.slot == GRADIENT]
         if any(not held.shared or held.lags for held in kept):
             self.sync()
@@ -316,7 +316,7 @@ class Store:
             state_dicts.load_state_dict(self, state)
 
     def write(self, held: Held, value: Tensor) -> None:
-        """Gives a stored tensor a value: a DTensor as it lies, or a plain tensor that is whole and the same on all ranks."""
+        """Gives a stored tensor a value: a DTensor of any sharding, or a plain tensor that is whole and the same on all ranks."""
         if held.fresh is not None and held.fresh.part == CODES and value.is_floating_point():
             value = value.to(held.dtype)  # torch's loader has cast them to the parameter's dtype, in which they are exact
         if tuple(value.shape) != held.shape or value.dtype.is_floating_point != held.dtype.is_floating_point:
@@ -333,8 +333,8 @@ class Store:
         self._unfilled.discard(held.key)
 
     def write_tile(self, held: Held, tile: Tensor) -> None:
-        """Gives a stored tensor this rank's padded tile of it, as the model has it, in any dtype that can be cast. All ranks that have a
-        part call it."""
+        """Gives a stored tensor this rank's padded tile, with experts in the model's order, in any dtype that can be cast. All ranks that
+        have a part call this."""
         with torch.no_grad():
             held.buffer.copy_(held.in_slots(tile))
             self._refresh(held)
@@ -348,12 +348,12 @@ class Store:
         unfilled = adoption.compare_ranks(found, self.transfers.groups.world)
         wanted = {port.key: port for port in ports}
         holders_of_copies: set[nn.Module] = set()
-        while found:  # from the end, so that each old tensor can go before the next one comes
+        while found:  # from the end, so that each old tensor is freed before the next one is stored
             tensor, places = found.pop()
             key = next((key for key, _, _ in places if key in wanted), places[0][0])
             self._alias |= {other: key for other, _, _ in places}
             if self._stages and _is_parameter(key):
-                self.owners.setdefault(key, 0)  # what this program does not use, another one may update
+                self.owners.setdefault(key, 0)  # a parameter that this program does not use may be updated by another
             sharding = (wanted[key].sharding if key in wanted else None) or layouts.whole_sharding(tensor.shape)
             whole = self.transfers.full(cast(DTensor, tensor.detach())) if isinstance(tensor, DTensor) else tensor  # a copy's
             tile = None if key in unfilled else self.home(key).scatter(whole, sharding, tensor.dtype)
@@ -381,8 +381,8 @@ class Store:
         self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
         offloaded: bool = False, on_disk: bool = False,
     ) -> Held:  # fmt: skip
-        """Enters a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `offloaded`: its memory, and
-        that of its copy in torch's layout, is the host's, or in files `on_disk`."""
+        """Stores a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `offloaded`: its memory, and
+        that of a copy with torch's placements, is on the host, or in files if `on_disk`."""
         strangers = sharding.split_axes() - set(self.mesh.names)
         if strangers or sharding.partial or not (distributed or not layouts.splitting_axes(sharding, self.mesh)):
             what = "storage is split by axes of the mesh" if distributed else "buffers and 0-dim state are whole on every rank"
@@ -391,7 +391,7 @@ class Store:
         self.transfers.groups.prepare([home.splitting(sharding)])
         held = made(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, offloaded=offloaded, on_disk=on_disk)
         if self._stages:
-            self.transfers.groups.prepare([random_draws.replicating(held)])  # what is drawn into it is of its stage's ranks
+            self.transfers.groups.prepare([random_draws.replicating(held)])  # random draws are broadcast among the ranks of its stage
         if tile is None:
             adoption.mark_empty(held.local)
             self._unfilled.add(key)
@@ -402,16 +402,16 @@ class Store:
         return held
 
     def _hold_others(self) -> None:
-        """What is looked at before programs run is not what it was."""
+        """After a change of the stored tensors: rebuilds the checks that precede a run."""
         self._stood = None
         self.changes.renew()
 
     def check_storage(self, ports: Iterable[Port]) -> None:
-        """Raises StateError where a port asks for another storage than the one there is."""
+        """Raises StateError where a port requires another storage than the present one."""
         adoption.check_storage(self.find, ports, self.mesh)
 
     def live(self, parameter: Tensor) -> Tensor:
-        """What has taken the place of a parameter of this model; another is returned as it is."""
+        """The live tensor of a parameter of this model, live or replaced; any other tensor is returned as it is."""
         key = self.parameter_key(parameter)
         return parameter if key is None else self.held[key].live
 
@@ -423,7 +423,7 @@ class Store:
     # Changes from outside.
 
     def _current(self, held: Held) -> object:
-        """What stands where the live tensor was put."""
+        """The present entry in the live tensor's place, in the model or in the optimizer's state."""
         if not held.of:
             return held.current()
         optimizer = None if held.optimizer is None else held.optimizer()
@@ -433,14 +433,14 @@ class Store:
 
     @contextmanager
     def _taking(self) -> Iterator[list[Held]]:
-        """A context in which things are taken, which are put into what it gives: afterwards an optimizer holds each state once."""
+        """A context whose list collects taken tensors; afterwards other forms of optimizer state are removed."""
         taken: list[Held] = []
         yield taken
         if any(held.of for held in taken):
             optimizer_state.forget_other_forms(self, self.optimizers)
 
     def _take(self, held: Held, value: object) -> None:
-        """Copies what somebody put in the live tensor's place, and puts the live one back."""
+        """Copies the value in the live tensor's place, and puts the live tensor back."""
         if value is None and held.of:
             value = optimizer_state.in_another_form(self, held)
         if value is not None:
@@ -457,7 +457,7 @@ class Store:
             optimizer.state[self.held[held.of].live][held.slot] = held.live
 
     def _reclaim(self, held: Held) -> None:
-        """Takes the values that were swapped into the live tensor, and gives it its memory again."""
+        """Takes the values of a local tensor that was swapped into the live DTensor, and restores the own memory of that."""
         assert isinstance(held.live, DTensor) and held.memory is not None
         mesh, stride = held.home.mesh.device_mesh, torch.empty(held.shape, device="meta").stride()
         local, shape = held.live._local_tensor, torch.Size(held.shape)  # of a part alone torch would guess, wrongly where parts are uneven
@@ -467,13 +467,13 @@ class Store:
         self.write(held, value)
 
     def reset(self, held: Held) -> None:
-        """Gives optimizer state the value that it has before the first step."""
+        """Sets optimizer state to its value before the first step."""
         with torch.no_grad():
             held.buffer.copy_(optimizer_state.fresh(self, held.sharding, held.shape, held.dtype, self.held[held.of], held.fresh))
             self._refresh(held)
 
     def forget_states(self) -> None:
-        """Optimizers that are gone take their state with them."""
+        """Removes the state of optimizers that no longer exist."""
         gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
         self.held = {key: held for key, held in self.held.items() if key not in gone}
         self._hold_others()
@@ -492,7 +492,7 @@ class Store:
 
 
 def _nobody() -> None:
-    """What a weak reference gives whose object is gone."""
+    """A dead weak reference, when called: returns None."""
 
 
 def _is_parameter(key: str) -> bool:

@@ -1,14 +1,14 @@
-"""Steps on DTensors of optimizers whose own code cannot take them, in a loop of one's own or under the Trainer.
+"""Traced optimizer steps on DTensors, for optimizers whose own code cannot take DTensors, in a user's loop or the Trainer.
 
-    state["row"] = torch.zeros(grad.shape[:-1])      no DTensor: whole on every rank, which gathers for it (Shampoo's)
-    grad.norm(dim=-1, keepdim=True).square_()        of a sum over ranks that was not taken yet (torch's Adafactor)
+    state["row"] = torch.zeros(grad.shape[:-1])      no DTensor: whole on every rank, which gathers for it (Shampoo)
+    grad.norm(dim=-1, keepdim=True).square_()        of a partial value, not yet reduced over ranks (torch's Adafactor)
 
-Such optimizers keep state that is not like its parameter. Their update of a parameter is traced, as for a compiled step, and run operator
-by operator on DTensors; the class's own `step` then finds no parameters. State that is like the parameter lies as that does, other state as
-the first step leaves it: of a matrix that is split by rows Adafactor's rows are split and its columns whole. What has no rule in torch
-(`eigh`) is computed whole on every rank.
+Such optimizers keep state that is not shaped like its parameter. Their update of a parameter is traced, as for a compiled step, and run
+operator by operator on DTensors; the class's own `step` then finds no parameters. State like the parameter is sharded like it, other state
+as the first step leaves it: for a matrix split by rows, Adafactor's row state is split and its column state whole. Operators without a rule
+in torch (`eigh`) are computed whole on every rank.
 
-A class that cannot be traced steps by its own code, after a warning that says what to do for less.
+A class that cannot be traced steps by its own code, after a warning that names cheaper ways.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from meshc.optimizer.spec import kind_of
 from meshc.optimizer.wrapped import inner
 
 _SPECS: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSpec]] = weakref.WeakKeyDictionary()
-"""What was traced of the optimizers that step so."""
+"""Traces of the optimizers that step this way."""
 
 _HANDLES: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, int]] = weakref.WeakKeyDictionary()
-"""Their hooks' numbers."""
+"""Ids of the hooks on these optimizers."""
 
 _VIEWS: Final = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
 
 
 def take_over(optimizer: torch.optim.Optimizer) -> None:
-    """Before the first step of an optimizer of DTensors: if its own code cannot take them, its steps are those of its trace from now on."""
+    """Before the first step of an optimizer of DTensors: if its own code cannot take DTensors, makes it step by its trace."""
     if not _keeps_other_state(optimizer):
         return
     try:
@@ -62,7 +62,7 @@ def take_over(optimizer: torch.optim.Optimizer) -> None:
 
 
 def come_last(optimizer: torch.optim.Optimizer) -> None:
-    """Behind hooks that have come since, which may change gradients."""
+    """Moves the hook behind hooks registered since, which may change gradients."""
     hooks = optimizer._optimizer_step_pre_hooks
     number = _HANDLES.get(optimizer)
     if number is not None and number in hooks:
@@ -70,11 +70,11 @@ def come_last(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some state of its parameters is neither a number nor like its parameter; asked of a registered update in any case."""
+    """Whether some state is neither a number nor like its parameter; True for any class with a registered update."""
     if type(optimizer) in UPDATES:
         return True
     if inner(optimizer):
-        return False  # what those step, they step themselves
+        return False  # wrapped optimizers step by their own `step`
     for index, group in enumerate(optimizer.param_groups):
         signatures = {(tuple(p.shape), p.dtype) for p in group["params"]} if kind_of(optimizer, group) == "other" else ()
         try:
@@ -82,12 +82,12 @@ def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
             if any(slot.shape == "other" for one in samples for slot in fresh_slots(optimizer, index, *one)):
                 return True
         except CompileError:
-            return False  # a closure, and what else a sample does not show
+            return False  # a closure, or anything else that a sample does not show
     return False
 
 
 def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The traces of an optimizer as it stands: of its parameters, and of what Python branches on."""
+    """The traces of an optimizer, for its present parameters and the numbers that its Python code branches on."""
     known = _SPECS.get(optimizer)
     if known is not None and _parameters(known) == _listed(optimizer) and known.key_of(optimizer) == known.key:
         return known
@@ -107,7 +107,7 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook ahead of `step`: steps, and leaves the class's own code a copy without parameters, for its result."""
+    """Step pre-hook: steps by the trace, and passes a copy without parameters to the class's own code, which returns the result."""
     passed = dict(kwargs)
     closure = args[1] if len(args) > 1 else passed.get("closure")
     if closure is not None:
@@ -143,7 +143,7 @@ def _update(group: GroupSpec, slots: Sequence[Slot], parameter: Tensor, state: d
 
 
 def _held(slot: Slot, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
-    """A parameter's state before the step; as the class begins it, if there is none."""
+    """A parameter's state before the step; the initial state of the class, if there is none."""
     if slot.name == FIRST:
         return torch.tensor(0.0 if state else 1.0, dtype=slot.dtype, device=parameter.device)
     found = state.get(slot.name)
@@ -157,11 +157,11 @@ def _held(slot: Slot, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
 
 
 def _call(parameter: Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """One operator of an update, on what lies as the parameter's mesh has it."""
+    """One operator of an update, with results as DTensors on the parameter's mesh."""
     if "device" in kwargs:
         kwargs["device"] = parameter.device
     if op in _VIEWS and isinstance(args[0], DTensor) and sum(placement.is_shard() for placement in args[0].placements) > 1:
-        args = _whole(args[0]), *args[1:]  # of a dim that two axes split torch's rule takes one for granted
+        args = _whole(args[0]), *args[1:]  # torch's rule assumes one axis per dim
     try:
         result = op(*args, **kwargs)
     except NotImplementedError:  # torch has no rule for it
@@ -170,8 +170,8 @@ def _call(parameter: Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _on_mesh(parameter: Tensor, value: Any) -> Any:
-    """What an update makes of nothing, or has loaded, is the same on every rank; sums are taken at once, since few operators of torch's
-    take what they are made of. Numbers stay as they are."""
+    """A value as a DTensor on the parameter's mesh: a created or loaded tensor is replicated, a partial one is reduced at once, since few
+    rules of torch take partial operands. Numbers stay as they are."""
     if isinstance(value, DTensor):
         wanted = [Replicate() if isinstance(placement, Partial) else placement for placement in value.placements]
         return value.redistribute(placements=wanted) if wanted != list(value.placements) else value
@@ -186,7 +186,7 @@ def _whole(value: Any) -> Any:
 
 
 def _laid(value: Tensor, before: Tensor, like: bool) -> Tensor:
-    """As it is kept: a number whole, what is like the parameter as that lies, all else as it came out."""
+    """A result as it is stored: a number whole, a tensor like the parameter with its placements, any other as computed."""
     if not isinstance(value, DTensor) or not value.dim():
         return _whole(value)
     return value.redistribute(placements=before.placements) if like and isinstance(before, DTensor) else value
@@ -197,7 +197,7 @@ def _placements(value: Tensor) -> object:
 
 
 def _apart(value: Tensor, taken: set[int]) -> Tensor:
-    """In memory of its own: an update may give back what it was given, or one value twice."""
+    """The value in memory of its own: an update may return an operand, or one value twice."""
     value = value.clone() if _memory(value) in taken else value
     taken.add(_memory(value))
     return value

@@ -1,19 +1,16 @@
-"""Views of a compiled model's tensors, edits in place that torch cannot make on parts, and arithmetic of them with plain tensors: all mean
-what they mean on one device.
+"""Views, in-place edits and mixed arithmetic of a compiled model's DTensors, with the results of one device.
 
     with torch.no_grad():
         model.embed.weight[3].zero_()             one rank has the row: torch gathers the whole for the view, and would zero that copy
         model.head.weight[mask] = 0               torch refuses a plain mask, and has no rule for parts
         average.lerp_(model.head.weight, 0.1)     torch refuses an average that is a plain tensor
 
-A view along a dim that is not split has its tensor's memory, and is left alone. One that torch has gathered is a `GatheredView`: it is read
-as the DTensor that it is, and what is written to it is written to the whole tensor on every rank, of which each rank keeps its part. So are
-edits for which torch has no rule, and edits of plain tensors, as averages of weights that were made before the model was compiled. That
-makes one whole tensor on each rank for as long as it takes, and all ranks do it. Plain tensors beside a model's are whole, and the same on
-all ranks.
+A view along a dim that is not split shares its tensor's memory, and is left alone. A view that torch has gathered is a `GatheredView`: it
+is read like any DTensor; a write is made to the whole tensor on every rank, of which each rank keeps its part. So are edits without a
+rule in torch, and edits of plain tensors, such as averages of weights from before the model was compiled. It takes the memory of one whole
+tensor on each rank meanwhile, and all ranks do it. Plain tensors beside a model's are whole, and the same on all ranks.
 
-torch asks a table by operator, `_custom_op_handlers`, before it looks for a rule of its own. Tensors that do not lie on a compiled model's
-mesh go on to that rule.
+torch looks an operator up in a table, `_custom_op_handlers`, before its own rules. Tensors outside a compiled model's mesh go on to these.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from meshc.runtime.state import random_draws
 from meshc.runtime.state.held import EDITS
 
 Handler = Callable[..., Any]
-"""By operator, its arguments and its keywords."""
+"""handler(operator, arguments, keywords) -> result."""
 
 _ATEN: Final = torch.ops.aten
 
@@ -46,12 +43,12 @@ _VIEWS: Final = (
     _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unfold.default, _ATEN.squeeze.default, _ATEN.squeeze.dim,
     _ATEN.squeeze.dims, _ATEN.expand.default, _ATEN.as_strided.default,
 )  # fmt: skip
-"""Operators whose result is a view, which torch may gather or refuse; those that reorder dims it makes of parts."""
+"""Operators whose result is a view, which torch may gather or refuse; torch views that reorder dims work on parts."""
 
 _BY_ELEMENT: Final = (
     _ATEN.copy_.default, _ATEN.masked_fill_.Scalar, _ATEN.masked_fill_.Tensor, _ATEN.index.Tensor, _ATEN.index_select.default,
 )  # fmt: skip
-"""What torch makes of parts, and refuses where a value or an index is a plain tensor."""
+"""Operators that torch runs on parts, and refuses if a value or an index is a plain tensor."""
 
 _ARITHMETIC: Final = tuple(
     operator.attrgetter(name)(_ATEN)
@@ -64,7 +61,7 @@ _ARITHMETIC: Final = tuple(
         "_foreach_lerp_.List", "_foreach_lerp_.ScalarList",
     )
 )  # fmt: skip
-"""Likewise; of DTensors alone torch makes it at once, which takes an optimizer's loop over parameters a few us longer for each."""
+"""Likewise, for arithmetic. On DTensors alone the handler passes them on to torch, at a few us per operator."""
 
 _OF_WHOLES: Final = (
     _ATEN.fill_.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default, _ATEN.masked_scatter_.default,
@@ -74,10 +71,10 @@ _OF_WHOLES: Final = (
 """Edits for which torch has no rule on parts, or one that takes a part for the whole (`index_copy_` of rows)."""
 
 _EARLIER: Final[dict[OpOverload, Handler]] = {}
-"""Handlers of torch's own, of operators that are asked about here."""
+"""Torch's own handlers of operators that are handled here."""
 
 _LIVING: Final[weakref.WeakValueDictionary[int, GatheredView]] = weakref.WeakValueDictionary()
-"""Views that somebody has, by identity."""
+"""Gathered views that are alive, by identity."""
 
 
 _OF_LISTS: Final = tuple(
@@ -90,7 +87,7 @@ _OF_LISTS: Final = tuple(
 
 
 def follow() -> None:
-    """From now on torch asks here about views and edits of DTensors."""
+    """Installs the handlers of views and edits of DTensors."""
     by_kind = ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_ARITHMETIC, _by_element), (_OF_WHOLES, _edit), (_OF_LISTS, _edit_list))
     handlers = {op: handler for ops, handler in by_kind for op in ops}
     for op, handler in (handlers | {_ATEN._foreach_copy_.default: _copy_each}).items():
@@ -98,7 +95,7 @@ def follow() -> None:
 
 
 def ask(op: OpOverload, handler: Handler) -> None:
-    """From now on torch asks a handler what an operator makes of DTensors."""
+    """Installs a handler of an operator on DTensors."""
     earlier = _handlers().get(op)
     if earlier is not None and earlier is not handler:
         _EARLIER[op] = earlier
@@ -110,7 +107,7 @@ def _handlers() -> dict[OpOverload, Handler]:
 
 
 def by_torch(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What torch itself makes of an operator that is asked about here."""
+    """Torch's own result of an operator that is handled here."""
     if op in _EARLIER:
         return _EARLIER[op](op, args, kwargs)
     handlers = _handlers()
@@ -123,21 +120,21 @@ def by_torch(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def is_of_model(value: object) -> bool:
-    """Whether it lies on a compiled model's mesh; while somebody traces it does not."""
+    """Whether the value is a DTensor on a compiled model's mesh; False while it is traced."""
     return isinstance(value, DTensor) and type(value._local_tensor) is Tensor and random_draws.home_of(value.device_mesh) is not None
 
 
 def is_whole(value: DTensor) -> bool:
-    """Whether each rank has all of it."""
+    """Whether the DTensor is replicated on every axis."""
     return all(type(one) is Replicate for one in value.placements)
 
 
 class GatheredView(DTensor):
     """A view that torch has gathered.
 
-    origin   the split tensor that it is a view of
-    strides  a tensor without memory, which lies in the whole `origin` as the view does
-    seen     the versions of `origin` that it shows
+    origin   the split tensor of the view
+    strides  a meta tensor with the shape, strides and offset of the view in the whole `origin`
+    seen     the versions of `origin` that the view shows
     """
 
     origin: DTensor
@@ -158,7 +155,7 @@ class GatheredView(DTensor):
         return _dispatched(*call, **more)
 
     def gathered(self) -> DTensor:
-        """The DTensor that it is read as. Raises StateError where its tensor was written since."""
+        """The view as a plain DTensor, for reads. Raises StateError if `origin` was written since."""
         if _version(self.origin) not in self.seen:
             raise StateError(
                 f"a view of shape {list(self.shape)} was taken of a split tensor that has been written since, and shows what was there\n"
@@ -168,11 +165,11 @@ class GatheredView(DTensor):
         return DTensor(self._local_tensor, self._spec, requires_grad=False)
 
     def show(self, whole: Tensor, seen: tuple[int, ...]) -> None:
-        """Shows what the whole `origin` has at these versions."""
+        """Takes the values of the whole `origin` at these versions."""
         self._local_tensor, self.seen = _part(self.within(whole), self).clone(), seen
 
     def within(self, whole: Tensor) -> Tensor:
-        """The view of a whole tensor, contiguous, that stands for `origin`."""
+        """The view of `whole`, the contiguous whole of `origin`."""
         flat = whole.view(-1)
         typed = flat if flat.dtype == self.strides.dtype else flat.view(self.strides.dtype)
         return typed.as_strided(self.strides.shape, self.strides.stride(), int(self.strides.storage_offset()))
@@ -198,7 +195,7 @@ class GatheredView(DTensor):
 
 
 def _dispatched(func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """An operator that is given a gathered view: an edit of it, a view of it, or one that reads it."""
+    """Runs an operator on a gathered view: an edit, a view, or a read."""
     kwargs = kwargs or {}
     if func._schema.is_mutable and any(isinstance(one, GatheredView) for one in _written(func, args, kwargs)):
         return _edit_whole(func, args, kwargs)
@@ -211,7 +208,7 @@ def _dispatched(func: OpOverload, types: object, args: Sequence[Any] = (), kwarg
 
 
 def _version(value: DTensor) -> int:
-    """Changes with what is written through the DTensor, and with what a program writes to its memory."""
+    """A version that changes with writes through the DTensor, and with writes of a program to its memory."""
     return sum(one._version for one in (value, value._local_tensor) if not one.is_inference())
 
 
@@ -220,7 +217,7 @@ def _as_gathered(value: Any) -> Any:
 
 
 def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A view as torch makes it; where torch makes none, of the whole."""
+    """A view by torch's rule; of the gathered tensor if that fails."""
     base = args[0]
     if not is_of_model(base):
         return by_torch(op, args, kwargs)
@@ -231,19 +228,19 @@ def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         whole = base.redistribute(placements=[Replicate()] * base.device_mesh.ndim)._local_tensor
         found = _each(op(whole, *args[1:], **kwargs), None, lambda one, _: _of_whole(one, base))
     if any(type(one) not in (Shard, Replicate) for one in base.placements):
-        return found  # of sums that are not taken no rank has a part to keep
+        return found  # of a partial tensor no rank has a part to keep
     return found if strides is None else _each(found, strides, lambda one, like: _marked(one, base, like))
 
 
 def _each(found: Any, strides: Any, mark: Callable[[Any, Any], Any]) -> Any:
-    """Of an operator with one result, or with a list of them."""
+    """Applies `mark` to the result, or to each of a list of results."""
     if not isinstance(found, list | tuple):
         return mark(found, strides)
     return [mark(one, like) for one, like in zip(found, strides or [None] * len(found), strict=True)]
 
 
 def _marked(found: DTensor, origin: DTensor, strides: Tensor) -> DTensor:
-    """What lies as its origin does has that one's memory; what does not was gathered. All ranks find the same."""
+    """A result with the kinds of its origin's placements shares its memory; any other was gathered. All ranks decide the same."""
     return found if _kinds(found.placements) == _kinds(origin.placements) else GatheredView(found, origin, strides)
 
 
@@ -252,7 +249,7 @@ def _kinds(placements: Sequence[Placement]) -> list[type[Placement]]:
 
 
 def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """By torch's rule, of plain tensors as whole ones; what is written to a plain tensor is made of whole ones."""
+    """By torch's rule, with plain tensors as replicated ones; a write to a plain tensor is computed on whole tensors."""
     tensors = [one for given in args for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, Tensor)]
     if all(isinstance(one, DTensor) for one in tensors) or not any(map(is_of_model, tensors)):
         return by_torch(op, args, kwargs)
@@ -273,7 +270,7 @@ def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _edit_each(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator of lists, on one tensor of each list after the other."""
+    """An operator of lists, run for one element of the lists at a time."""
     found = [op(*([given[at]] if isinstance(given, list | tuple) else given for given in args), **kwargs) for at in range(len(args[0]))]
     return None if op._schema.is_mutable else [one for row in found for one in row]
 
@@ -338,7 +335,7 @@ def _edit(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an edit on whole tensors, the same on every rank, of which each keeps its part."""
+    """Runs an edit on whole tensors, the same on every rank; each rank keeps its part."""
     written = [one for one in _written(op, args, kwargs) if isinstance(one, DTensor)]
     if any(one.device_mesh.get_coordinate() is None for one in written):
         return args[0]  # of another pipeline stage
@@ -365,7 +362,7 @@ def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _keep(origin: DTensor, whole: Tensor, times: int) -> None:
-    """Writes a tensor, and what is shown of it. times: how often torch will have counted that, if it does."""
+    """Writes this rank's part of a tensor, and its views. times: increments of its version by torch, if torch counts the edit."""
     origin._local_tensor.copy_(_part(whole, origin))
     EDITS[origin._local_tensor.data_ptr()] += 1
     seen = _version(origin), _version(origin) + times
@@ -379,7 +376,7 @@ def _origin(one: DTensor) -> DTensor:
 
 
 def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """What a rank has of a whole tensor that lies as another does."""
+    """This rank's part of `whole`, sharded like `like`."""
     return _of_whole(whole, like).redistribute(placements=like.placements)._local_tensor
 
 
@@ -389,7 +386,7 @@ def _of_whole(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operator writes to."""
+    """The arguments that an operator writes to."""
     found: list[Any] = []
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,14 +1,14 @@
-"""State of compiled models for those who know whole tensors only: what they load is laid out, what they save is brought together.
+"""Conversion of state dicts between whole tensors and DTensors, for loaders and savers that know whole tensors only.
 
     model.load_state_dict(torch.load("model.bin"))     whole tensors, the same on every rank: each takes its part, nothing is sent
     optimizer.load_state_dict(...)                     likewise, of an optimizer that steps a compiled module's parameters itself
-    torch.load("what rank 0 has saved.pt")             parts: refused by all but the rank that they are of
-    torch.save(model.state_dict()) of a model that     plain tensors, this rank's own memory, on whichever rank asks
+    torch.load("what rank 0 has saved.pt")             parts of tensors: refused on every other rank
+    torch.save(model.state_dict()) of a model that     plain tensors, this rank's own memory, on any rank that calls it
     is whole on every rank, and of its optimizer
-    accelerator.save_state(...), Trainer._save,        ask on every rank, and write on one: they get whole tensors, in the host's memory
-    model.save_pretrained(...) of transformers         on each rank
+    accelerator.save_state(...), Trainer._save,        called on every rank, and one writes: whole tensors, in host memory, on each rank
+    model.save_pretrained(...) of transformers
 
-Who asks is read off the stack, as in `state_dict_callers.py`.
+The caller is read off the stack, as in `state_dict_callers.py`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ON_ALL_RANKS: Final = (
 )
 """Functions that every rank calls and one writes for: (module, function)."""
 OF_TRAINER: Final = ("transformers.trainer", "_save")
-"""Likewise, where the model has told the Trainer that it is split."""
+"""Likewise, if the model is marked as split for the Trainer."""
 
 
 def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Whole tensors, and DTensors of another mesh, that are about to be loaded into a compiled model become DTensors that lie as its
-    parameters do. Raises StateError where another rank's part would be taken for this one's."""
+    """Before a load into a compiled model: turns whole tensors, and DTensors of another mesh, into DTensors sharded like its parameters.
+    Raises StateError where another rank's part would be taken for this one's."""
     rows = [(name, value, store.find(f"parameter:{name[len(prefix) :]}")) for name, value in state.items() if name.startswith(prefix)]
     refuse_parts_of_others((name, value) for name, value, held in rows if held is not None)
     for name, value, held in rows:
@@ -60,7 +60,7 @@ def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def _laid(value: Tensor, home: Transfers, like: DTensor, apart: bool = False) -> Tensor:
-    """A DTensor that lies as another does, of one on its mesh itself. apart: in memory of its own, where it stays."""
+    """`value` as a DTensor sharded like `like`; a DTensor on that mesh is returned as it is. apart: copied into memory of its own."""
     if isinstance(value, DTensor) and value.device_mesh is like.device_mesh:
         return value
     local = home.chunk_of(value.detach(), like.placements).to(like._local_tensor.device, copy=apart)
@@ -69,7 +69,7 @@ def _laid(value: Tensor, home: Transfers, like: DTensor, apart: bool = False) ->
 
 
 def refuse_parts_of_others(values: Iterable[tuple[str, object]]) -> None:
-    """Refuses split DTensors that another rank has saved: a mesh keeps with it which of its ranks it was saved by."""
+    """Raises StateError for split DTensors that another rank has saved: a saved mesh has the coordinates of its rank."""
     rank, ranks, faults = dist.get_rank(), dist.get_world_size(), []
     for name, value in values:
         if isinstance(value, DTensor) and not is_whole(value):
@@ -96,12 +96,12 @@ def _text(mesh: DeviceMesh) -> str:
 
 
 def every_rank_has_all(values: Iterable[object]) -> bool:
-    """Whether what a model or an optimizer holds is whole on every rank, as under DDP, and what asks for it needs no DTensors."""
+    """Whether all DTensors of a model or an optimizer are replicated, as under DDP, so that callers need no DTensors."""
     return all(is_whole(one) and one._local_tensor.shape == one.shape for one in values if isinstance(one, DTensor))
 
 
 def as_plain(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
-    """DTensors in the state dict of a model of which every rank has all become this rank's memory; nothing is sent."""
+    """Replaces DTensors in the state dict of a replicated model by their local tensors; sends nothing."""
     for name, value in state.items():
         held = store.find(f"parameter:{name[len(prefix) :]}") if name.startswith(prefix) else None
         if held is not None and isinstance(value, DTensor) and value is not held.live:  # with `keep_vars` it stays what it is
@@ -109,7 +109,7 @@ def as_plain(store: Store, state: MutableMapping[str, Any], prefix: str) -> None
 
 
 def optimizer_as_plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Likewise in that of an optimizer."""
+    """The state dict of an optimizer with local tensors instead of DTensors, likewise."""
     plain = {
         index: {name: v._local_tensor.detach() if isinstance(v, DTensor) else v for name, v in slots.items()}
         for index, slots in state["state"].items()
@@ -118,7 +118,7 @@ def optimizer_as_plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def bring_together(store: Store, model: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:
-    """For those who ask on every rank, DTensors in a compiled model's state dict become whole tensors on the host."""
+    """For callers that run on every rank: replaces DTensors in a compiled model's state dict by whole tensors on the host."""
     if not asked_by_all(model):
         return
     with together(current_board(), "state_dict"), torch.no_grad():
@@ -129,7 +129,7 @@ def bring_together(store: Store, model: nn.Module, state: MutableMapping[str, An
 
 
 def asked_by_all(model: nn.Module | None = None) -> bool:
-    """Whether the state dict that is being made is one that every rank makes."""
+    """Whether the present `state_dict` call is one that every rank makes, by the functions on the stack."""
     for module, function in _functions(sys._getframe(1)):
         if (module, function) in ON_ALL_RANKS:
             return True
@@ -150,7 +150,7 @@ def refuse_parts_in(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mappin
 
 
 def lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Whole state of a parameter that is a DTensor, and state of another mesh, becomes a DTensor like it."""
+    """Turns whole state of DTensor parameters, and state of another mesh, into DTensors sharded like the parameter."""
     refuse_parts_in(optimizer, optimizer.state)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -163,7 +163,7 @@ def lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def bring_optimizer_together(store: Store, state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of such an optimizer, whole for those who ask on every rank."""
+    """The state dict of an optimizer, with whole tensors for callers that run on every rank."""
     if not asked_by_all():
         return state
     with together(current_board(), "state_dict"), torch.no_grad():
