@@ -1,4 +1,4 @@
-"""`meshc::attention`: scaled dot-product attention as one node forward and one backward, whatever the device.
+"""`meshc::attention`: scaled dot-product attention, one node forward and one node backward on every device.
 
     q  [batch, heads, q, head]        k  [batch, heads, k, head]        v  [batch, heads, k, head]
     bias  [batch|1, heads|1, q|1, k], added to the scores, or None      out  [batch, heads, q, head], lse  [batch, heads, q]

@@ -1,4 +1,4 @@
-"""Attention over a block of the keys, and the joining of what several blocks give: what a ring is made of.
+"""Attention over one block of keys, and the merge of two blocks' results by log-sum-exp: the steps of ring attention.
 
     out, lse = attention_block(q, k0, v0, ...)                      the rank's queries, its own keys
     more, more_lse = attention_block(q, k1, v1, ...)                the same queries, the keys of the rank before it

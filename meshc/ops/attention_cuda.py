@@ -1,4 +1,4 @@
-"""The kernels of attention on CUDA: whichever of torch's takes these operands and is the fastest, as torch itself would choose.
+"""CUDA kernels of attention: dispatch among torch's cuDNN, flash and memory-efficient kernels by operands and hardware.
 
     16 bits, no bias, as many keys as queries or no mask   cuDNN's or flash, by `torch.nn.attention.sdpa_kernel` and the hardware
     else                                                   the memory-efficient one

@@ -1,4 +1,4 @@
-"""Attention under a mask that is a tensor, on a CPU: what it hides from whole blocks of queries is not computed.
+"""CPU attention under a mask tensor that skips the keys which are masked for a whole block of queries.
 
     documents 0 0 0 0 1 1 1 2         keys 0 1 2 3 4 5 6 7        blocks of two queries, each with the keys from the first to the last
     of a row of the batch    query 0       # . . . . . . .         that any of its queries sees:

@@ -1,5 +1,4 @@
-"""Attention with all scores at once: for a dtype that no kernel of the device takes, float64 on CUDA, which is there to compare with;
-and for gradients that are differentiated in their turn (`twice.py`).
+"""Unfused attention over the full score matrix, for dtypes without a kernel (float64 on CUDA) and for double backward (`twice.py`).
 
     scores = scale * q k^T + bias, minus infinity where `causal` hides a key       lse = log(sum(exp(scores)))       out = softmax(scores) v
 

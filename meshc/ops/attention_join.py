@@ -1,4 +1,4 @@
-"""What attention to several parts of the keys gives, put together at once: where each rank has looked at keys of its own.
+"""Merge of attention over several parts of the keys by log-sum-exp, where each rank has attended to its own keys.
 
     parts  [parts, batch, heads, q, head + 1]: of each part of the keys its output, and behind it its log-sum-exp, in float32 or float64
     out  [batch, heads, q, head], lse  [batch, heads, q]: as if all keys had been there at once

@@ -1,4 +1,4 @@
-"""Attention with sinks: each query also weighs a number that has no key and no value, so that its weights add up to less than one.
+"""Attention with sinks: a further logit per query, without key or value, in the softmax's denominator.
 
     weights = softmax(cat(scale * q k^T + bias, sinks))[..., :-1]          out = weights v
 

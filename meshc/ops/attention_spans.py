@@ -1,4 +1,4 @@
-"""Attention under a causal mask with an offset or a window, out of kernels that know neither.
+"""Causal attention with an offset or a sliding window, composed of calls to kernels that support neither.
 
     keys       0 1 2 3 4 5 6 7                 queries 4..7 of a causal model, a rank's tile (offset 4):
     query 4    # # # # # . . .                   keys 0..3, which all of them see, without a mask

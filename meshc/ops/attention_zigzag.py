@@ -1,4 +1,4 @@
-"""Attention over a block of the keys where queries and keys lie in zigzag order: what a ring is made of that gives all ranks as much to do.
+"""Attention over one block of keys in zigzag order, which balances the work of causal ring attention among ranks.
 
     tiles of 4 ranks, halves by number       natural  0 1 | 2 3 | 4 5 | 6 7         zigzag  0 7 | 2 5 | 3 4 | 1 6
 

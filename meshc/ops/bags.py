@@ -1,4 +1,4 @@
-"""`torch.nn.functional.embedding_bag` where every bag has the same number of rows: an embedding and a reduction, which split as such."""
+"""`torch.nn.functional.embedding_bag` with bags of one size: an embedding and a reduction, which split as such."""
 
 from __future__ import annotations
 

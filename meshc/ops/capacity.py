@@ -1,4 +1,4 @@
-"""What routed experts take at most: of the tokens of a group those that come first, or those that weigh most.
+"""Expert capacity: the choices that each routed expert keeps, by position or by weight; all others become -1.
 
     counts_of_rows(choice [b, s, k], experts) -> [b, experts]                            how often each expert is chosen in a row
     first_choices(choice [b, s, k], before [b, experts], capacity) -> [b, s, k]          by position; `before`: chosen in front of these

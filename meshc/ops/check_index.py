@@ -1,4 +1,4 @@
-"""`meshc::check_index`: an index as it is, once every value of it is known to be one that its reader has a row for.
+"""`meshc::check_index`: bounds check of an index, which is returned unchanged or raises an error.
 
     check_index(index, low, high, ignore, of, at, whole) -> index        low <= value < high, or value == ignore
 

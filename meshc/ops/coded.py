@@ -1,4 +1,4 @@
-"""Values kept in 8 bits, as operators: a code for each element and a float32 scale for each block of 256 along the last dim.
+"""Operators of 8-bit block-wise quantization: a code per element, a float32 scale per block of 256 along the last dim.
 
     scale = meshc.block_scale(value, global_shape, local_shape, offsets, last)          the largest magnitude of each block
     codes = meshc.encode_state(codes, value, scale, seed_step, "w/exp_avg", signed, global_shape, local_shape, offsets, last)     by a draw

@@ -1,4 +1,4 @@
-"""`meshc::ctc_loss`: how unlikely it is that a row's frames say its targets (connectionist temporal classification), row by row.
+"""`meshc::ctc_loss`: connectionist temporal classification loss, one value per row.
 
     ctc_loss(log_probs, targets, frames, lengths, blank, zero_infinity) -> loss
     ctc_loss_backward(grad, log_probs, targets, frames, lengths, blank, zero_infinity) -> the gradient of log_probs

@@ -1,4 +1,4 @@
-"""`meshc::delta_rule`: a state that forgets, is corrected where it answers a key, and is asked by queries (gated delta rule).
+"""`meshc::delta_rule`: the gated delta rule, a linear-attention recurrence over a matrix-valued state.
 
     delta_rule(q, k, v, e, g, before) -> (out, last)       S[t] = exp(g[t]) (S[t-1] - k[t] (e[t] S[t-1])) + k[t] v[t]
                                                            out[t] = q[t] S[t]

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks: matrix products within each, for all of them at once, and one small step from each to the next.
+"""Chunked form of the gated delta rule: batched matrix products within chunks, one small step between chunks.
 
 Of a chunk that begins with the state S, with c the running sum of g in it and D[i, j] = exp(c[i] - c[j]) for i >= j:
 

@@ -1,4 +1,4 @@
-"""`meshc::delta_rule` in turns: of a rank's stretch the steps of a part of the rows or heads, from the state that the rank before hands on.
+"""`meshc::delta_rule` in turns: the steps of one part of the rows or heads, from the state of the rank before.
 
     delta_rule_turn(q, k, v, e, g, before, handed, along, slot, parts, place, ranks) -> (out, state)
     delta_rule_state_turn(k, v, e, g, before, handed, along, slot, parts, place, ranks) -> state

@@ -1,12 +1,11 @@
-"""Distributions, as functions of meshc's uniform draws u and normal draws z.
+"""Distributions as functions of meshc's uniform draws u and normal draws z.
 
     exponential  -log(1 - u) / rate                   cauchy       median + sigma * tan(pi * (u - 1/2))
     geometric    floor(log(1 - u) / log(1 - p)) + 1   log_normal   exp(mean + std * z)
     integers     low + floor(u * (high - low))        permutation  the order that sorts u
     multinomial  the largest of weight / exponential; with replacement, where u meets the running sum of the weights
 
-    multinomial  the largest of weight / exponential; with replacement, where u meets the running sum of weights
-of a uniform by a logarithm or tangent is equal on all meshes up to the rounding of these functions.
+Draws are bit-equal on all meshes; what is computed of them by `log` or `tan` is equal up to the rounding of these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch's functions and methods that make random tensors, in meshc's operators: each takes two more keywords, `seed_step` and `call`.
+"""Torch's random-tensor functions and methods in meshc operators, with two more keywords, `seed_step` and `call`.
 
 They are not told where a result lies (`device`, `layout`, `out`): `passes/trace/stand_ins.py` sees to that.
 """

@@ -1,4 +1,4 @@
-"""Dropout in all its forms, as torch calls them, in meshc's operators: each takes two more keywords, `seed_step` and `call`."""
+"""Torch's dropout functions in meshc operators, with two more keywords, `seed_step` and `call`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that lie on several ranks: copies of their rows behind a group's own, and which of its places a choice goes to.
+"""Replicated experts: copies of expert rows behind those of each group, and the choice of a copy for each token.
 
     choices_to_places(choice [t, k], copies [q, n], rows [t], each) -> [t, k]     a slot's own place, or one of its copies'
     copies_of(x [slots, ..], copies [q, n]) -> [q, n, ..]                         the rows that copies are of; -1, of none: zeros

@@ -1,4 +1,4 @@
-"""Routed experts in groups: what each group of experts is handed, its products, and what comes back.
+"""Routed experts in groups: dispatch of tokens to each group, products with its matrices, and combine.
 
     group_choices(choice [t, k], groups, each, most) -> own [q, t, m], slot [q, t, m]     which experts of a group a token has chosen
     to_groups(x [t, h], own) -> [q, t, m, h]                                              a token's row for each of these; else zeros

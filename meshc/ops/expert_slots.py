@@ -1,4 +1,4 @@
-"""Where experts lie: of the experts that tokens have chosen, the slots of the stacked weights that these have.
+"""Expert slots: the map from expert numbers to positions in the stacked weights, and reordering by it.
 
     choices_to_slots(choice [.., k], slots [experts]) -> [.., k]        slots[choice]; -1, no expert, stays -1
     experts_by_slot(slots [experts]) -> [experts]                       of each slot the expert that lies there

@@ -1,4 +1,4 @@
-"""Which operators of programs write into their operands: updates, and what keeps their results."""
+"""Tables of the operators that write into their operands: optimizer updates and operators that store state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps the results of an update in fewer bits, as operators: rounding by a draw, rounding to nearest, a master beside a parameter.
+"""Operators that store update results in fewer bits: stochastic rounding, rounding to nearest, master weights.
 
     new_state = meshc.round_state(state, value, seed_step, "w/exp_avg", global_shape, local_shape, offsets)     bfloat16, by a draw
     new_param = meshc.round_param(param, value)                                                                 to the nearest

@@ -1,4 +1,4 @@
-"""What meshc's own operators say to operands that do not fit together.
+"""Error for operands of a meshc operator whose shapes, dtypes or devices do not match.
 
 Kernels walk memory by the sizes of one operand and would read or write past the end of another. So every operator compares sizes before it
 starts, with real tensors as with fake ones; values are looked at only where a kernel trusts them.

@@ -1,4 +1,4 @@
-"""`meshc::sum_of_parts`: marks what microbatches add up, where each of them is a step of its own. One microbatch's sum is its value."""
+"""`meshc::sum_of_parts`: marks a sum over microbatches whose steps are separate; the identity for a single microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls of torch's functions draw random numbers, how many, and what stands for them."""
+"""Table of torch's random functions: the number of draws per call, and the meshc functions that replace them."""
 
 from __future__ import annotations
 

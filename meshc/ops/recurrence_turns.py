@@ -1,4 +1,4 @@
-"""`meshc::recurrence` in turns: of a rank's stretch the steps of a part of the rows, from the state that the rank before has handed on.
+"""`meshc::recurrence` in turns: the steps of one part of the rows, from the state of the rank before.
 
     recurrence_turn(a, b, handed, dim, along, slot, parts, place, ranks) -> (h, state)
     recurrence_backward_turn(grad, a, h, before, handed, dim, along, slot, parts, place, ranks) -> (of a, of b, state)

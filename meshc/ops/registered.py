@@ -1,4 +1,4 @@
-"""Rules that users have given to operators of their own, as they were said.
+"""Sharding rules that users have registered for their own operators, as given.
 
 They lie below the compiler, which reads them (`meshc.passes.rules.registered`), and below the runtime, which compares them between ranks.
 """

@@ -1,4 +1,4 @@
-"""`meshc::rnn`: the steps of a recurrent layer (LSTM, GRU, or tanh or relu of a sum), one after another.
+"""`meshc::rnn`: the sequential steps of a recurrent layer (LSTM, GRU, or RNN with tanh or relu).
 
     rnn(kind, x, weight, bias, before, reverse) -> (out, kept, last)
     rnn_backward(kind, grad, of_last, kept, weight, reverse) -> (of_gates, of_before)

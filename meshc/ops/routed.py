@@ -1,4 +1,4 @@
-"""Products of rows with the matrix that each has chosen, as routed experts are, in whatever order the rows lie.
+"""Matrix products of rows with the matrix that each row chooses, for routed experts and rows in any order.
 
     routed_mm(rows [r, k], matrices [g, k, n], choice [r]) -> [r, n]              row i times matrix choice[i]
     routed_outer(left [r, k], right [r, n], choice [r], count) -> [count, k, n]   of each choice, the sum over its rows of left (x) right

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as torch calls it, in operators that meshc knows.
+"""`scaled_dot_product_attention` with torch's signature, decomposed into operators that meshc knows.
 
     attention               without dropout, and with a mask that has no gradient
     explicit_attention      with dropout, or a bias that has a gradient

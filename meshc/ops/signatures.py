@@ -1,4 +1,4 @@
-"""Calls of torch's functions by torch's own signatures: which argument is which, however it is passed.
+"""Binding of arguments to torch's own signatures, whether passed by position or by name.
 
     rand(4, 6, dtype=d), rand(size=(4, 6), dtype=d)                  {"size": (4, 6), "dtype": d}
     scaled_dot_product_attention(query=q, key=k, value=v)            {"query": q, "key": k, "value": v}

@@ -1,4 +1,4 @@
-"""Turns: ranks that hold stretches of a sequence take the same part of its rows one after another, each from the state of the rank before.
+"""Pipelined turns over a split sequence: ranks process one part of the rows after another, from the state before.
 
     turn      0        1        2        3            of 3 ranks, rows in 2 parts
     rank 0    part 0   part 1

@@ -1,4 +1,4 @@
-"""Gradients that are differentiated in their turn, of operators whose own backward has no gradient.
+"""Double backward of operators whose own backward is not differentiable.
 
     (g,) = torch.autograd.grad(energy, x, create_graph=True)        torch runs backward with gradients on: what it makes is written out
     loss.backward()                                                 and with gradients off: one operator, as ever

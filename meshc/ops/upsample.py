@@ -1,4 +1,4 @@
-"""`meshc::upsample`: every element of the space of an image repeated a whole number of times; and `interpolate` written with it.
+"""`meshc::upsample`: nearest-neighbour upsampling by whole factors; and `interpolate` in terms of it.
 
     upsample(x [batch, channels, space...], factors) -> [batch, channels, space * factor...]
     upsample_backward(grad, factors) -> the gradient of x: the sum over the copies

@@ -1,4 +1,4 @@
-"""Routed experts on the rows that a group's experts have been chosen for, and no others: how many there are is data.
+"""Routed experts on used rows only: dispatch, products and combine of as many rows as a group has choices.
 
     used_rows(own [1, t, m], count) -> used [1, t * m], ends [count]              which places have a choice, by expert; where each ends
     rows_of_tokens(x [t, h], used, chosen) -> [1, t * m, h]                       the token of each row

@@ -1,4 +1,4 @@
-"""A user's optimizer against its own trace, on small tensors: what a trace of one parameter cannot show.
+"""Comparison of a user's optimizer with its own trace on small tensors, for effects that one parameter cannot show.
 
 Two parameters take three steps together, eager and traced: an update that couples parameters, or that counts where tracing did not look,
 differs. In a fourth the last one's gradient is not finite: a step that then leaves out all of them moves the others in the trace alone.

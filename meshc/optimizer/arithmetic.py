@@ -1,4 +1,4 @@
-"""Python's `math` for numbers that are tensors: what an optimizer's module calls `math` takes them while its step is traced.
+"""Python's `math` functions on 0-dim tensors, for the modules of an optimizer while its step is traced.
 
     lr / math.sqrt(state["step"])        x ** 0.5          on a 0-dim float64 tensor, as Python's float would be
     1 - math.pow(step, decay)            x ** y

@@ -1,4 +1,4 @@
-"""One parameter's update in operators, written through a callback: the same code serves nodes of a graph and plain tensors."""
+"""One parameter's update in operators, emitted through a callback that builds graph nodes or computes plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state in one form, read as another: as the optimizer has it, in bfloat16, in 8 bits.
+"""Conversion of optimizer state between formats: the dtype of the optimizer, bfloat16, 8-bit codes and scales.
 
 {"exp_avg": float32}                             wanted as codes and scales      encoded, each element to the nearest code
 {"exp_avg.codes": uint8, "exp_avg.scale": ..}    wanted as "exp_avg"             decoded

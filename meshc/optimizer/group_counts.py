@@ -1,4 +1,4 @@
-"""Numbers of a group that a step changes itself: a count of steps, a sum of weights, the largest rate so far.
+"""Numbers of a parameter group that a step itself updates: a step count, a sum of weights, the largest rate so far.
 
     group["k"] = k + 1                                         as schedule-free optimizers count
 

@@ -1,4 +1,4 @@
-"""How a program keeps what an update leaves, in fewer bits than it computes in.
+"""One update whose results are stored in fewer bits than the computation has: `Keeping` options as operators.
 
     Keeping(state="bf16")        m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
     Keeping(state="8bit")        m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks

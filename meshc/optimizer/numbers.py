@@ -1,4 +1,4 @@
-"""Runs a step that was written for Python floats on 0-dim tensors.
+"""Torch function mode that runs a step written for Python floats on 0-dim tensors.
 
     alpha = -lr / (1 - beta1 ** step)             operators on 0-dim float64 tensors
     param.add_(grad, alpha=alpha)                 param.copy_(param + grad * alpha)

@@ -1,4 +1,4 @@
-"""From a `torch.optim` optimizer to the operators of a program, and back.
+"""Translation of a `torch.optim` optimizer to operators of a program, and of their results back to the optimizer.
 
 `describe(optimizer)` says what a compiler needs to know: the state slots of each parameter, the numbers that are read at each call, what
 the program was specialised to. `update_nodes` then writes one parameter's update through a callback, so that the same code serves

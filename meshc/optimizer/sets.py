@@ -1,4 +1,4 @@
-"""The optimizers that one training step steps: mostly one, sometimes several, each with parameters of its own.
+"""Set of the optimizers that one training step runs, each with parameters of its own.
 
 Groups are numbered through all of them, in order: of `[muon, adamw]` with a group each, `1.lr` is AdamW's.
 """

@@ -1,4 +1,4 @@
-"""The state slots of a parameter that has not stepped, as its optimizer's own class creates them on a private copy."""
+"""State slots of a parameter that has not stepped, as the optimizer's own class creates them on a private copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program knows of an optimizer: its groups, the state slots of each parameter, the numbers that are read at each call.
+"""Specification of an optimizer for a program: groups, state slots per parameter, numbers read at each call.
 
 Adam, AdamW and SGD have numbers and flags of their own; of every other class a group's entries are sorted by what they are: numbers, also
 in tuples, are read at each call, all else is compiled in.

@@ -1,4 +1,4 @@
-"""Hooks of an optimizer's step, in a step that is compiled: what runs behind it is run, what runs ahead of it is refused.
+"""Hooks of an optimizer's step in a compiled step: post hooks are run after the call, pre hooks are refused.
 
     optimizer.register_step_post_hook(clamp_weights)       after each call of the program
     optimizer.register_step_pre_hook(scale_gradients)      refused: gradients are not to be had between backward and the update

@@ -1,4 +1,4 @@
-"""One parameter's update as a graph: an optimizer's own `step`, run on fake tensors with state and numbers as inputs.
+"""One parameter's update as a graph, traced from the optimizer's own `step` on fake tensors.
 
 Each path through the step's branches on data is run once; `where` joins their results, and is then moved down to what differs in them.
 """

@@ -1,4 +1,4 @@
-"""Which optimizers step: the one that is given, those of a list, or those that a wrapper's own `step` calls.
+"""Optimizers that a training step runs: one, those of a list, or those that a wrapper's `step` calls.
 
     TrainStep(model, optimizer=adamw)                 adamw
     TrainStep(model, optimizer=[muon, adamw])         muon and adamw
