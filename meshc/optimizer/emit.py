@@ -18,7 +18,7 @@ from meshc.ops import optim as _updates  # noqa: F401  registers the operators
 from meshc.optimizer.spec import ADAM_NUMBERS, FIRST, SGD_NUMBERS, GroupSpec
 
 Value = TypeVar("Value")
-"""What an update is written in: graph nodes, or tensors."""
+"""A value of an update: a graph node, or a tensor."""
 
 
 def update_nodes(

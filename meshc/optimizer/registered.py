@@ -36,12 +36,12 @@ class Registered:
 
 
 UPDATES: Final[dict[type, Registered]] = {}
-"""By the optimizer's class; the last that was said of one stands."""
+"""Optimizer class -> its registered update; a later registration replaces an earlier one."""
 
 
 def register_update(optimizer: type[torch.optim.Optimizer], update: Update, state: Callable[[Tensor], State] | None = None) -> None:
-    """Say what a step of an optimizer's class does to one parameter, where its own code cannot be traced (a kernel of another library, a
-    count that it keeps for itself, values read in Python).
+    """Register the update of one parameter by an optimizer's class whose own code cannot be traced (a kernel of another library, a count
+    outside its state, values read in Python).
 
     update  called as update(parameter, gradient, state, group); returns (new parameter, new state). Tensors are of the parameter's global
             shape. `state` is a dict by name; `group` is the entry of `param_groups`, without its parameters: its numbers are read at each
@@ -60,7 +60,7 @@ def register_update(optimizer: type[torch.optim.Optimizer], update: Update, stat
 
 
 class _Stepping(torch.optim.Optimizer):
-    """An optimizer whose step is what was registered for its class."""
+    """An optimizer whose `step` runs the update that was registered for its class."""
 
     registered: Registered
 
@@ -86,7 +86,7 @@ class _Stepping(torch.optim.Optimizer):
 
 
 def adapted(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What is described in an optimizer's place: itself, or what was registered for its class, over the same groups and state."""
+    """The optimizer to trace: `optimizer` itself, or one that runs the update registered for its class, over the same groups and state."""
     kind = type(optimizer)
     if kind not in UPDATES:
         return optimizer
