@@ -40,8 +40,8 @@ UPDATES: Final[dict[type, Registered]] = {}
 
 
 def register_update(optimizer: type[torch.optim.Optimizer], update: Update, state: Callable[[Tensor], State] | None = None) -> None:
-    """Register the update of one parameter by an optimizer's class whose own code cannot be traced (a kernel of another library, a count
-    outside its state, values read in Python).
+    """Say what a step of an optimizer's class does to one parameter, where its own code cannot be traced (a kernel of another library, a
+    count that it keeps for itself, values read in Python).
 
     update  called as update(parameter, gradient, state, group); returns (new parameter, new state). Tensors are of the parameter's global
             shape. `state` is a dict by name; `group` is the entry of `param_groups`, without its parameters: its numbers are read at each

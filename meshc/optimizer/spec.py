@@ -123,7 +123,7 @@ class Slot:
         return replace(self, dtype=torch.bfloat16, computed=self.dtype) if state == "bf16" and self.wide else self
 
     def coded(self) -> tuple[Slot, ...]:
-        """Slots of its codes and scales, if it is wide and a row fills a block; else itself, as for a copy of the parameter (an average)."""
+        """Slots of its codes and scales, if it is wide and a row fills a block; else itself. A copy of the parameter stays too."""
         if not self.wide or self.size[-1] < BLOCK or self.fill is None:
             return (self,)
         codes = replace(self, name=self.name + CODES, dtype=torch.uint8, computed=self.dtype, fill=float(code_of(self.fill, self.signed)))
@@ -160,7 +160,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Guard:
-    """Assumption of a program on one number: `number <relation> constant` has this outcome, or (relation "is") the number has this value."""
+    """Assumption of a program on one number: `number <relation> constant` has this outcome, or (relation "is") the number this value."""
 
     number: str
     relation: str
