@@ -8,7 +8,7 @@ from torch import Tensor
 
 @torch.library.custom_op("meshc::sum_of_parts", mutates_args=())
 def sum_of_parts(x: Tensor) -> Tensor:
-    """x of any shape -> the same."""
+    """A copy of `x`, of any shape."""
     return x.clone()
 
 
