@@ -1,14 +1,14 @@
-"""`meshc::attention`: scaled dot-product attention as one node forward and one backward, whatever the device.
+"""`meshc::attention`: scaled dot-product attention, one node forward and one node backward on every device.
 
     q  [batch, heads, q, head]        k  [batch, heads, k, head]        v  [batch, heads, k, head]
     bias  [batch|1, heads|1, q|1, k], added to the scores, or None      out  [batch, heads, q, head], lse  [batch, heads, q]
 
 With `causal` and no bias query i sees keys j <= i + offset, and of these the last `window` if that is not 0; `offset` keys stand before the
-first query (a cache). `start` is added to it: where a rank's tile of the queries begins.
+first query (a cache). `start`, the position at which a rank's tile of the queries begins, is added to `offset`.
 
-Kernels: CPU, torch's blocked flash kernel; CUDA, `attention_cuda.py` says which. What they do not cover is `explicit_attention.py`'s
-(dropout, a bias that needs a gradient), or written out by `sdpa.py` as matmul, softmax, matmul (head sizes that differ); offsets and
-windows are done by `attention_spans`, and what a bias hides is passed over by `attention_hidden`.
+Kernels: torch's blocked flash kernel on the CPU, those of `attention_cuda.py` on CUDA. Other cases: dropout and a bias that needs a
+gradient, `explicit_attention.py`; head sizes that differ, matmul, softmax, matmul in `sdpa.py`; offsets and windows, `attention_spans`;
+keys that a bias masks are skipped by `attention_hidden`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten: Final = torch.ops.aten
 
 
 def _rows(*heads: Tensor) -> list[Tensor]:
-    """The same values with the numbers of a head side by side: all kernels read them so, whatever the strides say."""
+    """Operands with a contiguous last dim: all kernels read heads so, whatever the strides are."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
@@ -46,7 +46,7 @@ def attention(
 
 
 def _fit(operator: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
-    """The CPU kernel walks keys, values and bias by the sizes of the queries, and divides by all of them."""
+    """Raises ValueError unless sizes match: the CPU kernel indexes keys, values and bias by the queries' sizes."""
     fits = q.dim() == k.dim() == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3]
     fits = fits and v.shape == k.shape and q.dtype == k.dtype == v.dtype
     if not fits or bias is not None and not _spreads(bias, (*q.shape[:3], k.shape[2])):
@@ -91,17 +91,17 @@ def _on_cpu(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, 
 
 
 def _sees_nothing(q: Tensor, k: Tensor) -> bool:
-    """Without a query, or without a key, there is nothing to compute; the CPU kernel divides by their number, and the process ends."""
+    """Whether there are no queries or no keys: the CPU kernel divides by their number, which would abort the process."""
     return q.numel() == 0 or k.numel() == 0
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What the kernels give, without values."""
+    """Uninitialised `(out, lse)` with the strides of the kernels' results."""
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     if q.is_cuda:
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         return out, q.new_empty(q.shape[:3], dtype=accumulate)
-    # the CPU kernel lays its output out like the queries, and the sums by row, then head
+    # the CPU kernel's output has the strides of the queries; its sums are ordered by row, then head
     return torch.empty_like(*_rows(q)), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulate).transpose(1, 2)
 
 
@@ -165,7 +165,7 @@ def _(
 
 
 def _like(x: Tensor) -> Tensor:
-    """A gradient as the kernels lay it out."""
+    """An uninitialised gradient of `x` with the strides of the kernels' gradients."""
     return x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 

@@ -1,13 +1,13 @@
-"""Attention over a block of the keys, and the joining of what several blocks give: what a ring is made of.
+"""Attention over one block of keys, and the merge of two blocks' results by log-sum-exp: the steps of ring attention.
 
     out, lse = attention_block(q, k0, v0, ...)                      the rank's queries, its own keys
     more, more_lse = attention_block(q, k1, v1, ...)                the same queries, the keys of the rank before it
-    out, lse = attention_merge(out, lse, more, more_lse)            as if all of them had been there at once
+    out, lse = attention_merge(out, lse, more, more_lse)            equal to attention over all these keys at once
 
     q  [batch, heads, q, head]      k, v  [batch, heads, k, head]      bias  [batch|1, heads|1, q|1, k|1] or None
     out  like q; merged in float32 where q has fewer bits, since it is rounded once then      lse  [batch, heads, q]
 
-The block is keys `first`, `first + 1`, ... of all keys; of its positions `real` are keys, and the rest is padding, which nothing reads.
+The block is keys `first`, `first + 1`, ... of all keys; its first `real` positions are keys, the others padding, which is never read.
 The queries are `start`, `start + 1`, ...; with `causal` query i sees key j where j <= i + offset, and of these the last `window`
 if that is not 0. A query that sees no key of the block has out 0 and lse minus infinity there. Backward takes `out` and `lse` of all
 blocks together; gradients of blocks add up to that of the query, and gradients of padding are 0.
@@ -63,14 +63,14 @@ def _keys(k: Tensor, v: Tensor, bias: Tensor | None, real: int) -> tuple[Tensor,
 
 
 def rows_that_see(queries: int, keys: int, window: int, at: int) -> slice:
-    """The queries that see a key of a block, where the first of all queries stands at the key `at` of it: they follow each other."""
+    """The contiguous range of queries that see a key of a block; the first query has the position of key `at` of the block."""
     first = min(max(0, -at), queries) if keys else queries
     end = min(queries, keys + window - 1 - at) if window else queries
     return slice(first, max(first, end))
 
 
 def _dark(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The kernels' results, where queries to which the bias shows nothing of the block have seen nothing."""
+    """`(out, lse)` set to 0 and minus infinity, in place, for queries to which the bias masks all keys of the block."""
     if bias is None or not bias.shape[3]:
         return out, lse
     dark = bias.amax(-1) == -math.inf
@@ -113,7 +113,7 @@ def attention_block_backward(
     _check(k, bias, causal, window, offset, real)
     whole, padding = k, k.shape[2] - real
     k, v, bias = _keys(k, v, bias, real)
-    lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees nothing at all: all of its weights are 0
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees no key: all of its weights are 0
     kernel = partial(_backward_kernel, scale)
     at = start + offset - first
     rows = rows_that_see(q.shape[2], real, window, at) if causal else slice(0, q.shape[2])
@@ -130,7 +130,7 @@ def attention_block_backward(
 
 
 def _padded(x: Tensor, before: int, behind: int) -> Tensor:
-    """With rows of zeros before and behind, laid out as the kernels lay a gradient out."""
+    """`x` with `before` and `behind` rows of zeros around it, in the layout of the kernels' gradients."""
     if not before and not behind:
         return x
     found = x.new_zeros(x.shape[0], before + x.shape[2] + behind, x.shape[1], x.shape[3]).transpose(1, 2)

@@ -1,11 +1,11 @@
-"""The kernels of attention on CUDA: whichever of torch's takes these operands and is the fastest, as torch itself would choose.
+"""CUDA kernels of attention: dispatch among torch's cuDNN, flash and memory-efficient kernels by operands and hardware.
 
     16 bits, no bias, as many keys as queries or no mask   cuDNN's or flash, by `torch.nn.attention.sdpa_kernel` and the hardware
     else                                                   the memory-efficient one
-    64 bits                                                all scores at once (`attention_in_full.py`), which is there to compare with
+    64 bits                                                all scores at once (`attention_in_full.py`), a reference
 
-Heads are filled up with zeros to what a kernel reads at once, which is 16 bytes. Which of them made `out` and `lse` does not matter to
-backward: they are the same values. What comes back lies as queries, then heads.
+Heads are padded with zeros to multiples of 16 bytes, the kernels' unit. Backward does not depend on which kernel computed `out` and `lse`:
+the values are the same. Results are in memory order queries, then heads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from meshc.ops.attention_in_full import in_full, in_full_backward, laid_out
 
 aten: Final = torch.ops.aten
 AT_ONCE: Final = 16
-"""Bytes that kernels read at once: a head is a multiple of them."""
+"""Bytes that kernels read at once; the size of a head must be a multiple."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of operands whose heads lie side by side."""
+    """`(out, lse)`; the last dim of the operands is contiguous."""
     if q.dtype == torch.float64:
         return in_full(q, k, v, bias, causal, scale)
     head = q.shape[3]
@@ -50,7 +50,7 @@ def backward(
         return in_full_backward(grad, q, k, v, bias, out, lse, causal, scale)
     head, queries, keys = q.shape[3], q.shape[2], k.shape[2]
     grad, q, k, v, out = (_filled_up(x) for x in (grad, q, k, v, out))
-    out = laid_out(out)  # in 16 bits cuDNN's and the memory-efficient kernel give wrong gradients where it lies otherwise (torch 2.11)
+    out = laid_out(out)  # in 16 bits cuDNN's and the memory-efficient kernel give wrong gradients for another layout of `out` (torch 2.11)
     kernel = _chosen(q, k, v, bias, causal, scale)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         draw = torch.empty((), dtype=torch.int64, device=q.device)
@@ -74,7 +74,7 @@ def backward(
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> SDPBackend:
-    """Of the kernels that know no bias the one that torch would take. With a mask over fewer queries than keys they mean different ones."""
+    """The kernel that torch would choose. For a causal mask over fewer queries than keys the kernels differ in its meaning."""
     if q.itemsize != 2 or bias is not None or causal and q.shape[2] != k.shape[2]:
         return SDPBackend.EFFICIENT_ATTENTION
     found = SDPBackend(aten._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale))
@@ -82,7 +82,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, 
 
 
 def _filled_up(x: Tensor) -> Tensor:
-    """Heads of as many numbers as are read at once, the new ones zero."""
+    """`x` with heads padded by zeros to a multiple of `AT_ONCE` bytes."""
     missing = -x.shape[3] % (AT_ONCE // x.itemsize)
     return F.pad(x, (0, missing)) if missing else x
 

@@ -1,4 +1,4 @@
-"""Attention under a mask that is a tensor, on a CPU: what it hides from whole blocks of queries is not computed.
+"""CPU attention under a mask tensor that skips the keys which are masked for a whole block of queries.
 
     documents 0 0 0 0 1 1 1 2         keys 0 1 2 3 4 5 6 7        blocks of two queries, each with the keys from the first to the last
     of a row of the batch    query 0       # . . . . . . .         that any of its queries sees:
@@ -10,9 +10,9 @@
                                    6       . . . . # # # .           4 to 7: two documents meet
                                    7       . . . . . . . #
 
-Which they are is data (documents, padding, prefixes, blocks of a mask), so it is looked up in each call: a pass over the mask, beside
-products of `heads * head` times as much. Shapes: queries [batch, heads, q, head], keys and values [batch, heads, k, head], a bias
-[batch|1, heads|1, q|1, k|1] that is added to the scores. On CUDA looking would have the host wait for the device, and all is computed.
+The ranges depend on data (documents, padding, prefixes, blocks of a mask), so each call computes them: one pass over the mask, next to
+products of `heads * head` times its size. Shapes: queries [batch, heads, q, head], keys and values [batch, heads, k, head], a bias
+[batch|1, heads|1, q|1, k|1] that is added to the scores. On CUDA this would make the host wait for the device, so all is computed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import Tensor
 from meshc.ops.attention_spans import BLOCK, BackwardKernel, Kernel
 
 NEVER: Final = -1e30
-"""A score that is lowered by this or more has no weight beside any other (the least float32 and bfloat16, which many models use)."""
+"""A score with this bias or less has weight 0 next to any other (models use the least float32 or bfloat16)."""
 ENOUGH: Final = 0.9
-"""Of all scores: where more than these have to be computed, all are, at once."""
+"""Share of all scores above which all are computed, in one call."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Queries of some rows of the batch, and the keys from the first to the last that any of them sees; maybe none."""
+    """Queries of some rows of the batch, and the range of keys, possibly empty, from the first to the last that any of them sees."""
 
     batch: slice
     rows: slice
@@ -55,7 +55,7 @@ class Shown:
 def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, empty: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """What `kernel(q, k, v, bias, False)` gives; `empty` makes what its results are written to."""
+    """The results of `kernel(q, k, v, bias, False)`; `empty` allocates them."""
     parts = to_compute(bias, q.shape[0], q.shape[2], k.shape[2])
     if parts is None:
         return kernel(q, k, v, bias, False)
@@ -63,7 +63,7 @@ def forward(
     for part in parts:
         made, sums = part.of_queries(out), part.of_queries(lse)
         if part.keys.stop == part.keys.start:
-            made.zero_(), sums.zero_()  # as the kernel gives them
+            made.zero_(), sums.zero_()  # as the kernel returns them
             continue
         found, total = kernel(part.of_queries(q), part.of_keys(k), part.of_keys(v), part.of_bias(bias), False)
         made.copy_(found), sums.copy_(total)
@@ -74,7 +74,7 @@ def backward(
     kernel: BackwardKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, lse: Tensor,
     zeros: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v; `zeros` makes one that is laid out as the kernel lays it out."""
+    """Gradients of q, k, v; `zeros` allocates one in the layout of the kernel's."""
     parts = to_compute(bias, q.shape[0], q.shape[2], k.shape[2])
     if parts is None:
         return kernel(grad, q, k, v, bias, out, lse, False)
@@ -90,7 +90,7 @@ def backward(
 
 
 def to_compute(bias: Tensor, batch: int, queries: int, keys: int) -> list[Shown] | None:
-    """Parts, each query in one; None where they would be nearly all, or are not worth looking."""
+    """Blocks to compute, each query in exactly one; None where these would be nearly all scores, or there are few keys."""
     if bias.shape[3] != keys or keys <= BLOCK:
         return None
     found = list(_merged(_parts(bias, batch, queries)))
@@ -99,7 +99,7 @@ def to_compute(bias: Tensor, batch: int, queries: int, keys: int) -> list[Shown]
 
 
 def _parts(bias: Tensor, batch: int, queries: int) -> Iterator[list[Shown]]:
-    """Of each block of queries: rows of the batch that see the same keys, one after the other."""
+    """For each block of queries, its groups of consecutive rows of the batch that see the same keys."""
     step = BLOCK if bias.shape[2] > 1 else queries
     for start in range(0, queries, step):
         rows = slice(start, min(start + step, queries))
@@ -110,10 +110,10 @@ def _parts(bias: Tensor, batch: int, queries: int) -> Iterator[list[Shown]]:
 
 
 def ranges_seen(bias: Tensor) -> list[tuple[int, int]]:
-    """Of each row of the batch the first key that any of these queries sees, and the one behind the last. A query whose scores are all
-    lowered, by numbers, sees all of them: its weights are those of any others."""
+    """(begin, end) for each row of the batch, the range of keys that any of these queries sees. A query all of whose scores have a finite
+    bias of `NEVER` or less sees all keys: its softmax is as without the bias."""
     most = bias.amax((1, 2))
-    seen = ~(most <= NEVER)  # what is no number is seen
+    seen = ~(most <= NEVER)  # NaN counts as seen
     lowered = bias.amax(3)
     seen |= ((lowered <= NEVER) & (lowered > -torch.inf)).any(2).any(1).unsqueeze(1)
     keys = seen.shape[1]
@@ -123,14 +123,14 @@ def ranges_seen(bias: Tensor) -> list[tuple[int, int]]:
 
 
 def narrowed(bias: Tensor, keys: slice) -> slice:
-    """Of these keys those from the first to the last that any query of the bias [batch|1, heads|1, q|1, keys] sees."""
+    """`keys` narrowed to those from the first to the last that any query of the bias [batch|1, heads|1, q|1, keys] sees."""
     seen = [(begin, end) for begin, end in ranges_seen(bias) if end > begin]
     first, end = (min(begin for begin, _ in seen), max(end for _, end in seen)) if seen else (0, 0)
     return slice(keys.start + first, keys.start + end)
 
 
 def _merged(blocks: Iterator[list[Shown]]) -> Iterator[Shown]:
-    """Blocks that follow each other, and see the same, as one."""
+    """Consecutive blocks that see the same keys, merged into one."""
     held: list[Shown] = []
     for block in blocks:
         if [(one.batch, one.keys) for one in held] == [(one.batch, one.keys) for one in block]:

@@ -1,9 +1,8 @@
-"""Attention with all scores at once: for a dtype that no kernel of the device takes, float64 on CUDA, which is there to compare with;
-and for gradients that are differentiated in their turn (`twice.py`).
+"""Unfused attention over the full score matrix, for dtypes without a kernel (float64 on CUDA) and for double backward (`twice.py`).
 
     scores = scale * q k^T + bias, minus infinity where `causal` hides a key       lse = log(sum(exp(scores)))       out = softmax(scores) v
 
-Shapes are those of `attention.py`. A query that sees nothing has out 0 and lse minus infinity.
+Shapes are those of `attention.py`. A query that sees no key has out 0 and lse minus infinity.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: flo
     if causal:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
-    if lse is None:  # a query that sees nothing is left out before, or the gradient of its sum would be NaN
+    if lse is None:  # queries that see no key are excluded, or the gradient of their sums would be NaN
         blind = scores.detach().amax(-1, keepdim=True) == -math.inf
         sums = torch.where(blind, 0.0, scores).logsumexp(-1)
         return (scores - sums.unsqueeze(-1)).exp(), torch.where(blind.squeeze(-1), -math.inf, sums)
@@ -33,7 +32,7 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: flo
 def in_full(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, kept: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)`; out lies as queries, then heads. `kept`: what is kept of the weights."""
+    """`(out, lse)`; `out` is in memory order queries, then heads. `kept`: applies dropout to the weights."""
     weights, lse = _weights(_wide(q), _wide(k), bias, causal, scale)
     weights = weights if kept is None else kept(weights)
     return laid_out(torch.matmul(weights, _wide(v)).to(q.dtype)), lse.contiguous()
@@ -50,10 +49,10 @@ def in_full_backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype in which kernels add up."""
+    """`x` in the dtype in which kernels accumulate."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def laid_out(x: Tensor) -> Tensor:
-    """As queries, then heads: as the other kernels lay out what they make. A copy where it lies otherwise."""
+    """`x` in memory order queries, then heads, as the kernels return results; copied unless it is so already."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

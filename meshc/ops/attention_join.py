@@ -1,9 +1,9 @@
-"""What attention to several parts of the keys gives, put together at once: where each rank has looked at keys of its own.
+"""Merge of attention over several parts of the keys by log-sum-exp, where each rank has attended to its own keys.
 
-    parts  [parts, batch, heads, q, head + 1]: of each part of the keys its output, and behind it its log-sum-exp, in float32 or float64
-    out  [batch, heads, q, head], lse  [batch, heads, q]: as if all keys had been there at once
+    parts  [parts, batch, heads, q, head + 1]: for each part of the keys its output, followed by its log-sum-exp, in float32 or float64
+    out  [batch, heads, q, head], lse  [batch, heads, q]: of attention over all keys
 
-Each part counts by its sum of exponentials. A query that sees no key of any part has out 0 and lse minus infinity.
+Each part is weighted by its sum of exponentials. A query that sees no key of any part has out 0 and lse minus infinity.
 """
 
 from __future__ import annotations

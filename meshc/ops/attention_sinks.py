@@ -1,12 +1,12 @@
-"""Attention with sinks: each query also weighs a number that has no key and no value, so that its weights add up to less than one.
+"""Attention with sinks: a further logit per query, without key or value, in the softmax's denominator.
 
     weights = softmax(cat(scale * q k^T + bias, sinks))[..., :-1]          out = weights v
 
     q [batch, heads, q, head]     k, v [batch, heads, k, head]     bias [batch|1, heads|1, q|1, k] or None     sinks [batch, heads, q, 1]
 
-A sink is one more column of the scores, whose value is zero. Attention to the keys alone gives `out` and for each query the logarithm `lse`
-of its sum of exponentials; joined with the sink they are `out * sigmoid(lse - sink)` and `logaddexp(lse, sink)`, and attention's backward,
-given these two, gives what q, k and v have of the whole. So keys may pass round as they do without a sink (`attention_block.py`).
+A sink is one more column of the scores, whose value is zero. Attention to the keys alone gives `out` and for each query the log-sum-exp
+`lse`; with the sink they are `out * sigmoid(lse - sink)` and `logaddexp(lse, sink)`, and attention's backward, given these two, returns the
+gradients of q, k and v of the whole. So ring attention works as without a sink (`attention_block.py`).
 Sinks: Xiao et al., Efficient Streaming Language Models with Attention Sinks (arXiv:2309.17453); learned ones: gpt-oss.
 """
 
@@ -21,7 +21,7 @@ from meshc.ops.attention import attention, attention_backward
 
 
 def sink_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor, scale: float) -> Tensor:
-    """[batch, heads, q, head]. What the attention's kernel does not take (a bias that has a gradient, sizes that differ) is written out."""
+    """`out` [batch, heads, q, head]. Cases without a kernel (a bias with a gradient, head sizes that differ) are decomposed."""
     fits = q.dim() == k.dim() == v.dim() == sinks.dim() == 4 and q.shape[-1] == k.shape[-1] == v.shape[-1]
     fits = fits and q.shape[:2] == k.shape[:2] == v.shape[:2] and sinks.shape == (*q.shape[:3], 1)
     fits = fits and q.dtype == k.dtype == v.dtype and not (bias is not None and (bias.requires_grad or bias.dim() > 4))
@@ -36,7 +36,7 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: 
 
 
 class _Sinks(torch.autograd.Function):
-    """Its operators are traced one by one, forward and backward."""
+    """Forward and backward are traced operator by operator."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor, scale: float) -> Tensor:

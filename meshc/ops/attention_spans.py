@@ -1,13 +1,13 @@
-"""Attention under a causal mask with an offset or a window, out of kernels that know neither.
+"""Causal attention with an offset or a sliding window, composed of calls to kernels that support neither.
 
     keys       0 1 2 3 4 5 6 7                 queries 4..7 of a causal model, a rank's tile (offset 4):
     query 4    # # # # # . . .                   keys 0..3, which all of them see, without a mask
     query 5    # # # # # # . .                   keys 4..7, causal
-    query 6    # # # # # # # .                 and the two joined by their sums of exponentials
+    query 6    # # # # # # # .                 the two are merged by log-sum-exp
     query 7    # # # # # # # #
 
-With a window, rows are worked through in blocks, each with the few keys that it sees and a small mask; all blocks but the first and last
-have the same mask. Work grows with what is seen, memory with a block.
+With a window, rows are computed in blocks, each with the few keys that it sees and a small mask; all blocks but the first and last have
+the same mask. Time grows with the number of visible scores, memory with one block.
 
 Shapes: queries [batch, heads, q, head], keys and values [batch, heads, k, head]; query i stands at key position i + offset and sees keys
 j <= i + offset, of these the last `window` if that is not 0. A query beyond the last key's window (padding) sees none and gives zeros.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Rows of a block are at least these: a kernel's own blocks are 32 to 128 rows."""
+"""Least number of rows of a block: a kernel's own blocks are 32 to 128 rows."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
 """(q, k, v, bias, causal from the first key on) -> (out, lse)"""
@@ -33,7 +33,7 @@ BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of queries against keys. `how`: they see all of them ("all"), causally from the first on ("causal"), or by a mask ("band")."""
+    """Rows of queries with a range of keys. `how`: they see all ("all"), causally from the first on ("causal"), or by a mask ("band")."""
 
     rows: slice
     keys: slice
@@ -41,7 +41,7 @@ class Span:
 
 
 def spans(queries: int, keys: int, window: int, offset: int) -> Iterator[tuple[slice, list[Span]]]:
-    """(rows, what they see): row blocks in order, each with its spans."""
+    """(rows, spans): row blocks in order, each with the spans of keys that it sees."""
     if not window:
         rows, seen, end = slice(0, queries), min(offset, keys), min(offset + queries, keys)
         whole = [Span(rows, slice(0, seen), "all")] if seen else []
@@ -83,7 +83,7 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
 def backward(
     kernel: BackwardKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v. A span's share needs no more than the whole output and the whole sum of exponentials of its rows."""
+    """Gradients of q, k, v. The part of one span needs only `out` and `lse` of its rows over all spans."""
     masks = _Masks(window, offset, q)
     dq, dk, dv = (_zeros(x) for x in (q, k, v))
     for rows, seen in spans(q.shape[2], k.shape[2], window, offset):
@@ -98,12 +98,12 @@ def backward(
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """As the kernels lay a gradient out: by row, then head."""
+    """Zeros in the layout of the kernels' gradients: by row, then head."""
     return x.new_zeros(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
 class _Masks:
-    """Masks of blocks; equal ones are made once."""
+    """Masks of blocks, memoised."""
 
     def __init__(self, window: int, offset: int, like: Tensor) -> None:
         self.window, self.offset, self.like = window, offset, like

@@ -1,19 +1,19 @@
-"""Attention over a block of the keys where queries and keys lie in zigzag order: what a ring is made of that gives all ranks as much to do.
+"""Attention over one block of keys in zigzag order, which balances the work of causal ring attention among ranks.
 
     tiles of 4 ranks, halves by number       natural  0 1 | 2 3 | 4 5 | 6 7         zigzag  0 7 | 2 5 | 3 4 | 1 6
 
-Under a causal mask a query sees the keys before it, so the last of the natural tiles sees all and the first next to nothing. In zigzag
-order rank r has the first half of its own tile and the second half of tile n - 1 - r, the earlier one first: of any rank's keys it sees as
-much as any other rank does, two of the four pairs of halves, or of its own those up to each query, as under any causal mask.
+Under a causal mask a query sees the keys before it, so the last natural tile sees all keys and the first nearly none. In zigzag order rank
+r has the first half of its own tile and the second half of tile n - 1 - r, the earlier one first: of another rank's keys each rank sees
+two of the four pairs of halves, of its own keys those up to each query.
 
     q, k, v  [batch, heads, tile, head], the tiles of the ranks `queries_of` and `keys_of` of `ranks`, of a sequence of `length` positions
-    out      like q: of the keys of that tile alone; lse [batch, heads, tile]; joined by `attention_merge` as blocks are
+    out      like q, over the keys of that tile alone; lse [batch, heads, tile]; tiles are merged by `attention_merge`
 
-Of a tile of odd length the first half is the longer one. What is behind position `length` is padding, which nothing reads. A query that
+Of a tile of odd length the first half is the longer one. Positions from `length` on are padding, which is never read. A query that
 sees no key of the tile has out 0 and lse minus infinity there. Backward takes `out` and `lse` of all tiles together.
 
-Brandon et al.: Striped Attention (arXiv:2311.09431) says why a causal ring wants another order. The Llama 3 Herd of Models
-(arXiv:2407.21783) pairs a chunk from the front with one from the back, as is done here.
+Brandon et al.: Striped Attention (arXiv:2311.09431) explains why a causal ring needs another order. The Llama 3 Herd of Models
+(arXiv:2407.21783) pairs a chunk from the front with one from the back, as here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attention_zigzag(
 
 
 def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, keys_of: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Where nothing is padding one call of the kernel does both pairs of halves, or all of a rank's own."""
+    """Attention in one kernel call, without padding: both visible pairs of halves, or all of a rank's own keys."""
     if queries_of == keys_of:
         return _kernel(scale, q, k, v, None, True)
     rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
@@ -64,21 +64,21 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, key
 
 
 def _seen(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
-    """Which queries of a rank see which keys of another, all of these. Of two ranks' halves one's lie between the other's."""
+    """Slices (queries, keys) of two ranks that see each other fully: one rank's two halves are always between the other's."""
     (_, asks), (second, _) = halves(tile, queries_of, ranks)
     (first, asked), _ = halves(tile, keys_of, ranks)
     return (second, slice(0, tile)) if asks < asked else (slice(0, tile), first)
 
 
 def _pairs(tile: int, queries_of: int, keys_of: int, ranks: int, length: int) -> Iterator[tuple[slice, int, list[tuple[slice, int, int]]]]:
-    """Of each half of the queries its rows, where it begins, and the halves of the keys of which it sees some: (rows, first, real)."""
+    """For each half of the queries: its rows, its first position, and the halves of keys that it sees in part: (rows, first, real)."""
     keys = [(rows, first, min(max(length - first, 0), rows.stop - rows.start)) for rows, first in halves(tile, keys_of, ranks)]
     for rows, start in halves(tile, queries_of, ranks):
         yield rows, start, [one for one in keys if one[2] and one[1] < start + rows.stop - rows.start]
 
 
 def halves(tile: int, place: int, ranks: int) -> list[tuple[slice, int]]:
-    """Of both halves of what a rank has in zigzag order: the rows, and the position of the first of them."""
+    """(rows, position of the first row) of both halves of a rank's zigzag tile."""
     (first, keep), (second, _) = zigzag_halves(tile * ranks, ranks, place)
     return [(slice(0, keep), first), (slice(keep, tile), second)]
 
@@ -142,7 +142,7 @@ def _back_at_once(
 
 
 def _spread(part: Tensor, where: slice, like: Tensor) -> Tensor:
-    """With zeros for the half that has no part in it."""
+    """`part` padded with zeros for the rows outside `where`, in the shape of `like`."""
     if part.shape == like.shape:
         return part
     whole = _like(like).zero_()

@@ -1,4 +1,4 @@
-"""`torch.nn.functional.embedding_bag` where every bag has the same number of rows: an embedding and a reduction, which split as such."""
+"""`torch.nn.functional.embedding_bag` with bags of one size: an embedding and a reduction, which split as such."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """What torch's means. Bags of unequal sizes (`offsets`), their maximum, and rows that the call changes go torch's own way."""
+    """As torch's. Bags of unequal sizes (`offsets`), their maximum, and calls that change rows use torch's own function."""
     if input.dim() != 2 or mode == "max" or max_norm is not None or scale_grad_by_freq or input.shape[1] == 0:
         return functional.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset,

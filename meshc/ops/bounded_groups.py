@@ -1,12 +1,12 @@
-"""Groups of experts with no more rows than a bound leaves them, for each row of the batch (`expert_groups.py` has them for the worst case).
+"""Dispatch and combine of tokens to groups of experts with a bound on the rows of each group, per row of the batch.
 
     bounded_choices(choice [b, s, k], ...) -> expert [q, b, p], place [q, b, p]
     to_places(x [b, s, h], place) -> [q, b, p, h]                  the token of each place; zeros where there is none
     from_places(rows [q, b, p, h], place) -> [b, s, h]             the sum over all places of a token
 
-Of the s * k choices of a row of the batch those of one group take its places from the front, by expert. `place` says which choice one is,
-token * k + number, `expert` which expert of the group; -1 where there is none. More choices than places are an error, on all ranks that
-know them. `in_places` and `over_places` are the same of a group that has its tokens already, [q, b, s, h].
+Of the s * k choices of a row of the batch, those of one group fill its places from the front, ordered by expert. `place` is the number of
+a choice, token * k + number, `expert` the expert's number in the group; -1 for an empty place. More choices than places are an error on
+all ranks that have these choices. `in_places` and `over_places` are the same for a group that already has its tokens, [q, b, s, h].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshc.ops.operands import misfit
 
 @torch.library.custom_op("meshc::bounded_choices", mutates_args=())
 def bounded_choices(choice: Tensor, groups: int, each: int, places: int, first: int, all_groups: int, at: str) -> tuple[Tensor, Tensor]:
-    """Of `groups` groups from number `first` on, of `all_groups`; `at`: where in the model, for the error."""
+    """Places of `groups` groups from number `first` on, of `all_groups`; `at`: the place in the model, for the error."""
     _fit_choices(choice, groups, each, places)
     rows, tokens, chosen = choice.shape
     flat = choice.reshape(rows, tokens * chosen)
@@ -89,7 +89,7 @@ def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
 
 @torch.library.custom_op("meshc::in_places", mutates_args=())
 def in_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
-    """`to_places` of what each group has been handed already: [q, b, s, h] -> [q, b, p, h]."""
+    """`to_places` for tokens that each group already has: [q, b, s, h] -> [q, b, p, h]."""
     _fit_in(x, place, chosen)
     return _taken(x, place, chosen)
 
@@ -114,7 +114,7 @@ def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
 
 @torch.library.custom_op("meshc::over_places", mutates_args=())
 def over_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
-    """`from_places`, each group's sum by itself: [q, b, p, h] -> [q, b, s, h]."""
+    """`from_places` without the sum over groups: [q, b, p, h] -> [q, b, s, h]."""
     _fit_from(rows, place, tokens, chosen)
     return _put(rows, place, tokens, chosen)
 

@@ -1,11 +1,11 @@
-"""What routed experts take at most: of the tokens of a group those that come first, or those that weigh most.
+"""Expert capacity: the choices that each routed expert keeps, by position or by weight; all others become -1.
 
     counts_of_rows(choice [b, s, k], experts) -> [b, experts]                            how often each expert is chosen in a row
     first_choices(choice [b, s, k], before [b, experts], capacity) -> [b, s, k]          by position; `before`: chosen in front of these
     heaviest_choices(choice [b, s, k], weights [b, s, k], experts, capacity) -> same     by weight, then by position
 
-A row is a group of tokens. What an expert does not take is -1, as is what chooses none. `strict`: it is an error. A token chooses an expert
-once at most, so that an expert's tokens have one order.
+A row is a group of tokens. Choices beyond the capacity become -1, no expert; with `strict` they are an error. A token chooses an expert at
+most once, so that an expert's tokens have one order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _counts(flat: Tensor, experts: int) -> Tensor:
 
 
 def _nth(flat: Tensor, order: Tensor, experts: int) -> Tensor:
-    """Of each choice how many of the same expert stand in front of it in this order of its row."""
+    """For each choice, the number of choices of the same expert before it in `order` of its row."""
     ranked, within = torch.sort(flat.gather(1, order), dim=1, stable=True)
     first = torch.searchsorted(ranked, ranked, right=False)
     places = torch.arange(flat.shape[1], device=flat.device).expand_as(flat) - first
@@ -84,7 +84,7 @@ def _taken(flat: Tensor, nth: Tensor, experts: int, capacity: int) -> Tensor:
 
 
 def _refuse_more(counts: Tensor, capacity: int, at: str) -> None:
-    """Raises InputError if an expert is chosen more often than it takes; on CUDA an assertion on the device."""
+    """Raises InputError if an expert is chosen more often than `capacity`; on CUDA an assertion on the device."""
     if counts.is_cuda:
         torch._assert_async((counts <= capacity).all(), f"{at}: an expert is chosen more often than Options(expert_capacity=) lets it")
         return

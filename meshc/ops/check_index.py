@@ -1,11 +1,10 @@
-"""`meshc::check_index`: an index as it is, once every value of it is known to be one that its reader has a row for.
+"""`meshc::check_index`: bounds check of an index, which is returned unchanged or raises an error.
 
     check_index(index, low, high, ignore, of, at, whole) -> index        low <= value < high, or value == ignore
 
-A rank reads the rows of its tile and takes those of others for zero, so that an index that no rank has a row for would count as a row of
-zeros, or as no loss, where one device raises. `of` and `at` say in the error whose values these are and where the model reads by them;
-`whole`: every rank has the same values, so that all of them raise. On CUDA it is what torch does there: an assertion on the device, which
-does not wait.
+A rank reads the rows of its tile and takes rows of other ranks for zero, so an index out of range would give a row of zeros, or no loss,
+where a single device raises. `of` and `at` name in the error the values and the place in the model that reads them; `whole`: every rank
+has the same values, so that all ranks raise. On CUDA the check is an assertion on the device, as in torch, which does not wait.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _legal(index: Tensor, low: int, high: int, ignore: int | None) -> Tensor:
 
 
 def _refuse(index: Tensor, low: int, high: int, ignore: int | None, of: str, at: str, whole: bool) -> None:
-    """Raises InputError if a value is none that may be ignored either."""
+    """Raises InputError if a value is out of range and not `ignore`."""
     outside = index[~_legal(index, low, high, ignore)]
     if outside.numel() == 0:
         return

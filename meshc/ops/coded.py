@@ -1,11 +1,11 @@
-"""Values kept in 8 bits, as operators: a code for each element and a float32 scale for each block of 256 along the last dim.
+"""Operators of 8-bit block-wise quantization: a code per element, a float32 scale per block of 256 along the last dim.
 
     scale = meshc.block_scale(value, global_shape, local_shape, offsets, last)          the largest magnitude of each block
     codes = meshc.encode_state(codes, value, scale, seed_step, "w/exp_avg", signed, global_shape, local_shape, offsets, last)     by a draw
     value = meshc.decode_state(codes, scale, signed, float32, global_shape, local_shape, offsets, last)
 
-Blocks are counted on global indices, so that a scale does not depend on who holds what: where a block lies on several ranks, each has the
-largest of its part, and the scale is the maximum of these. `last`: how many of the tile's dims are the value's last one.
+Blocks are counted on global indices, so that a scale does not depend on the sharding: where a block is split over ranks, each computes the
+largest magnitude of its part, and the scale is the maximum of these. `last`: the number of the tile's dims that form the value's last dim.
 
 The map is dynamic (Dettmers, Lewis, Shleifer, Zettlemoyer: "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861, section 2):
 seven decades, of which each has half as many steps as the one above. docs/memory.md has its numbers, docs/randomness.md its draws.
@@ -29,11 +29,11 @@ from meshc.ops.tile import tile_of
 
 Shape = Sequence[int]
 BLOCK: Final = 256
-"""Elements of one scale."""
+"""Elements per scale."""
 
 DECADES: Final = 7
 WORKED: Final = 1 << 16
-"""Elements that are encoded or decoded at a time on a CPU; what that makes beside its result is a few bytes for each of them."""
+"""Elements that are encoded or decoded at a time on a CPU; the temporaries are a few bytes per element."""
 
 WORKED_CUDA: Final = 1 << 24
 _TILE = "SymInt[] global_shape, SymInt[] local_shape, SymInt[] offsets, int last"
@@ -53,8 +53,8 @@ def magnitudes(signed: bool) -> Tensor:
 
 @cache
 def _values(signed: bool, device: torch.device) -> Tensor:
-    """float32 [256]: what each code stands for, in units of its scale. Signed, the code of -x is that of x and 128 more. What is never
-    written (128, and 255 unsigned) stands for 0."""
+    """float32 [256]: the value of each code, in units of its scale. Signed, the code of -x is that of x plus 128. Codes that are never
+    written (128, and 255 unsigned) have value 0."""
     known = magnitudes(signed)
     found = torch.zeros(256)
     found[: len(known)] = known
@@ -64,17 +64,17 @@ def _values(signed: bool, device: torch.device) -> Tensor:
 
 
 def scale_shape(shape: Shape) -> tuple[int, ...]:
-    """Of the scales of a value."""
+    """Shape of the scales of a value of `shape`."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 
 def code_of(sign: float, signed: bool) -> int:
-    """Of 0, or of a block's largest magnitude, with this sign."""
+    """Code of 0 (`sign` 0), or of a block's largest magnitude with this sign."""
     return 0 if sign == 0 else len(magnitudes(signed)) - 1 + (128 if sign < 0 else 0)
 
 
 def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a whole value, each element to the nearest code: of what was decoded what it was decoded from."""
+    """Codes and scales of a full value, rounded to the nearest code; a decoded value gives back its codes."""
     tile = list(value.shape), list(value.shape), [0] * value.dim()
     scale = torch.ops.meshc.block_scale(value, *tile, 1)
     codes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
@@ -83,7 +83,7 @@ def encode(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def encode_by_draw(value: Tensor, signed: bool, seed_step: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a whole value as an update leaves them."""
+    """Codes and scales of a full value by stochastic rounding, as in an update."""
     tile = list(value.shape), list(value.shape), [0] * value.dim()
     scale = torch.ops.meshc.block_scale(value, *tile, 1)
     codes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
@@ -91,7 +91,7 @@ def encode_by_draw(value: Tensor, signed: bool, seed_step: Tensor, name: str) ->
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
-    """The whole value that codes and scales stand for."""
+    """The full value of codes and scales."""
     tile = list(codes.shape), list(codes.shape), [0] * codes.dim()
     return torch.ops.meshc.decode_state(codes, scale, signed, dtype, *tile, 1)
 
@@ -109,13 +109,13 @@ def _blocks(value: Tensor, scale: Tensor, global_shape: Shape, local_shape: Shap
 
 
 def _parts(rows: int, columns: int, device: torch.device) -> list[slice]:
-    """Rows that are worked on together."""
+    """Slices of rows that are processed at a time."""
     each = max(1, (WORKED if device.type == "cpu" else WORKED_CUDA) // max(1, columns))
     return [slice(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
 
 
 def _block_scale(value: Tensor, global_shape: Shape, local_shape: Shape, offsets: Shape, last: int) -> Tensor:
-    """The largest magnitude in float32; infinite where one is no number, so that the maximum over ranks is so too."""
+    """Largest magnitude of each block in float32; infinity for NaN, so that the maximum over ranks is infinite too."""
     out = _block_scale_fake(value, global_shape, local_shape, offsets, last).zero_()
     columns, blocks = value.shape[-1], out.shape[-1]
     flat, found = value.reshape(-1, columns), out.view(-1, blocks)
@@ -143,8 +143,8 @@ def _encode_state(
 
 
 def _encoded(codes: Tensor, value: Tensor, scale: Tensor, signed: bool, drawn: Tensor | None, of: Tensor) -> None:
-    """In place. A magnitude between two codes goes to the upper with the probability of its distance from the lower, or (nothing drawn) to
-    the nearer; unsigned, what is not 0 never becomes 0: a second moment of 0 would divide by next to nothing."""
+    """Write `codes` in place. A magnitude between two codes is rounded up with the probability of its distance from the lower, or, without
+    `drawn`, to the nearer one; unsigned, a value that is not 0 never becomes 0: Adam would divide by nearly nothing."""
     known = magnitudes(signed).to(codes.device)
     columns = codes.shape[-1]
     flat = [None if one is None else one.reshape(-1, columns) for one in (value, drawn)]
@@ -159,7 +159,7 @@ def _encoded(codes: Tensor, value: Tensor, scale: Tensor, signed: bool, drawn: T
         if native is not None:
             _encode_natively(native, out.view(-1, columns)[part], given.to(torch.float32).contiguous(), scales[part], random, signed, of)
             continue
-        wide = (given.to(torch.float32) / scales[part].index_select(1, of)).nan_to_num_(0.0)  # 0 / 0, and blocks that are not finite
+        wide = (given.to(torch.float32) / scales[part].index_select(1, of)).nan_to_num_(0.0)  # 0 / 0, and non-finite blocks
         size = (wide.abs() if signed else wide.clamp(min=0.0)).clamp_(max=1.0)
         lower = torch.searchsorted(known, size, right=True, out_int32=True).sub_(1).clamp_(max=len(known) - 2)
         below = known.index_select(0, lower.flatten()).view_as(size)
@@ -177,7 +177,7 @@ def _encoded(codes: Tensor, value: Tensor, scale: Tensor, signed: bool, drawn: T
 
 @cache
 def _first(signed: bool) -> Tensor:
-    """uint8 [0x3F81]: by the upper 16 bits of a float32 in [0, 1], a magnitude that is not above it."""
+    """uint8 [0x3F81]: for the upper 16 bits of a float32 in [0, 1], the code of a magnitude not above it."""
     sizes = (torch.arange(0x3F81, dtype=torch.int32) << 16).view(torch.float32)
     known = magnitudes(signed)
     return (torch.searchsorted(known, sizes, right=True) - 1).clamp_(max=len(known) - 2).to(torch.uint8)
@@ -186,7 +186,7 @@ def _first(signed: bool) -> Tensor:
 def _encode_natively(
     native: ctypes.CDLL, codes: Tensor, value: Tensor, scales: Tensor, drawn: Tensor | None, signed: bool, of: Tensor
 ) -> None:
-    """Rows of codes in place, by philox.cpp."""
+    """Write rows of codes in place, by philox.cpp."""
     known, scales, of = magnitudes(signed), scales.contiguous(), of.contiguous()
     pointers = [one.data_ptr() for one in (of, known, _first(signed))]
     random = None if drawn is None else drawn.contiguous()

@@ -1,15 +1,15 @@
-"""`meshc::ctc_loss`: how unlikely it is that a row's frames say its targets (connectionist temporal classification), row by row.
+"""`meshc::ctc_loss`: connectionist temporal classification loss, one value per row.
 
     ctc_loss(log_probs, targets, frames, lengths, blank, zero_infinity) -> loss
     ctc_loss_backward(grad, log_probs, targets, frames, lengths, blank, zero_infinity) -> the gradient of log_probs
 
     log_probs  [t, rows, classes]  logarithms of probabilities
-    targets    [rows, s]           classes; what stands behind a row's length is not read
-    frames     [rows], lengths [rows]   int64: how many positions of t, and of s, are a row's own
-    loss       [rows]              -log of the sum over all ways; inf where there is none, or 0 with `zero_infinity`
+    targets    [rows, s]           classes; entries beyond a row's length are not read
+    frames     [rows], lengths [rows]   int64: the number of valid positions of t, and of s, in a row
+    loss       [rows]              -log of the sum over all alignments; inf where there is none, or 0 with `zero_infinity`
 
-torch's own kernels do it. Its operators for lengths in tensors give results whose sizes depend on these, which no program can hold; here
-backward finds again what forward had found. `loss_of_rows` is `torch.nn.functional.ctc_loss`, written with it.
+Computed by torch's kernels. Torch's operators with lengths in tensors return results of data-dependent sizes, which no program can hold;
+here backward recomputes them. `loss_of_rows` is `torch.nn.functional.ctc_loss` in terms of this operator.
 
 Graves, Fernandez, Gomez, Schmidhuber: Connectionist Temporal Classification (ICML 2006).
 """
@@ -75,7 +75,7 @@ def _fit(
 
 
 def _numbers(operator: str, log_probs: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor) -> tuple[list[int], list[int]]:
-    """The numbers of frames and targets. Raises InputError for what would have torch's kernels read past an end."""
+    """Frames and target lengths as Python numbers. Raises InputError where torch's kernels would read out of bounds."""
     times, _, classes = log_probs.shape
     if targets.dim() != 2:
         raise misfit(operator, "targets are [rows, s]", targets=targets)
@@ -115,7 +115,7 @@ def loss_of_rows(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """What `torch.nn.functional.ctc_loss` means."""
+    """As `torch.nn.functional.ctc_loss`."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     alone = log_probs.dim() == 2
@@ -135,7 +135,7 @@ def _in_a_tensor(given: Tensor | Sequence[int] | int, beside: Tensor) -> Tensor:
 
 
 def rows_of_list(targets: Tensor, lengths: Tensor) -> Tensor:
-    """[rows, w] of the targets [w] of all rows one after another."""
+    """Padded targets [rows, w] of the concatenated targets [w] of all rows."""
     count = targets.shape[0]
     if not count:
         return targets.new_zeros((lengths.shape[0], 0))
@@ -144,6 +144,6 @@ def rows_of_list(targets: Tensor, lengths: Tensor) -> Tensor:
 
 
 def chosen_in_front(targets: Tensor, chosen: Tensor) -> Tensor:
-    """targets [rows, s], those of each row that are chosen (bool, as targets) before the others, in their order."""
+    """`targets` [rows, s] with the entries where `chosen` is true moved to the front of each row, in their order."""
     order = torch.sort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)[1]
     return targets.gather(-1, order)

@@ -1,19 +1,19 @@
-"""`meshc::delta_rule`: a state that forgets, is corrected where it answers a key, and is asked by queries (gated delta rule).
+"""`meshc::delta_rule`: the gated delta rule, a linear-attention recurrence over a matrix-valued state.
 
     delta_rule(q, k, v, e, g, before) -> (out, last)       S[t] = exp(g[t]) (S[t-1] - k[t] (e[t] S[t-1])) + k[t] v[t]
                                                            out[t] = q[t] S[t]
     delta_rule_backward(grad, q, k, v, e, g, before, after) -> gradients of q, k, v, e, g, before          after: that of `last`
-    delta_rule_end(k, v, e, g) -> (product, end)           what a stretch makes of a state: product S + end
-    delta_rule_ends(grad, q, k, v, e, g) -> (product, end, start)         and of a gradient, the other way: product^T G + start
+    delta_rule_end(k, v, e, g) -> (product, end)           a stretch maps state S to product S + end
+    delta_rule_ends(grad, q, k, v, e, g) -> (product, end, start)         and, in reverse, gradient G to product^T G + start
     delta_rule_join(products, added, edge, place, reverse) -> state      from `edge` or zero through the stretches before `place`,
-                                                                         each of which makes product S + added; reversed, those behind it
+                                                                         each mapping S to product S + added; reversed, those behind it
 
     q, k, e  [..., t, keys]     v, out, grad  [..., t, values]     g  [..., t], at most 0
     S, before, last, after, end, start  [..., keys, values]        product  [..., keys, keys]
 
-`e` is what a key erases by: beta k, where beta says how much of the old answer goes. Positions of zeros change nothing. Steps are taken in
-chunks (`delta_rule_chunks`). Stretches compose, so ranks that hold stretches of t exchange what theirs come to, and each begins with what
-those before it do.
+`e` is the erase vector beta k, with beta the share of the old value that is removed. Positions of zeros change nothing. Steps are computed
+in chunks (`delta_rule_chunks`). Stretches compose, so ranks that hold stretches of t exchange their (product, end), and each begins with
+the composition of those before it.
 
 Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv:2412.06464).
 """
@@ -83,7 +83,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> tu
 
 @torch.library.custom_op("meshc::delta_rule_join", mutates_args=())
 def delta_rule_join(products: Tensor, added: Tensor, edge: Tensor | None, place: int, reverse: bool) -> Tensor:
-    """Of stretches that lie along dim 0; reversed, from the last of them, with products transposed."""
+    """State behind the stretches along dim 0, in order; reversed, from the last, with products transposed."""
     _fit_join(products, added, edge)
     state = torch.zeros_like(added[0]) if edge is None else edge.clone()
     count = products.shape[0]

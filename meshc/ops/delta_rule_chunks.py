@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks: matrix products within each, for all of them at once, and one small step from each to the next.
+"""Chunked form of the gated delta rule: batched matrix products within chunks, one small step between chunks.
 
 Of a chunk that begins with the state S, with c the running sum of g in it and D[i, j] = exp(c[i] - c[j]) for i >= j:
 
@@ -9,8 +9,8 @@ Of a chunk that begins with the state S, with c the running sum of g in it and D
     S' = exp(c[end]) S + K'^T U              K'[j] = exp(c[end] - c[j]) k[j]
 
 Backward is the same from the other end: with G the gradient of S', that of U is dU = P^T grad + K' G, and that of S is
-exp(c[end]) G + (exp(c) Q)^T grad - W^T dU. With S and G of each chunk known, the gradients of what is in it are products again. States are
-made anew in backward: of t positions they would take `keys / 64` times what v takes.
+exp(c[end]) G + (exp(c) Q)^T grad - W^T dU. With S and G of each chunk known, all other gradients are matrix products. States are
+recomputed in backward: for t positions they would take `keys / 64` times the memory of v.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 LENGTH = 64
-"""Positions of a chunk: what is squared is a chunk's, what follows one another are chunks."""
+"""Positions per chunk: cost within a chunk is quadratic in them, and the steps between chunks are sequential."""
 
 
 class Chunks:
-    """Keys, values, what erases and decays of all chunks: [n, chunks, length, ...], n for all leading dims."""
+    """Keys, values, erase vectors and decays of all chunks: [n, chunks, length, ...], with n the product of all leading dims."""
 
     def __init__(self, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> None:
         self.lead, self.size = k.shape[:-2], k.shape[-2]
@@ -33,7 +33,7 @@ class Chunks:
         self.sum = self._cut(g.unsqueeze(-1)).squeeze(-1).cumsum(-1)
         apart = self.sum.unsqueeze(-1) - self.sum.unsqueeze(-2)
         later = torch.ones(self.length, self.length, dtype=torch.bool, device=k.device).triu_(1)
-        self.decay = apart.masked_fill_(later, -torch.inf).exp_()  # masked before: what is not read may be beyond all numbers
+        self.decay = apart.masked_fill_(later, -torch.inf).exp_()  # masked before exp: other entries may overflow
         self.erased = (self.e @ self.k.transpose(-1, -2)).mul_(self.decay).tril_(-1)
         ones = torch.eye(self.length, dtype=k.dtype, device=k.device)
         self.inverse = torch.linalg.solve_triangular(self.erased, ones.expand_as(self.erased), upper=False, unitriangular=True)
@@ -46,7 +46,7 @@ class Chunks:
         self.written = self.inverse @ self.v
 
     def _cut(self, x: Tensor) -> Tensor:
-        """[..., t, width] in chunks, with zeros behind the last position."""
+        """[..., t, width] -> [n, chunks, length, width], padded with zeros behind the last position."""
         beyond = -self.size % self.length if self.size else 1
         x = functional.pad(x, (0, 0, 0, beyond)) if beyond else x
         return x.reshape(self.lead.numel(), -1, self.length, x.shape[-1])
@@ -60,7 +60,7 @@ class Chunks:
         return self.k.new_zeros(shape) if state is None else state.reshape(shape)
 
     def _steps(self, state: Tensor, written: Tensor, states: Tensor | None = None) -> Tensor:
-        """From chunk to chunk: `written` becomes U, `states` what each begins with. The last state."""
+        """Forward over the chunks; returns the last state. In place, `written` becomes U, `states` the first state of each chunk."""
         for place in range(self.k.shape[1]):
             if states is not None:
                 states[:, place] = state
@@ -69,7 +69,7 @@ class Chunks:
         return state
 
     def _steps_back(self, after: Tensor, grad: Tensor, q: Tensor, of_u: Tensor, states: Tensor | None = None) -> Tensor:
-        """From the last chunk to the first: `of_u` is P^T grad and becomes dU, `states` the gradients of the states behind each."""
+        """Backward over the chunks. In place, `of_u`, P^T grad, becomes dU, and `states` the gradient of the state behind each chunk."""
         for place in reversed(range(self.k.shape[1])):
             if states is not None:
                 states[:, place] = after
@@ -98,7 +98,7 @@ class Chunks:
         return self._out(self._steps(self._begin(before), self.written))
 
     def end(self) -> tuple[Tensor, Tensor]:
-        """What all chunks make of a state. Its columns go their own ways: those of the product begin as one, with nothing to write."""
+        """(product, end): all chunks map state S to product S + end. Columns are independent; the product begins as the identity."""
         width = self.k.shape[-1]
         ones = torch.eye(width, dtype=self.k.dtype, device=self.k.device).expand(self.k.shape[0], width, width)
         nothing = self.k.new_zeros(self.k.shape)
@@ -107,7 +107,7 @@ class Chunks:
         return self._out(product.contiguous()), self._out(end.contiguous())
 
     def start(self, grad: Tensor, q: Tensor) -> Tensor:
-        """The gradient of the state that all chunks begin with, if nothing is behind them."""
+        """Gradient of the state before all chunks, with gradient zero for the state behind them."""
         grad, q = self._cut(grad), self._cut(q)
         of_u = self._asked(q).transpose(-1, -2) @ grad
         return self._out(self._steps_back(self._begin(None), grad, q * self.since, of_u))
@@ -136,7 +136,7 @@ class Chunks:
         return of_q, of_k, of_v, of_e, of_g.squeeze(-1), self._out(of_before)
 
     def _within(self, given: Tensor, made: Tensor, x: Tensor, of_x: Tensor, of_k: Tensor, of_sum: Tensor) -> None:
-        """Adds what comes back through made = x K^T * D, below the diagonal."""
+        """Add the gradients through `made = x K^T * D`, below the diagonal, to `of_x`, `of_k` and `of_sum`."""
         both = given * made
         of_sum.add_(both.sum(-1)).sub_(both.sum(-2))
         given = given.mul_(self.decay)  # which is zero above the diagonal; on it a key's own answer is no part of what it erases

@@ -1,4 +1,4 @@
-"""`meshc::delta_rule` in turns: of a rank's stretch the steps of a part of the rows or heads, from the state that the rank before hands on.
+"""`meshc::delta_rule` in turns: the steps of one part of the rows or heads, from the state of the rank before.
 
     delta_rule_turn(q, k, v, e, g, before, handed, along, slot, parts, place, ranks) -> (out, state)
     delta_rule_state_turn(k, v, e, g, before, handed, along, slot, parts, place, ranks) -> state
@@ -6,11 +6,11 @@
         -> (gradients of q, k, v, e, g, state)
 
     before, after  the state before the first position, and the gradient of that behind the last, for the rank at that end, of all rows
-    begin          what the rank's stretch begins with, of all rows
-    handed, state  [1, ..., keys, values] of a part: where its stretch ends; backward the gradient of what it begins with
+    begin          the state before the rank's stretch, of all rows
+    handed, state  [1, ..., keys, values] of a part: the state behind a stretch; backward, the gradient of the state before it
 
-Operands are of the whole stretch, of which a turn takes a part along the dim `along`, and gives results of that size. What a turn is, and
-when a rank has none, is in `ops/turns.py`; letters are those of `ops/delta_rule.py`.
+Operands are of the whole stretch; a turn takes a part along the dim `along`, and returns results of that size. `ops/turns.py` explains
+turns, `ops/delta_rule.py` the letters.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _(
 
 
 def _begin(turn: Turn, edge: Tensor | None, handed: Tensor | None, along: int) -> Tensor | None:
-    """What a part begins with: at the chain's first rank what is given for its end, else what is handed on."""
+    """First state of a part: the rows of `edge` at the chain's first rank, else `handed`."""
     if turn.link == 0:
         return None if edge is None else turn.of(edge, along)
     return None if handed is None else handed[0]

@@ -1,12 +1,11 @@
-"""Distributions, as functions of meshc's uniform draws u and normal draws z.
+"""Distributions as functions of meshc's uniform draws u and normal draws z.
 
     exponential  -log(1 - u) / rate                   cauchy       median + sigma * tan(pi * (u - 1/2))
     geometric    floor(log(1 - u) / log(1 - p)) + 1   log_normal   exp(mean + std * z)
     integers     low + floor(u * (high - low))        permutation  the order that sorts u
     multinomial  the largest of weight / exponential; with replacement, where u meets the running sum of the weights
 
-    multinomial  the largest of weight / exponential; with replacement, where u meets the running sum of weights
-of a uniform by a logarithm or tangent is equal on all meshes up to the rounding of these functions.
+Draws are bit-equal on all meshes; what is computed of them by `log` or `tan` is equal up to the rounding of these.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 Shape = Sequence[int]
 EXACT = 1 << 53
-"""How many integers a uniform draw tells apart."""
+"""Number of integers that a uniform draw distinguishes."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ def uniform(draws: Draws, low: float, high: float, dtype: torch.dtype) -> Tensor
 
 
 def normal(draws: Draws, mean: Tensor | float, std: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """`mean` and `std` are numbers, or tensors that broadcast to what is drawn."""
+    """`mean` and `std` are numbers, or tensors that broadcast to the shape of the draws."""
     values = draws.normal(dtype)
     standard = not isinstance(mean, Tensor) and not isinstance(std, Tensor) and (mean, std) == (0.0, 1.0)
     return values if standard else values * std + mean
 
 
 def exponential(draws: Draws, rate: float, dtype: torch.dtype) -> Tensor:
-    """Above zero, as in torch: half of the smallest distance from 1 stands for a draw of zero."""
+    """Above zero, as in torch: a draw of zero counts as half the smallest distance from 1."""
     wide = _wide(dtype)
     values = -torch.log1p(-draws.uniform(wide))
     return (values.clamp(min=torch.finfo(wide).eps / 4) / rate).to(dtype)
@@ -92,7 +91,7 @@ def integers(draws: Draws, low: int, high: int, dtype: torch.dtype) -> Tensor:
 
 
 def permutation(draws: Draws, dtype: torch.dtype) -> Tensor:
-    """Of range(n), where n numbers are drawn."""
+    """A permutation of range(n), by n draws."""
     return torch.sort(draws.uniform(torch.float64), dim=0, stable=True)[1].to(dtype)
 
 
@@ -109,12 +108,12 @@ def multinomial(draws: Draws, weights: Tensor, samples: int, replacement: bool) 
 
 
 def multinomial_shape(weights: Shape, samples: int, replacement: bool) -> list[int]:
-    """What `multinomial` draws."""
+    """Shape of the draws of `multinomial`."""
     return [*weights[:-1], samples] if replacement else list(weights)
 
 
 def rrelu_slopes(draws: Draws, x: Tensor, lower: float, upper: float) -> Tensor:
-    """What x is multiplied with: 1 above zero, else in [lower, upper)."""
+    """Factor for each element of `x`: 1 above zero, else in [lower, upper)."""
     return torch.where(x.detach() > 0, 1.0, uniform(draws, lower, upper, x.dtype))
 
 

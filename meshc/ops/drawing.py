@@ -1,6 +1,6 @@
-"""Torch's functions and methods that make random tensors, in meshc's operators: each takes two more keywords, `seed_step` and `call`.
+"""Torch's random-tensor functions and methods in meshc operators, with two more keywords, `seed_step` and `call`.
 
-They are not told where a result lies (`device`, `layout`, `out`): `passes/trace/stand_ins.py` sees to that.
+They take no `device`, `layout` or `out`: `passes/trace/stand_ins.py` handles these.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _raised_rrelu(
 def _raised_gumbel_softmax(
     logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1, *, seed_step: Tensor, call: int
 ) -> Tensor:
-    """As in torch.nn.functional; `eps` has no meaning there either."""
+    """As in torch.nn.functional, where `eps` is ignored too."""
     noise = -distributions.exponential(Draws.of(seed_step, call, logits.shape), 1.0, logits.dtype).log()
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:
@@ -100,7 +100,7 @@ def _raised_gumbel_softmax(
 
 
 def _filled(values: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that overwrites its tensor with draws; it is given all its numbers, in torch's order (one is called `from`)."""
+    """A method that overwrites its tensor with draws; it takes all its numbers by position, in torch's order (one is called `from`)."""
 
     def raised(input: Tensor, *numbers: float, seed_step: Tensor, call: int) -> Tensor:
         return input.copy_(values(Draws.of(seed_step, call, input.shape), *numbers, input.dtype))
@@ -138,4 +138,4 @@ RAISED: dict[Target, Function] = {
     "cauchy_": _filled(distributions.cauchy),
     "geometric_": _filled(distributions.geometric),
 }
-"""Torch function, or a method's name -> the same, by torch's names for what it takes, with `seed_step` and `call`."""
+"""Torch function, or a method's name -> the same with torch's parameter names, `seed_step` and `call`."""

@@ -1,4 +1,4 @@
-"""Dropout in all its forms, as torch calls them, in meshc's operators: each takes two more keywords, `seed_step` and `call`."""
+"""Torch's dropout functions in meshc operators, with two more keywords, `seed_step` and `call`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshc.ops.random import dropout, keep_mask, keep_scale, settled
 
 functional = torch.nn.functional
 ALPHA = 1.7580993408473766
-"""Of SELU, as in torch's Dropout.cpp."""
+"""SELU's alpha times its scale, as in torch's Dropout.cpp."""
 
 
 def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
@@ -24,7 +24,7 @@ def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
-    """One draw a channel: torch zeroes input[n, c]; an input without batch has `whole - 1` dims (None: any input has a batch)."""
+    """Dropout with one draw per channel: torch zeroes input[n, c]; an unbatched input has `whole - 1` dims (None: always batched)."""
 
     def raised(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
         if not training or not 0.0 < p < 1.0:
@@ -49,7 +49,7 @@ def _raised_alpha_dropout(
 
 
 def _alpha(input: Tensor, mask: Tensor, p: float) -> Tensor:
-    """What keeps mean and variance of SELU's activations."""
+    """Alpha dropout by `mask`, which preserves mean and variance of SELU activations."""
     a = 1.0 / math.sqrt((ALPHA * ALPHA * p + 1.0) * (1.0 - p))
     return torch.where(mask, input * a + ALPHA * a * p, ALPHA * a * p - ALPHA * a)
 
@@ -70,7 +70,7 @@ def _raised_native_dropout(input: Tensor, p: float, train: bool | None, *, seed_
 
 
 def _train(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.dropout and its like say `train` where torch.nn.functional says `training`."""
+    """`raised` with the parameter `train` of torch.dropout and similar functions in the place of `training`."""
     return lambda input, p, train, *, seed_step, call: raised(input, p, train, seed_step=seed_step, call=call)
 
 
@@ -79,10 +79,10 @@ def _in_place(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _raised_recurrent(layer: Function) -> Function:
-    """A stack of recurrent layers as one after the other, with dropout of what each gives the next: draws in the order of time."""
+    """A stack of recurrent layers, one after another, with dropout between them: draws in the order of execution."""
 
     def raised(*args: Any, seed_step: Tensor, call: int) -> tuple[Tensor, ...]:
-        packed = not isinstance(args[3], bool)  # a packed sequence brings its batch sizes as one more argument
+        packed = not isinstance(args[3], bool)  # a packed sequence has its batch sizes as one more argument
         x, sizes, states, weights = (args[0], args[1:2], *args[2:4]) if packed else (args[0], (), *args[1:3])
         biases, count, p, train, both = args[4:9] if packed else args[3:8]
         turned = not packed and args[8]

@@ -1,14 +1,14 @@
-"""Experts that lie on several ranks: copies of their rows behind a group's own, and which of its places a choice goes to.
+"""Replicated experts: copies of expert rows behind those of each group, and the choice of a copy for each token.
 
     choices_to_places(choice [t, k], copies [q, n], rows [t], each) -> [t, k]     a slot's own place, or one of its copies'
     copies_of(x [slots, ..], copies [q, n]) -> [q, n, ..]                         the rows that copies are of; -1, of none: zeros
-    added_copies(grad [q, n, ..], copies [q, n], count) -> [count, ..]            the other way: what copies of a row come to
+    added_copies(grad [q, n, ..], copies [q, n], count) -> [count, ..]            transpose: the sum over the copies of each row
     by_group(x [slots, ..], q, each) -> [q, each, ..]                             rows of each group; zeros behind the last
-    in_line(x [q, each, ..], count) -> [count, ..]                                the other way: the first `count` of them
+    in_line(x [q, each, ..], count) -> [count, ..]                                transpose: the first `count` of them
 
-Group i of q has slots from i * each on, and behind them n places for copies: each + n in all. `copies` says of each the slot that it is a
-copy of. Rows that choose a slot of which there are c copies are divided by their number: every (c + 1)th goes to the slot itself. Both
-pairs are each other's gradient: copies are made of the rows that are trained, and what they come to is added there.
+Group i of q has slots from i * each on, followed by n places for copies: each + n in all. `copies` has for each place the slot that is
+copied. Tokens that choose a slot with c copies are distributed by row number: every (c + 1)th goes to the slot itself. In both pairs each
+operator is the other's gradient: gradients of copies are added to the trained rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def added_copies(grad: Tensor, copies: Tensor, count: int) -> Tensor:
     if grad.shape[:2] != copies.shape or count < 0:
         raise misfit("added_copies", f"grad is [q, n, ..], copies [q, n] of {count} rows, 0 or more", grad=grad, copies=copies)
     there = (copies >= 0) & (copies < count)
-    made = grad.new_zeros(count + 1, *grad.shape[2:])  # the last for those that are of none
+    made = grad.new_zeros(count + 1, *grad.shape[2:])  # the last row is for places without a copy
     return made.index_add_(0, torch.where(there, copies, count).flatten(), grad.flatten(0, 1))[:count].clone()
 
 

@@ -1,14 +1,14 @@
-"""Routed experts in groups: what each group of experts is handed, its products, and what comes back.
+"""Routed experts in groups: dispatch of tokens to each group, products with its matrices, and combine.
 
     group_choices(choice [t, k], groups, each, most) -> own [q, t, m], slot [q, t, m]     which experts of a group a token has chosen
     to_groups(x [t, h], own) -> [q, t, m, h]                                              a token's row for each of these; else zeros
-    weights_of_groups(weights [t, k], own, slot) -> [q, t, m]                             what these experts count for; else zeros
-    group_mm(rows [q, r, k], matrices [g, k, n], choice [q, r], each) -> [q, r, n]        row by the matrix that it has in its group
-    from_groups(rows [q, t, m, h], own) -> [t, h]                                         the sum over what a token's experts made of it
+    weights_of_groups(weights [t, k], own, slot) -> [q, t, m]                             the weights of these experts; else zeros
+    group_mm(rows [q, r, k], matrices [g, k, n], choice [q, r], each) -> [q, r, n]        each row times its matrix in the group
+    from_groups(rows [q, t, m, h], own) -> [t, h]                                         the sum over the results of a token's experts
 
 Group i of q has the experts from i * each to (i + 1) * each, as far as there are so many. `own` is an expert's number in its group, -1
-where the token has no further one there, and then whatever lies in a row is neither read nor counted. A group is what one rank has of the
-experts where an axis splits them: of `x` it needs the tokens with an expert of its own, and no others.
+where the token has no further expert there; such a row is neither read nor counted. Where an axis splits the experts, a group is the
+experts of one rank: of `x` it needs only the tokens that chose one of them.
 
 `to_groups` and `from_groups` are each other's gradient; so are both directions of the weights, and the products of `routed.py`.
 """
@@ -26,7 +26,7 @@ INTEGERS = (torch.int64, torch.int32)
 
 @torch.library.custom_op("meshc::group_choices", mutates_args=())
 def group_choices(choice: Tensor, groups: int, each: int, most: int, first: int) -> tuple[Tensor, Tensor]:
-    """Of `groups` groups from number `first` on, `each` experts in one: those that a token has chosen, `most` at most, in its own order.
+    """Experts chosen by each token in `groups` groups of `each` experts, from group `first` on: `most` at most, in the token's order.
 
     A token may not choose more than `most` of a group: RuntimeError.
     """
@@ -73,7 +73,7 @@ def _fit_to(x: Tensor, own: Tensor) -> None:
 
 @torch.library.custom_op("meshc::in_slots", mutates_args=())
 def in_slots(x: Tensor, own: Tensor) -> Tensor:
-    """`to_groups` of what each group has been handed already: [q, t, h] -> [q, t, m, h]."""
+    """`to_groups` for tokens that each group already has: [q, t, h] -> [q, t, m, h]."""
     _fit_slots(x, own)
     return torch.where((own >= 0).unsqueeze(3), x.unsqueeze(2), 0.0)
 
@@ -91,7 +91,7 @@ def _fit_slots(x: Tensor, own: Tensor) -> None:
 
 @torch.library.custom_op("meshc::over_slots", mutates_args=())
 def over_slots(rows: Tensor, own: Tensor) -> Tensor:
-    """`from_groups`, each group's sum by itself: [q, t, m, h] -> [q, t, h]."""
+    """`from_groups` without the sum over groups: [q, t, m, h] -> [q, t, h]."""
     _fit_from(rows, own)
     return torch.where((own >= 0).unsqueeze(3), rows, 0.0).sum(2)
 
@@ -160,7 +160,7 @@ def _fit_tokens(grad: Tensor, own: Tensor, slot: Tensor, chosen: int) -> None:
 
 @torch.library.custom_op("meshc::group_mm", mutates_args=())
 def group_mm(rows: Tensor, matrices: Tensor, choice: Tensor, each: int, filled: float) -> Tensor:
-    """`filled` is the share of rows that have a matrix where tokens choose evenly; prices alone go by it."""
+    """`filled` is the share of rows that have a matrix if tokens choose evenly; only the cost model uses it."""
     _fit_mm(rows, matrices, choice, each)
     return mm_of_choices(rows.flatten(0, 1), matrices, _among_all(choice, each)).view(*rows.shape[:2], matrices.shape[2])
 
@@ -180,7 +180,7 @@ def _fit_mm(rows: Tensor, matrices: Tensor, choice: Tensor, each: int) -> None:
 
 @torch.library.custom_op("meshc::group_outer", mutates_args=())
 def group_outer(left: Tensor, right: Tensor, choice: Tensor, each: int, count: int, filled: float) -> Tensor:
-    """Of each of `count` matrices the sum over its rows of left (x) right: [q, r, k], [q, r, n] -> [count, k, n]."""
+    """For each of `count` matrices the sum over its rows of left (x) right: [q, r, k], [q, r, n] -> [count, k, n]."""
     _fit_outer(left, right, choice, each, count)
     return outer_of_choices(left.flatten(0, 1), right.flatten(0, 1), _among_all(choice, each), count)
 
@@ -203,7 +203,7 @@ def _chooses(choice: Tensor, rows: Tensor) -> bool:
 
 
 def _among_all(choice: Tensor, each: int) -> Tensor:
-    """From numbers in a group to numbers among all matrices, in one row; -1 for none."""
+    """Flat indices among the matrices of all groups, from indices in a group; -1 for none."""
     first = torch.arange(choice.shape[0], device=choice.device, dtype=choice.dtype).mul_(each).unsqueeze(1)
     return torch.where((choice >= 0) & (choice < each), choice + first, -1).flatten()
 

@@ -1,12 +1,11 @@
-"""Where experts lie: of the experts that tokens have chosen, the slots of the stacked weights that these have.
+"""Expert slots: the map from expert numbers to positions in the stacked weights, and reordering by it.
 
     choices_to_slots(choice [.., k], slots [experts]) -> [.., k]        slots[choice]; -1, no expert, stays -1
-    experts_by_slot(slots [experts]) -> [experts]                       of each slot the expert that lies there
+    experts_by_slot(slots [experts]) -> [experts]                       the expert in each slot
     in_order(x [experts, ..], order [experts], back [experts]) -> x[order]      its gradient is the same, with `back` as order
 
-In a model an expert's matrices lie where its number says. A program of experts that may be moved has them by slot, and which slot an expert
-has is data: experts that are moved change no program. Weights that are parameters of one expert each are stacked by number, and put in the
-order of slots.
+A model indexes an expert's matrices by its number. A program whose experts may be moved indexes them by slot, and the slot of an expert is
+data: moving experts does not change the program. Weights that are one parameter per expert are stacked by number, then reordered by slot.
 """
 
 from __future__ import annotations

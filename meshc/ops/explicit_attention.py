@@ -1,15 +1,15 @@
 """`meshc::explicit_attention`: attention that drops weights, or whose bias has a gradient; the kernels of `attention` know neither.
 
-    weights = softmax(scale * q k^T + bias)         of keys  first, first + 1, ...  of all keys, of which `real` are no padding
+    weights = softmax(scale * q k^T + bias)         of keys  first, first + 1, ...  of all keys, of which `real` are not padding
     out = (weights where they are kept, / (1 - p)) v                    lse = log(sum(exp(scale * q k^T + bias)))
 
     q  [batch, heads, q, head]      k, v  [batch, heads, k, head]      bias  [batch|1, heads|1, q|1, k|1] or None
-    out  like q      lse  [batch, heads, q]      gradients like what they are of
+    out  like q      lse  [batch, heads, q]      gradients like their operands
 
-Weights are there for a block of the queries at a time, forward, and again backward, where they are what they were. Which are kept is a
-function of (seed, step, call, place among all weights) as all draws are; `global_shape`, `local_shape` and `offsets` are those of
-[batch, heads, q, k], every factor a dim, and empty where there is no `seed_step`, and nothing is dropped. So parts over blocks of the keys
-drop what the whole drops, and are joined by `attention_merge`: `lse` is that of all weights. Backward takes `out` and `lse` of all blocks
+Weights are computed for one block of queries at a time, and recomputed in backward. The dropout mask is a function of (seed, step, call,
+index among all weights) as all draws are; `global_shape`, `local_shape` and `offsets` are those of [batch, heads, q, k], every factor a
+dim, and empty without `seed_step`, when nothing is dropped. So blocks of the keys drop the same weights as the whole, and are merged by
+`attention_merge`: `lse` is that of all weights before dropout. Backward takes `out` and `lse` of all blocks
 together. Of masks `causal`, `window`, `offset`, `start`, `first` and `real` mean what they mean in `attention_block.py`; a query that sees
 nothing has out 0 and lse minus infinity.
 """
@@ -33,7 +33,7 @@ from meshc.ops.operands import misfit
 from meshc.ops.random import dropout, keep_scale
 
 AT_ONCE = 1 << 20
-"""So many weights are there at once, or those of 16 queries."""
+"""Weights that are held at a time, unless those of 16 queries are more."""
 
 
 @torch.library.custom_op("meshc::explicit_attention", mutates_args=())
@@ -67,7 +67,7 @@ def explicit_attention(
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """In the dtype in which weights are added up."""
+    """Scores in the dtype in which weights are accumulated."""
     scores = torch.matmul(q, k.transpose(2, 3))
     scores = scores if scores.dtype == torch.float64 else scores.float()
     scores = scores if scale == 1.0 else scores * scale
@@ -75,13 +75,13 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
 
 
 def _part(bias: Tensor, rows: slice, keys: slice) -> Tensor:
-    """What a bias says of these."""
+    """The part of `bias` for `rows` and `keys`."""
     return bias[:, :, rows if bias.shape[2] != 1 else slice(0, 1), keys if bias.shape[3] != 1 else slice(0, 1)]
 
 
 @dataclass(frozen=True)
 class _Sees:
-    """Which of `real` keys `queries` see; with `causal` the first query stands at the key `at`, and sees it and those before it."""
+    """Visibility of `real` keys to `queries`; with `causal` the first query has the position of key `at`, and sees the keys up to it."""
 
     queries: int
     real: int
@@ -90,7 +90,7 @@ class _Sees:
     at: int
 
     def blocks(self, heads: int, bias: Tensor | None) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries, in order, each with the keys that any of them sees. What a bias hides is looked up on a CPU
+        """(rows of queries, range of keys that any of them sees), in order. On a CPU the range also excludes keys that a bias masks
         (`attention_hidden.py`)."""
         looked_up = bias if bias is not None and not bias.is_cuda and bias.shape[3] > 1 else None
         step = max(16, AT_ONCE // max(1, heads * self.real))
@@ -104,7 +104,7 @@ class _Sees:
             yield rows, keys if looked_up is None or first == end else attention_hidden.narrowed(_part(looked_up, rows, keys), keys)
 
     def masked(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
-        """Minus infinity where a query does not see a key."""
+        """`scores`, set in place to minus infinity where a query does not see a key."""
         if not self.causal or keys.stop <= self.at + rows.start + 1 and not self.window:
             return scores
         at = torch.arange(self.at + rows.start, self.at + rows.stop, device=scores.device).unsqueeze(1)
@@ -115,7 +115,7 @@ class _Sees:
 
 @dataclass(frozen=True)
 class _Drops:
-    """Which weights [batch, heads, q, k] are kept. Where each of these is one dim of the draw, parts of it are drawn; else all at once."""
+    """Dropout mask of the weights [batch, heads, q, k]: drawn in parts if each is one dim of the draw, else all at once."""
 
     seed_step: Tensor | None
     call: int
@@ -136,7 +136,7 @@ class _Drops:
         return _Drops(seed_step, call, p, global_shape, offsets, shape, whole)
 
     def dropped(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
-        """Of these rows and keys those that are kept, by 1 / (1 - p), and zeros. In the place of x."""
+        """Apply dropout to `x`, the weights of `rows` and `keys`, in place: kept ones times 1 / (1 - p), others zero."""
         return x if self.seed_step is None else x.mul_(keep_scale(self.p)).masked_fill_(~self._kept(rows, keys), 0.0)
 
     def _kept(self, rows: slice, keys: slice) -> Tensor:
@@ -184,7 +184,7 @@ def explicit_attention_bias_backward(
     p: float, global_shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[int], causal: bool, scale: float, window: int = 0,
     offset: int = 0, start: int = 0, first: int = 0, real: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The bias's gradient too."""
+    """As `explicit_attention_backward`, with the gradient of the bias."""
     draws = (seed_step, call, p, global_shape, local_shape, offsets)
     dbias = bias.new_zeros(bias.shape, dtype=lse.dtype)
     found = _gradients(grad, q, k, v, bias, out, lse, draws, (causal, scale, window, offset, start, first, real), dbias)
@@ -195,7 +195,7 @@ def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, draws: tuple[Any, ...],
     how: tuple[bool, float, int, int, int, int, int | None], dbias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of q, k and v; what the bias has is added to `dbias`."""
+    """Gradients of q, k and v; that of the bias is added to `dbias`."""
     causal, scale, window, offset, start, first, end = how
     real = k.shape[2] if end is None else end
     _fit_backward(grad, q, k, v, bias, out, lse)
@@ -204,7 +204,7 @@ def _gradients(
     drops = _Drops.of(draws, q, k)
     sees = _Sees(q.shape[2], real, causal, window, start + offset - first)
     dq, dk, dv = _like(q).zero_(), *(_like(x).to(lse.dtype).zero_() for x in (k, v))
-    lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees nothing at all: all of its weights are 0
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees no key: all of its weights are 0
     apart = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
     for rows, keys in sees.blocks(q.shape[0] * q.shape[1], bias):
         if keys.stop == keys.start:

@@ -1,9 +1,9 @@
 """`torch.nn.attention.flex_attention` in operators that meshc knows: attention with a mask, or scores written out and modified.
 
     q  [batch, heads, q, head]     k  [batch|1, kv_heads, k, head]     v  [batch|1, kv_heads, k, value]     heads a multiple of kv_heads
-    score_mod(score, b, h, i, j, *captured) and mask_mod(b, h, i, j, *captured) speak of one score by its position; None changes nothing
+    score_mod(score, b, h, i, j, *captured) and mask_mod(b, h, i, j, *captured) take one score and its position; None changes nothing
 
-What a mask's blocks say is not read: they are the mask once more, for kernels that skip what nobody sees. `fold_masks` finds that out.
+The blocks of a mask are ignored: their structure repeats the mask for kernels that skip masked blocks. `fold_masks` finds causal masks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def flex_attention(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out [batch, heads, q, value], log-sum-exp and greatest score of each query [batch, heads, q] in powers of two, with `statistics`).
 
-    With `causal` the mask is known to be `i >= j`. `where` is the user's line, for errors. A query that may look at nothing gets zeros,
+    With `causal` the mask is known to be `i >= j`. `where` is the user's line, for errors. A query without a visible key gets zeros,
     and minus infinity.
     Raises CompileError for functions that cannot be mapped over scores.
     """
@@ -68,7 +68,7 @@ def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
 
 
 def _mapped(name: str, where: str, mod: Mod, positions: tuple[Tensor, ...], captured: Sequence[Tensor], *scores: Tensor) -> Tensor:
-    """A function of one score and its position, over all of them: [batch, heads, q, k]."""
+    """`mod`, a function of one score and its position, mapped over all scores: [batch, heads, q, k]."""
     given = (0,) * len(scores)
     rest = (None,) * len(captured)
     for dim in (3, 2, 1, 0):
@@ -83,7 +83,7 @@ def _mapped(name: str, where: str, mod: Mod, positions: tuple[Tensor, ...], capt
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
-    """Minus infinity, without a gradient, for a query that may look at nothing."""
+    """Log-sum-exp of the scores of each query; minus infinity, without a gradient, for a query without a visible key."""
     blind = scores.detach().amax(-1) == -math.inf
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
     found = torch.logsumexp(torch.where(blind.unsqueeze(-1), zero, scores), -1)

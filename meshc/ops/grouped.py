@@ -3,12 +3,12 @@
     grouped_mm(rows [r, k], matrices [g, k, n], ends [g]) -> [r, n]       rows of run i times matrix i
     grouped_outer(left [r, k], right [r, n], ends [g]) -> [g, k, n]       of each run, the sum over its rows of left (x) right
 
-Run i is the rows from ends[i - 1] (0 for the first) to ends[i], exclusive; ends are integers that do not fall. Rows behind the last run
-give zeros. An end that falls is taken as the greatest before it, one past the rows as the last row: no kernel trusts them. Each operator is
-the gradient of the other, so that a backward has one node for every gradient that is wanted. `routed.py` has them for rows in any order.
+Run i is the rows from ends[i - 1] (0 for the first) to ends[i], exclusive; ends are non-decreasing integers. Rows behind the last run give
+zeros. Ends are clamped to the greatest end before and to the number of rows: no kernel trusts them. Each operator is the gradient of the
+other, so that backward has one node per gradient. `routed.py` has the same products for rows in any order.
 
-Kernels: CUDA in bfloat16, torch's grouped kernel, which asks for rows that lie multiples of 16 bytes apart: narrower operands are filled up
-with zeros. Elsewhere, a product for each run that has rows; that waits for `ends` on the host, as torch's own way does.
+Kernels: on CUDA in bfloat16 torch's grouped kernel, which requires row strides in multiples of 16 bytes: other operands are padded with
+zeros. Elsewhere one product per non-empty run, which waits for `ends` on the host, as torch's own function does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshc.ir.functions import Target
 from meshc.ops.operands import misfit
 
 KERNEL_BYTES = 16
-"""The multiple of torch's grouped kernel."""
+"""Alignment of rows in torch's grouped kernel, in bytes."""
 
 
 def mm_of_runs(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
 
 
 def meet(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether every row could go with every matrix."""
+    """Whether rows and matrices agree in number of dims, inner size and dtype."""
     return (rows.dim(), matrices.dim()) == (2, 3) and rows.shape[1] == matrices.shape[1] and rows.dtype == matrices.dtype
 
 
@@ -100,12 +100,12 @@ def _ends(ends: Tensor) -> bool:
 
 
 def _safe(ends: Tensor, rows: Tensor) -> Tensor:
-    """For torch's grouped kernel, which reads whatever rows it is told: ends that do not fall and lie within the rows."""
+    """`ends` made non-decreasing and at most the number of rows, for torch's grouped kernel, which does not check them."""
     return ends.clamp(0, rows.shape[0]).cummax(0).values.int()
 
 
 def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """The runs that have rows."""
+    """(index, rows) of the non-empty runs."""
     start = 0
     for run, end in enumerate(ends.tolist()):
         if end > start:
@@ -118,7 +118,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The same values, one of the last two dims contiguous, and both filled up with zeros to whole multiples of KERNEL_BYTES."""
+    """`x` with one of the last two dims contiguous, padded with zeros to multiples of `KERNEL_BYTES`."""
     unit = KERNEL_BYTES // x.itemsize
     last, other = -x.shape[-1] % unit, -x.shape[-2] % unit if x.dim() == 3 else 0
     if last or other:
@@ -151,7 +151,7 @@ grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 
 def is_plain(rows: Tensor, matrices: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> bool:
-    """Whether a call of torch's with ends is rows in runs against matrices, with nothing added. Others go torch's own way."""
+    """Whether a call of torch's with ends is `grouped_mm` without a bias or another dtype. Other calls use torch's own function."""
     plain = bias is None and out_dtype in (None, rows.dtype) and rows.dtype == matrices.dtype
     return plain and (rows.dim(), matrices.dim()) == (2, 3)
 
@@ -164,7 +164,7 @@ def functional_grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What `torch.nn.functional.grouped_mm` means."""
+    """As `torch.nn.functional.grouped_mm`."""
     if offs is not None and is_plain(mat_a, mat_b, bias, out_dtype):
         return grouped_mm(mat_a, mat_b, offs)
     return torch.nn.functional.grouped_mm(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
@@ -173,14 +173,14 @@ def functional_grouped_mm(
 def torch_grouped_mm(
     input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """What `torch._grouped_mm` means."""
+    """As `torch._grouped_mm`."""
     if offs is not None and is_plain(input, mat2, bias, out_dtype):
         return grouped_mm(input, mat2, offs)
     return torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
 def fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """What `transformers::grouped_mm_fallback` means."""
+    """As `transformers::grouped_mm_fallback`."""
     return grouped_mm(input, weight, offs)
 
 
@@ -189,4 +189,4 @@ RAISED: dict[Target, Callable[..., Tensor]] = {
     torch._grouped_mm: torch_grouped_mm,
 }
 NAMED: dict[str, Callable[..., Tensor]] = {"transformers::grouped_mm_fallback": fallback}
-"""By the name of an operator, which is registered only where its library has been imported."""
+"""Operator name -> replacement, for operators that exist only once their library has been imported."""

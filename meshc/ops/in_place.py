@@ -1,4 +1,4 @@
-"""Which operators of programs write into their operands: updates, and what keeps their results."""
+"""Tables of the operators that write into their operands: optimizer updates and operators that store state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshc.ops import keep, optim
 from meshc.private import OpOverload
 
 WRITERS: frozenset[OpOverload] = frozenset({*optim.MANY.values(), *keep.IN_PLACE.values()})
-"""Those that a program may hold once it is finished."""
+"""In-place operators that a finished program may contain."""
 
 REPLACED: dict[OpOverload, tuple[int, ...]] = {**optim.WRITTEN, **dict.fromkeys(keep.IN_PLACE, (0,))}
-"""An operator that makes new values for old ones, to the positions of the old ones among its arguments, in the order of its results."""
+"""Functional operator -> positions of the arguments that its results replace, in the order of the results."""

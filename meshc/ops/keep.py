@@ -1,11 +1,11 @@
-"""What keeps the results of an update in fewer bits, as operators: rounding by a draw, rounding to nearest, a master beside a parameter.
+"""Operators that store update results in fewer bits: stochastic rounding, rounding to nearest, master weights.
 
     new_state = meshc.round_state(state, value, seed_step, "w/exp_avg", global_shape, local_shape, offsets)     bfloat16, by a draw
     new_param = meshc.round_param(param, value)                                                                 to the nearest
     new_master = meshc.join_master(master, param)                                                               float32
 
-The first operand is what has been kept so far; each has a twin `NAME_` that writes into it. docs/randomness.md has the draws of
-`round_state`: its call is numbered by a name, so that neither the order nor the number of states matters.
+The first operand is the value stored so far; each operator has a twin `NAME_` that writes into this operand. docs/randomness.md defines
+the draws of `round_state`: its call is numbered by a name, so that neither the order nor the number of states matters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshc.ops.tile import tile_of
 
 Shape = Sequence[int]
 FIRST_CALL = 1 << 31
-"""Calls below it are a model's own."""
+"""First number of the random calls of updates; smaller numbers are those of the model."""
 
 _LIBRARY = torch.library.Library("meshc", "FRAGMENT")
 _DRAWN = "Tensor seed_step, str name, SymInt[] global_shape, SymInt[] local_shape, SymInt[] offsets"
@@ -36,7 +36,7 @@ def call_named(name: str) -> int:
 
 
 def round_state(value: Tensor, seed_step: Tensor, name: str) -> Tensor:
-    """A whole value in bfloat16, each element rounded up with the probability of what is cut off."""
+    """Stochastic rounding of a full value to bfloat16: up with a probability equal to the fraction that is cut off."""
     shape = list(value.shape)
     return torch.ops.meshc.round_state(value.new_empty(shape, dtype=torch.bfloat16), value, seed_step, name, shape, shape, [0] * len(shape))
 
@@ -47,7 +47,7 @@ def round_state(value: Tensor, seed_step: Tensor, name: str) -> Tensor:
 def _round_state(
     state: Tensor, value: Tensor, seed_step: Tensor, name: str, global_shape: Shape, local_shape: Shape, offsets: Shape
 ) -> None:
-    """The pattern of a float32 plus 16 random bits, without its lower half; an overflow is an infinity, NaN stays NaN."""
+    """Add 16 random bits to the pattern of a float32 and drop its lower half; overflow gives infinity, NaN stays NaN."""
     _fit_rounding(state, value, seed_step, name, global_shape, local_shape, offsets)
     tile = tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
     value = value.to(torch.float32).contiguous()
@@ -69,10 +69,10 @@ def _round_param(param: Tensor, value: Tensor) -> None:
 
 
 def _join_master(master: Tensor, param: Tensor) -> None:
-    """A master counts where the parameter is its rounding; elsewhere somebody has given the parameter another value."""
+    """Master values, replaced by the parameter's where the parameter is not their rounding: it was set from outside."""
     _fit_alike("join_master", master, param)
     changed = master.to(param.dtype) != param
-    if changed.is_cuda or bool(changed.any()):  # to ask on a GPU would be to wait for it
+    if changed.is_cuda or bool(changed.any()):  # `any` on a GPU would wait for the device
         master.copy_(torch.where(changed, param.to(master.dtype), master))
 
 
@@ -99,11 +99,11 @@ def _fit_alike(name: str, kept: Tensor, value: Tensor) -> None:
 
 
 IN_PLACE: Final[dict[torch._ops.OpOverload, torch._ops.OpOverload]] = {}
-"""What makes a new value of what is kept, to its twin that writes into its first operand."""
+"""Functional operator -> its twin that writes into the first operand."""
 
 
 def define(name: str, kept: str, rest: str, kernel: Callable[..., None], fit: Callable[..., None]) -> None:
-    """An operator and its twin. `kept`: the name of its first operand; `kernel` writes into it, `fit` refuses what does not."""
+    """Register an operator and its twin. `kept`: name of the first operand; `kernel` writes into it, `fit` raises on a mismatch."""
 
     def functional(first, *others):  # type: ignore[no-untyped-def]
         result = first.clone()

@@ -26,14 +26,14 @@ def _as_batch_of_one(query: Tensor, key: Tensor, value: Tensor, padding: Tensor 
 
 
 def _by_heads(projected: list[Tensor], heads: int) -> list[Tensor]:
-    """[length, batch, width] -> [batch, heads, length, width of a head] of each."""
+    """Each of `projected`, [length, batch, width] -> [batch, heads, length, width of a head]."""
     return [x.reshape(x.shape[0], x.shape[1], heads, -1).permute(1, 2, 0, 3) for x in projected]
 
 
 def _written_out(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, p: float, seed_step: Tensor | None, call: int
 ) -> tuple[Tensor, Tensor]:
-    """The shares of the values, and what they mix: attention that is asked for its weights."""
+    """(weights, output) of attention whose weights are requested, decomposed."""
     shares = torch.softmax(_scores(q, k, bias), -1)
     shares = dropout(shares, seed_step, call, p) if seed_step is not None and 0.0 < p < 1.0 else settled(shares, p, True)
     return shares, torch.matmul(shares, v)
@@ -77,7 +77,7 @@ def multi_head_attention(
     seed_step: Tensor | None = None,
     call: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """What torch's means. Raises CompileError for keys and values that are given, or get a row more (bias_k, add_zero_attn)."""
+    """As torch's. Raises CompileError for static keys and values, and for those with a further row (bias_k, add_zero_attn)."""
     _refuse_rows_more(add_zero_attn, bias_k, bias_v, static_k, static_v)
     batched = query.dim() == 3
     if not batched:
@@ -110,7 +110,7 @@ def _projected(query: Tensor, key: Tensor, value: Tensor, weights: _Weights, bia
 
 
 def _merged(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """What is added to the scores [batch, heads, target, source]: the mask and the padding of the keys, each of truths or numbers."""
+    """Bias of the scores [batch, heads, target, source]: the mask plus the padding of the keys, each boolean or additive."""
     batch, heads, target, source = *q.shape[:3], k.shape[2]
     found: Tensor | None = None
     if mask is not None:

@@ -1,7 +1,7 @@
-"""What meshc's own operators say to operands that do not fit together.
+"""Error for operands of a meshc operator whose shapes, dtypes or devices do not match.
 
-Kernels walk memory by the sizes of one operand and would read or write past the end of another. So every operator compares sizes before it
-starts, with real tensors as with fake ones; values are looked at only where a kernel trusts them.
+Kernels index memory by the sizes of one operand and would read or write past the end of another. So every operator compares sizes first,
+for real and for fake tensors; values are checked only where a kernel relies on them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def misfit(operator: str, rule: str, **operands: Tensor | None) -> ValueError:
-    """The error for operands of which `rule` does not hold, by name."""
+    """ValueError that states `rule` and describes the operands, by name, for which it does not hold."""
     given = ", ".join(
         f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
         for name, tensor in operands.items()

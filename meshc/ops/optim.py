@@ -8,7 +8,7 @@ Each exists three times. The functional one is what a program holds before `fuse
 
 Every number is a 0-dim float64 tensor, so that a schedule never recompiles. One on the CPU is read when the operator runs; a learning rate
 on an accelerator goes to the fused kernel as a tensor, so that a captured graph sees it change. `step` counts finished updates from 0.
-`first` is 1 until a momentum buffer has been written, and the buffer is zero until then. All of it is elementwise in parameter, gradient
+`first` is 1 until a momentum buffer has been written, and the buffer is zero until then. Updates are elementwise in parameter, gradient
 and state: any sharding that these share is legal.
 
 The arithmetic is that of `torch.optim`'s single-tensor implementations, in their order.
@@ -26,7 +26,7 @@ from meshc.ops.operands import misfit
 
 
 class _Adam(NamedTuple):
-    """The numbers and flags of an update, as they stand last in its schema."""
+    """Numbers and flags of an update, the last arguments of its schema."""
 
     lr: Tensor
     beta1: Tensor
@@ -108,7 +108,7 @@ def _sgd_one(written: Sequence[Tensor], grad: Tensor, of: _SGD) -> None:
         buffer.copy_(grad)
     elif first.device.type == "cpu" or damping == 0:
         buffer.mul_(mass).add_(grad, alpha=1 - damping)
-    else:  # reading the flag would make the host wait for the device
+    else:  # reading `first` would make the host wait for the device
         buffer.copy_(torch.where(first != 0, grad, buffer * mass + grad * (1 - damping)))
     first.zero_()
     direction = grad.add(buffer, alpha=mass) if of.nesterov else buffer
@@ -134,7 +134,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _fusable(param: Tensor, grad: Tensor, state: Sequence[Tensor]) -> bool:
-    """Whether torch's fused kernels serve. They walk memory, not indices, and on CPU do not check that layouts agree."""
+    """Whether torch's fused kernels apply. They iterate over memory, not indices, and on CPU do not check that layouts agree."""
     if (
         param.device.type not in ("cpu", "cuda")
         or not param.is_floating_point()
@@ -150,9 +150,9 @@ def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
 
 
 def _fit(name: str, operands: Sequence[str], columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor]) -> None:
-    """Gradient and state have their parameter's size, and lie where it does; a count or a flag is one number.
+    """Raises ValueError unless gradient and state have their parameter's size and device, and a count or a flag one element.
 
-    Shapes are compared on fake tensors; this is asked of every parameter in every step, and sizes cost a third of what shapes do.
+    Shapes are compared on fake tensors only: this runs for every parameter in every step, and sizes cost a third of shapes.
     """
     if any(len(column) != len(grads) for column in columns):
         raise ValueError(f"meshc::{name}: {', '.join(operands)} and grad are lists of one length, not {[*map(len, columns), len(grads)]}")
@@ -179,8 +179,8 @@ def _scalar_for_kernel(lr: Tensor) -> Tensor | float:
 def _split(
     columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], tensors_like_param: int, halves: bool = True
 ) -> tuple[list[list[int]], list[int]]:
-    """Indices that one fused call may take together (device and dtype agree), and those that need the plain update. Not `halves`: the CPU
-    kernel is none for 16-bit parameters, of which it leaves all but the last few as they were (torch's SGD, 2.13)."""
+    """(groups of indices for one fused call each, by device and dtype; indices that need the plain update). Without `halves` the CPU kernel
+    is not used for 16-bit parameters, most of whose elements it leaves unchanged (torch's SGD, 2.13)."""
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     alone: list[int] = []
     for i, (param, grad) in enumerate(zip(columns[0], grads, strict=True)):
@@ -273,7 +273,7 @@ _LIBRARY = torch.library.Library("meshc", "FRAGMENT")
 
 
 def _define_schemas(name: str, operands: Sequence[str], last: str) -> None:
-    """Of an update's three forms: one that makes new values, one in place, one in place for many parameters. `last`: its numbers."""
+    """Define schemas of an update's three forms: functional, in place, in place for lists. `last`: schema of the numbers."""
     others, count = operands[1:], len(operands)
     letters = "abcdefgh"
 

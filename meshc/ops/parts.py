@@ -1,4 +1,4 @@
-"""`meshc::sum_of_parts`: marks what microbatches add up, where each of them is a step of its own. One microbatch's sum is its value."""
+"""`meshc::sum_of_parts`: marks a sum over microbatches whose steps are separate; the identity for a single microbatch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @torch.library.custom_op("meshc::sum_of_parts", mutates_args=())
 def sum_of_parts(x: Tensor) -> Tensor:
-    """x of any shape -> the same."""
+    """A copy of `x`, of any shape."""
     return x.clone()
 
 

@@ -1,6 +1,6 @@
 """Philox-4x32-10 over one tile of a tensor: the compiled CPU kernel, and the same arithmetic in plain torch.
 
-`draw` is the only door: it picks the Triton kernel on CUDA, the compiled kernel on the CPU, and torch where there is neither compiler nor
+`draw` is the entry point: it uses the Triton kernel on CUDA, the compiled kernel on the CPU, and torch where there is neither compiler nor
 Triton. All three give the same bits; docs/randomness.md has the definition. The compiled kernel is built once per machine, at first use,
 into the kernel cache, from philox.cpp beside this file.
 """
@@ -109,15 +109,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler that builds it."""
+    """The C++ compiler that builds the kernel; None without one."""
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
 
 
 def _compiled() -> ctypes.CDLL:
-    """philox.cpp compiled, from the cache or anew (`meshc.files.kernel_cache`).
+    """The library of philox.cpp, from the cache or compiled now (`meshc.files.kernel_cache`).
 
-    The name holds a hash of source, compiler, flags and architecture. The library picks its vector instructions when it is loaded, so that
-    machines with other processors may share the cache. Raises OSError without a compiler, CalledProcessError if compiling fails.
+    The file name has a hash of source, compiler, flags and architecture. The library selects its vector instructions when it is loaded, so
+    machines with different processors may share the cache. Raises OSError without a compiler, CalledProcessError if compiling fails.
     """
     found = compiler()
     if found is None:
@@ -130,7 +130,7 @@ def _compiled() -> ctypes.CDLL:
         command = [found, *FLAGS, "-o", str(file), str(SOURCE)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        except subprocess.CalledProcessError:  # a toolchain without run-time choice of instructions
+        except subprocess.CalledProcessError:  # a toolchain without run-time dispatch of instructions
             subprocess.run([*command, "-DMESHC_NO_CLONES"], check=True, capture_output=True, text=True, timeout=300)
 
     return kernel_cache.library(name, build)
@@ -189,7 +189,7 @@ LAYOUT = {
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on int64 tensors that hold 32-bit words; a product wraps modulo 2^64, and the mask drops the sign's copies."""
+    """Ten rounds on int64 tensors of 32-bit words; products wrap modulo 2^64, and the mask removes the extended sign."""
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (b >> 32) & WORD ^ c1 ^ k0, b & WORD, (a >> 32) & WORD ^ c3 ^ k1, a & WORD
@@ -234,7 +234,7 @@ def _draw_torch(
 
 
 def _wide(high: Tensor, low: Tensor) -> Tensor:
-    """The upper 53 of 64 bits, as an int64; the sum of the two shifts never meets the sign."""
+    """The upper 53 of 64 bits, as an int64; the sum of the two shifts never reaches the sign bit."""
     return (high << 21) | (low >> 11)
 
 

@@ -6,7 +6,7 @@
     dropout   (x, seed_step, call, p, global_shape, local_shape, offsets) -> out, mask in x's shape; one node forward, one backward
 
 `seed_step` is int64 [2] on the device that draws. Local element (i0, i1, ...) is element (offset_k + i_k) of `global_shape`, row-major;
-elements past its end are padding and hold some finite draw. docs/randomness.md has the definition to the letter.
+elements past its end are padding with arbitrary finite draws. docs/randomness.md has the definition to the letter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ torch.library.define("meshc::dropout_backward", "(Tensor grad, Tensor mask, floa
 
 
 FIRST_VALUES = (1 << 32) - 1
-"""The step whose draws are a model's first values: one that training does not come to."""
+"""The step whose draws initialise a model, beyond every training step."""
 
 
 def seed_step(seed: int, step: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -54,7 +54,7 @@ def keep_threshold(keep: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What kept elements are multiplied with: 1 / (1 - p), or 0 where nothing is kept."""
+    """Factor of kept elements: 1 / (1 - p), or 0 for p = 1."""
     return 0.0 if p == 1.0 else 1.0 / (1.0 - p)
 
 
@@ -66,7 +66,7 @@ def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymIn
 
 
 def _drawn(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Numbers of one kind, in double precision if the result is, else in single."""
+    """Draws of one kind, in double precision if `dtype` is float64, else in single."""
     _fit_seed(kind, seed_step)
     bits = 64 if dtype == torch.float64 else 32
     out = torch.empty(tuple(shape), dtype=torch.float64 if bits == 64 else torch.float32, device=seed_step.device)
@@ -77,7 +77,7 @@ def _drawn(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dt
 @torch.library.impl("meshc::uniform", _DEVICES)
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
     out = _drawn("uniform", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype)
-    if dtype in (torch.float16, torch.bfloat16):  # rounded down to the bits that the type has, or 1 would come out
+    if dtype in (torch.float16, torch.bfloat16):  # rounded down to the precision of `dtype`, or the result could be 1
         unit = 2.0 / torch.finfo(dtype).eps
         return out.mul_(unit).floor_().div_(unit).to(dtype)
     return out.to(_floating(dtype))
@@ -134,7 +134,7 @@ def _fit_seed(operator: str, seed_step: Tensor) -> None:
 
 
 def _fit_tile(global_shape: Shape, local_shape: Shape, offsets: Shape) -> None:
-    """What `tile_of` refuses of real sizes, as far as open ones show it."""
+    """Raises ValueError as `tile_of` does, as far as symbolic sizes are known."""
     if not len(global_shape) == len(local_shape) == len(offsets):
         raise ValueError(f"global shape {global_shape}, local shape {local_shape} and offsets {offsets} differ in length")
 
@@ -250,7 +250,7 @@ def bernoulli(seed_step: Tensor, call: int, probability: Tensor, tile: tuple[Sha
 
 
 def settled(input: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout that draws nothing, as in torch: off, p = 0, or p = 1."""
+    """Dropout without draws, as in torch: not training, p = 0, or p = 1."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     return input * input.new_zeros(()) if training and p == 1.0 else input

@@ -1,4 +1,4 @@
-"""Which calls of torch's functions draw random numbers, how many, and what stands for them."""
+"""Table of torch's random functions: the number of draws per call, and the meshc functions that replace them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshc.ops.signatures import filled
 _functional = torch.nn.functional
 _RECURRENT = tuple(recurrent.RAISED)
 SOMETIMES: Final = (_functional.scaled_dot_product_attention, _functional.multi_head_attention_forward, *_RECURRENT)
-"""What draws if its dropout is on."""
+"""Functions that draw only if their dropout is on."""
 
 RAISED: dict[Target, Function] = {**dropout.RAISED, **drawing.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
@@ -26,7 +26,7 @@ REFUSED: dict[object, str] = {
     torch.binomial: UNKNOWN_COUNT,
     "random_": "without bounds it draws from more integers than a float64 tells apart",
 }
-"""What draws and has no definition, and why."""
+"""Random functions that are refused -> the reason."""
 
 
 def _quiet_rrelu(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, training: bool = False, inplace: bool = False) -> Tensor:
@@ -34,16 +34,16 @@ def _quiet_rrelu(input: Tensor, lower: float = 1.0 / 8, upper: float = 1.0 / 3, 
 
 
 QUIET: dict[object, Function] = {_functional.rrelu: _quiet_rrelu, torch.rrelu: _quiet_rrelu}
-"""What stands for a function that draws, in a call in which it does not; those that are not listed stay."""
+"""Random function -> its replacement in a call that draws nothing; functions that are not listed stay."""
 
 RANDOM_CALLS: frozenset[object] = frozenset(target for target in RAISED if target not in _RECURRENT) | frozenset(REFUSED)
 """Torch-level targets that draw whenever they are not switched off; methods by name."""
 
 
 def is_random(target: Target) -> bool:
-    """Whether a target of the torch-level graph (a function, a method's name or a method itself) is made to draw random numbers.
+    """Whether a target of the torch-level graph (a function, a method's name or a method itself) draws random numbers by definition.
 
-    Attention and recurrent layers, which draw only if their dropout is on, are not among them; `draws` counts those too.
+    False for attention and recurrent layers, which draw only if their dropout is on; `draws` counts those too.
     """
     if isinstance(target, str):
         return target in RANDOM_CALLS
@@ -56,7 +56,7 @@ def is_random(target: Target) -> bool:
 
 
 def is_method(target: Target) -> bool:
-    """Whether it is a method of tensors itself, as `torch.Tensor.uniform_`."""
+    """Whether `target` is an unbound tensor method, as `torch.Tensor.uniform_`."""
     return issubclass(getattr(target, "__objclass__", object), torch._C.TensorBase)
 
 
@@ -64,7 +64,7 @@ def draws(target: Target, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | 
     """How many numbered random calls torch makes for this call of `target`, so that capture and `ReferenceRandom` count alike.
 
     Dropout that is off, has p = 0 or p = 1, or gets an empty tensor makes none; attention makes one if 0 < dropout_p < 1; a recurrent layer
-    one between each two layers. Arguments may be graph nodes, where only their number matters.
+    one between each two layers. Tensor arguments may be graph nodes.
     """
     name = getattr(target, "__name__", str(target))
     if not is_random(target) and target not in SOMETIMES:

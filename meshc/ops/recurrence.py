@@ -5,9 +5,9 @@
     recurrence_backward(grad, a, h, before, after, dim) -> (of a, of b)    g[t] = grad[t] + a[t+1] g[t+1];   g[t] h[t-1],   g[t]
                                                                            after: a[t+1] g[t+1] of the last t, or 0
 
-Steps compose: those of a stretch come to `product * h + last`. So ranks that hold stretches of t exchange these two, and each starts with
-what the stretches before it come to (Blelloch, Prefix sums and their applications, CMU-CS-90-190, 1990). On a CPU steps are taken one
-after another, elsewhere those of stretches at once: of t steps, about twice the root of t calls.
+Steps compose: a stretch maps h to `product * h + last`. So ranks that hold stretches of t exchange these two, and each starts with the
+composition of the stretches before it (Blelloch, Prefix sums and their applications, CMU-CS-90-190, 1990). On a CPU steps are computed one
+after another, elsewhere stretches in parallel: about 2 sqrt(t) calls for t steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recurrence_backward(
     _fit("recurrence_backward", dim, after, grad=grad, a=a, h=h)
     if not a.shape[dim]:
         return torch.empty_like(a), torch.empty_like(a)
-    # g[t] = grad[t] + a[t+1] g[t+1] is a recurrence from the last t to the first, of factors that stand one further on
+    # g[t] = grad[t] + a[t+1] g[t+1] is a recurrence from the last t to the first, with factors shifted by one
     last, size = torch.zeros_like(a.narrow(dim, 0, 1)), a.shape[dim]
     shifted = torch.cat([a.narrow(dim, 1, size - 1), last], dim)
     grad = grad if after is None else torch.cat([grad.narrow(dim, 0, size - 1), grad.narrow(dim, size - 1, 1) + after], dim)
@@ -106,7 +106,7 @@ def _fit(operator: str, dim: int, edge: Tensor | None, **operands: Tensor) -> No
 
 
 def _steps(a: Tensor, b: Tensor, before: Tensor | None, dim: int, reverse: bool) -> Tensor:
-    """One after another."""
+    """h of each step, computed one after another."""
     out = torch.empty_like(b)
     rows = list(zip(a.unbind(dim), b.unbind(dim), out.unbind(dim), strict=True))
     state = None if before is None else before.squeeze(dim)
@@ -116,7 +116,7 @@ def _steps(a: Tensor, b: Tensor, before: Tensor | None, dim: int, reverse: bool)
 
 
 def stretches(a: Tensor, b: Tensor, before: Tensor | None, dim: int) -> Tensor:
-    """Stretches as long as there are many of them, each from zero; then what those before come to, times the factors since."""
+    """h of each step, by about sqrt(t) stretches computed from zero, plus the carry from earlier stretches times the factors since."""
     size = a.shape[dim]
     if not size:
         return torch.empty_like(b)

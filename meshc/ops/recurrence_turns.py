@@ -1,13 +1,13 @@
-"""`meshc::recurrence` in turns: of a rank's stretch the steps of a part of the rows, from the state that the rank before has handed on.
+"""`meshc::recurrence` in turns: the steps of one part of the rows, from the state of the rank before.
 
     recurrence_turn(a, b, handed, dim, along, slot, parts, place, ranks) -> (h, state)
     recurrence_backward_turn(grad, a, h, before, handed, dim, along, slot, parts, place, ranks) -> (of a, of b, state)
 
-    a, b, grad, h  of the whole stretch, of which a turn takes a part along the dim `along`, and gives results of that size
+    a, b, grad, h  of the whole stretch; a turn takes a part along the dim `along`, and returns results of that size
     handed, state  [1, ..., 1, ...], one position of t, of a part: the last h; backward a[t] g[t] of the first t
     before         the last h of the stretch before, of all rows, zeros at the first
 
-What a turn is, and when a rank has none, is in `ops/turns.py`; letters are those of `ops/recurrence.py`.
+`ops/turns.py` explains turns, `ops/recurrence.py` the letters.
 """
 
 from __future__ import annotations

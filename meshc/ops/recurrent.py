@@ -3,7 +3,7 @@
     out, h, c = torch.lstm(x, (h, c), weights, ...)      for each layer and direction:    made = linear(x, w_ih, b_ih)
                                                                                            out, kept, last = rnn(made, w_hh, b_hh, before)
 
-What takes packed sequences, whose rows end at different steps, and an LSTM with projections stay torch's own, step by step.
+Layers on packed sequences, whose rows end at different steps, and an LSTM with projections stay torch's own functions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Layers = Callable[..., tuple[Tensor, ...]]
 
 
 def _layers(kind: str, torchs: Function) -> Layers:
-    """What stands for a stack of layers of one kind, without dropout between them."""
+    """Replacement of `torchs`, a stack of layers of one kind without dropout between them."""
 
     def layers(*args: Any) -> tuple[Tensor, ...]:
-        if not isinstance(args[3], bool):  # a packed sequence brings its batch sizes as one more argument
+        if not isinstance(args[3], bool):  # a packed sequence has its batch sizes as one more argument
             return tuple(torchs(*args))
         x, given, weights, biases, count, _, _, both, batch_first = args
         ways = 2 if both else 1
@@ -50,7 +50,7 @@ def _layers(kind: str, torchs: Function) -> Layers:
 
 
 def _one(kind: str, x: Tensor, weights: Sequence[Tensor], before: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    """One layer in one direction: (h of each step, the last state)."""
+    """(h of each step, the last state) of one layer in one direction."""
     w_in, w_before, *biases = weights
     b_in, b_before = biases or (None, None)
     out, _, last = torch.ops.meshc.rnn(kind, functional.linear(x, w_in, b_in), w_before, b_before, before, reverse)
@@ -63,4 +63,4 @@ RAISED: Final[dict[Target, Function]] = {
     torch.rnn_tanh: _layers("tanh", torch.rnn_tanh),
     torch.rnn_relu: _layers("relu", torch.rnn_relu),
 }
-"""Torch's function -> what stands for it."""
+"""Torch's function -> its replacement."""

@@ -1,6 +1,7 @@
-"""Rules that users have given to operators of their own, as they were said.
+"""Sharding rules that users have registered for their own operators, as given.
 
-They lie below the compiler, which reads them (`meshc.rules.registered`), and below the runtime, which compares them between ranks.
+This module is below the compiler, which reads the rules (`meshc.passes.rules.registered`), and the runtime, which compares them between
+ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ class Registered:
 
 
 RULES: Final[dict[OpOverload, Registered]] = {}
-"""By operator; the last that was said of one stands."""
+"""Operator -> its registered rule; a later registration replaces an earlier one."""
 
 
 def by_name() -> dict[str, tuple[str | Function, Mapping[str, object]]]:
-    """For comparing: everything that was said, in an order of its own."""
+    """(rule, fields) of all registered rules by operator name, sorted, to compare between ranks."""
     return {str(op): (found.rule, found.fields) for op, found in sorted(RULES.items(), key=lambda item: str(item[0]))}
 
 
 def overload_of(op: Target) -> OpOverload:
-    """The operator that is meant: "mylib::op", "mylib::op.overload", `torch.ops.mylib.op`, one of its overloads, or what
-    `torch.library.custom_op` has made of a function. Raises CompileError."""
+    """The operator overload of `op`: "mylib::op", "mylib::op.overload", `torch.ops.mylib.op`, one of its overloads, or a result of
+    `torch.library.custom_op`. Raises CompileError for anything else."""
     found = _of_name(op) if isinstance(op, str) else getattr(op, "_opoverload", op)  # the attribute is custom_op's
     if isinstance(found, OpOverloadPacket):
         overloads = found.overloads()

@@ -1,18 +1,18 @@
-"""`meshc::rnn`: the steps of a recurrent layer (LSTM, GRU, or tanh or relu of a sum), one after another.
+"""`meshc::rnn`: the sequential steps of a recurrent layer (LSTM, GRU, or RNN with tanh or relu).
 
     rnn(kind, x, weight, bias, before, reverse) -> (out, kept, last)
     rnn_backward(kind, grad, of_last, kept, weight, reverse) -> (of_gates, of_before)
-    rnn_turn, rnn_turn_backward                the same of one part of the rows, and the steps of one rank's stretch (`ops/turns.py`)
+    rnn_turn, rnn_turn_backward                the same for one part of the rows and one rank's stretch of steps (`ops/turns.py`)
 
-    x       [t, rows, gates * h]   what the layer's input makes of each gate, bias included
-    weight  [gates * h, h]         by which the h of the step before goes into them;  bias [gates * h], or None
+    x       [t, rows, gates * h]   the input's contribution to each gate, with its bias
+    weight  [gates * h, h]         for the contribution of the previous step's h;  bias [gates * h], or None
     before  [states, rows, h]      the state before the first step, None for zeros;  last: behind the last; reversed, of the first position
     out     [t, rows, h]           h of each step
-    kept    [t, rows, .. * h]      what backward needs of each step, the h before it last
-    of_gates  [t, rows, .. * h]    gradients of what goes into each gate; of a GRU's new h twice, of x's part and of h's
+    kept    [t, rows, .. * h]      values of each step that backward needs, the previous h last
+    of_gates  [t, rows, .. * h]    gradients of the inputs of each gate; for a GRU's new h twice, for the parts of x and of h
 
-An LSTM's state is h and c, that of others h. Steps of a new h that is no linear function of the one before do not compose: ranks that hold
-stretches of t hand the state on, from rank to rank. What x is made by is a product of all positions, and so is the gradient of `weight`.
+An LSTM's state is h and c, that of other kinds h. Steps whose new h is not linear in the previous h do not compose: ranks that hold
+stretches of t pass the state from rank to rank. x is a matrix product over all positions, and so is the gradient of `weight`.
 
 Hochreiter, Schmidhuber: Long Short-Term Memory (Neural Computation 9(8), 1997); Cho et al.: arXiv:1406.1078.
 """
@@ -32,15 +32,15 @@ from meshc.ops.operands import misfit
 from meshc.ops.turns import Turn, fit_turns
 
 States = Sequence[Tensor]
-"""An LSTM's h and c, others' h, [rows, h] each."""
+"""h and c of an LSTM, h of other kinds, [rows, h] each."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """
-    gates   of x and weight;  kept  what is kept of a step, in multiples of h;  made  gradients that a step makes, likewise;  states
-    step    (x, what h makes of each gate, state) -> (state, kept, all but the h before)
-    back    (gradients of the state, kept) -> (gradients of gates, those of them that go to h, of the state before but for what these make)
+    gates, kept, made, states    sizes in multiples of h: gates of x and weight; values kept per step; gradients per step; state tensors
+    step    (x, contribution of h to each gate, state) -> (state, kept, without the previous h)
+    back    (gradients of the state, kept) -> (gradients of gates; those that go to h; of the previous state, without the part by `weight`)
     """
 
     gates: int
@@ -108,7 +108,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "tanh": Kind(1, 2, 1, 1, _tanh, _tanh_back),
     "relu": Kind(1, 2, 1, 1, _relu, _relu_back),
 }
-"""By the first argument."""
+"""`kind`, the operators' first argument -> the cell."""
 
 
 @torch.library.custom_op("meshc::rnn", mutates_args=())
@@ -144,8 +144,8 @@ def rnn_turn(
     kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, handed: Tensor | None, reverse: bool, count: int,
     slot: int, parts: int, place: int, ranks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of a rank's stretch, `count` of whose positions are steps. before: of all rows, for the rank that begins; handed, and the last state:
-    [1, states, rows of the part, h]."""
+    """A turn of a rank's stretch, whose first `count` positions are steps. `before`: of all rows, for the chain's first rank. `handed` and
+    the last state: [1, states, rows of the part, h]."""
     _fit_turn("rnn_turn", kind, x, weight, bias, before, handed, count, slot, parts, ranks)
     turn = Turn(slot, parts, place, ranks, reverse)
     if turn.part is None:
@@ -170,7 +170,7 @@ def rnn_turn_backward(
     kind: str, grad: Tensor, of_last: Tensor | None, handed: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int,
     slot: int, parts: int, place: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same from the end: `of_last` of all rows, for the rank that has the last step; what is handed on is the gradient of its state."""
+    """Backward of `rnn_turn`. `of_last`: of all rows, for the rank that has the last step; `handed` is the gradient of the state."""
     _fit_turn_backward(kind, grad, of_last, handed, kept, weight, count, slot, parts, ranks)
     turn = Turn(slot, parts, place, ranks, not reverse)
     if turn.part is None:
@@ -194,7 +194,7 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.kind, x, weight, bias, before, ctx.reverse = inputs
     ctx.bias, ctx.before = bias is not None, before is not None
     ctx.set_materialize_grads(False)
-    taken = before if before is not None and before.requires_grad else None  # others a model may overwrite; `kept` has their values
+    taken = before if before is not None and before.requires_grad else None  # a model may overwrite other tensors; `kept` has their values
     ctx.save_for_backward(weight, output[1], x, bias, taken)
 
 
@@ -225,7 +225,7 @@ rnn.register_autograd(_backward, setup_context=_setup)
 def _written_out(
     kind: str, reverse: bool, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`out` and `last`, step by step."""
+    """`(out, last)` in torch operators, step by step."""
     how = KINDS[kind]
     state: States = list(x.new_zeros(how.states, x.shape[1], weight.shape[1]) if before is None else before)
     out: list[Tensor] = []
@@ -238,7 +238,7 @@ def _written_out(
 def _steps(
     kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The first `count` positions, those behind them are zero."""
+    """`(out, kept, last)` over the first `count` positions; results at later positions are zero."""
     how, turned = KINDS[kind], weight.t()
     out, kept, last = (torch.zeros_like(made) if count < x.shape[0] else made for made in _made(kind, x, weight, x.shape[1]))
     state: States = list(torch.zeros_like(last) if before is None else before)

@@ -1,10 +1,10 @@
-"""Products of rows with the matrix that each has chosen, as routed experts are, in whatever order the rows lie.
+"""Matrix products of rows with the matrix that each row chooses, for routed experts and rows in any order.
 
     routed_mm(rows [r, k], matrices [g, k, n], choice [r]) -> [r, n]              row i times matrix choice[i]
-    routed_outer(left [r, k], right [r, n], choice [r], count) -> [count, k, n]   of each choice, the sum over its rows of left (x) right
+    routed_outer(left [r, k], right [r, n], choice [r], count) -> [count, k, n]   for each choice, the sum over its rows of left (x) right
 
-A row whose choice is no matrix, less than 0 or more than there are, gives zeros. No row knows of another, so that a rank may have some of
-them: experts as models write them sort the rows of all first, and a sort needs them all. The kernels sort what they are given.
+A row whose choice is out of range gives zeros. Rows are independent, so that a rank may have some of them: models sort the rows of all
+experts first, and a sort needs all rows. The kernels sort the rows that they get.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _chooses(choice: Tensor, rows: Tensor) -> bool:
 
 
 def _runs(choice: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the order of the rows by choice; where the runs end). On a CPU without the rows that have no matrix, elsewhere with these last."""
+    """(order of the rows by choice, ends of the runs). Rows without a matrix are left out on a CPU, and last elsewhere."""
     ordered, order = torch.sort(torch.where(choice < 0, count, choice), stable=True)
     ends = torch.searchsorted(ordered, torch.arange(count, dtype=ordered.dtype, device=choice.device), right=True)
     return (order[: int(ends[-1])] if count and not choice.is_cuda else order), ends

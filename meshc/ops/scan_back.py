@@ -1,4 +1,4 @@
-"""Scans from the end of a dim: what the gradient of a scan from its beginning is made of.
+"""Reverse scans along a dim, from its end: the gradients of `cumsum` and `logcumsumexp`.
 
     cumsum_back(x, dim)          y[t] = sum of x[j] over j >= t
     logcumsumexp_back(x, dim)    y[t] = log of the sum of exp(x[j]) over j >= t

@@ -1,8 +1,8 @@
-"""Scaled dot-product attention as torch calls it, in operators that meshc knows.
+"""`scaled_dot_product_attention` with torch's signature, decomposed into operators that meshc knows.
 
     attention               without dropout, and with a mask that has no gradient
     explicit_attention      with dropout, or a bias that has a gradient
-    matmul, softmax, matmul where heads differ in size or broadcast, and for what is not [batch, heads, positions, head]
+    matmul, softmax, matmul where heads differ in size or broadcast, or operands are not [batch, heads, positions, head]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sdpa(
     seed_step: Tensor | None = None,
     call: int = 0,
 ) -> Tensor:
-    """What `torch.nn.functional.scaled_dot_product_attention` means, in operators that meshc knows."""
+    """As `torch.nn.functional.scaled_dot_product_attention`, in operators that meshc knows."""
     q, k, v = query, key, value
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
@@ -69,7 +69,7 @@ def sdpa(
 
 
 def safe_softmax(scores: Tensor) -> Tensor:
-    """Zeros, as in torch, for a query that may look at nothing; its scores are replaced too, or its gradient would be NaN."""
+    """Softmax that gives zeros, as in torch, for a fully masked query; its scores are replaced too, or its gradient would be NaN."""
     blind = scores.detach().amax(-1, keepdim=True) == -math.inf
     zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
     return torch.where(blind, zero, torch.softmax(torch.where(blind, zero, scores), -1))
@@ -88,11 +88,11 @@ def weighed(
     seed_step: Tensor | None = None,
     call: int = 0,
 ) -> Tensor:
-    """Attention that a model writes out: scores [batch, heads, q, k] with `biases` added and, where `hidden` is true, a number that hides;
-    weights in `dtype`, of which `p` are dropped.
+    """Attention that a model writes out: scores [batch, heads, q, k] plus `biases`, and each number of `hidden` where its mask is true;
+    weights in `dtype`, with dropout probability `p`.
 
-    What does not fit attention's operators is written out again. A query to which all keys are hidden by minus infinity gets zeros from
-    these, where a softmax of its own would be NaN.
+    Cases that attention's operators do not cover are decomposed again. These operators give zeros for a query whose keys are all masked by
+    minus infinity, where a plain softmax would be NaN.
     """
     fits = q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[-1] == k.shape[-1] == v.shape[-1] and 0.0 <= p < 1.0
     zero = torch.zeros((), dtype=q.dtype, device=q.device)

@@ -1,10 +1,10 @@
-"""Calls of torch's functions by torch's own signatures: which argument is which, however it is passed.
+"""Binding of arguments to torch's own signatures, whether passed by position or by name.
 
     rand(4, 6, dtype=d), rand(size=(4, 6), dtype=d)                  {"size": (4, 6), "dtype": d}
     scaled_dot_product_attention(query=q, key=k, value=v)            {"query": q, "key": k, "value": v}
 
-Functions written in Python say their signature; for others it is in the schemas of their operators, one an overload, as torch's own reader
-of arguments has it: `self` is called `input`, the numbers of a size may come one by one, and some names have another of numpy's.
+Functions written in Python have a signature; for others it comes from the schemas of their operators, one per overload, as in torch's own
+argument parser: `self` is called `input`, a size may be passed as separate numbers, and some names have numpy's as alias.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 from meshc.ir.functions import Function, Target
 
 NUMPYS: Final = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-"""Names of numpy's that torch takes for its own."""
+"""numpy's parameter name -> torch's, as torch accepts them."""
 REQUIRED: Final = inspect.Parameter.empty
 
 Named: TypeAlias = dict[str, Any]
@@ -34,7 +34,7 @@ Placed: TypeAlias = tuple[tuple[Any, ...], Named]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of a signature. kind: a schema's word for what it takes, "" where nothing says so."""
+    """A parameter of a signature. `kind`: its type as the schema names it, "" if unknown."""
 
     name: str
     default: object = REQUIRED
@@ -46,20 +46,20 @@ Signature: TypeAlias = tuple[Parameter, ...]
 
 
 def bound(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
-    """The arguments that a call gives, by torch's names. `target` is a function of torch's, an operator, or the name of a method; values
+    """The arguments of a call by torch's names, without defaults. `target`: a torch function, an operator, or the name of a method; values
     may be nodes of a graph. Raises TypeError where torch would."""
     return _matched(target, args, kwargs)[1]
 
 
 def filled(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
-    """Likewise, with torch's defaults for those that a call leaves out."""
+    """The arguments of a call by torch's names, with torch's defaults for omitted ones."""
     signature, given = _matched(target, args, kwargs)
     return {p.name: given.get(p.name, p.default) for p in signature if p.name in given or p.default is not REQUIRED}
 
 
 def placed(function: Function, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any], without: Collection[str] = ()) -> Placed:
-    """A call of `target` as (args, kwargs) of a Python function with torch's names for what it takes: by position up to the first that is
-    left out; one that takes whatever comes gets all by position. `without`: names that it does not take."""
+    """(args, kwargs) to call `function`, whose parameters have torch's names, as `target` was called: by position up to the first omitted;
+    all by position if it has `*args`. `without`: names to leave out."""
     parameters = inspect.signature(function).parameters.values()
     whatever = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     named = {name: value for name, value in (filled if whatever else bound)(target, args, kwargs).items() if name not in without}
@@ -71,7 +71,7 @@ def placed(function: Function, target: Target, args: Sequence[Any], kwargs: Mapp
 
 @cache
 def signatures(target: Target) -> tuple[Signature, ...]:
-    """Of each overload."""
+    """The signature of each overload of `target`."""
     if inspect.isfunction(target):
         parameters = inspect.signature(target).parameters.values()
         return (tuple(Parameter(p.name, p.default, p.kind is p.KEYWORD_ONLY) for p in parameters),)
@@ -88,12 +88,12 @@ def _parameters(schema: Any) -> Iterator[Parameter]:
     for argument in schema.arguments:
         default = argument.default_value if argument.has_default_value() else REQUIRED
         yield Parameter("input" if argument.name == "self" else argument.name, default, argument.kwarg_only, str(argument.type))
-    if any(argument.name == "pin_memory" for argument in schema.arguments):  # it makes a tensor
+    if any(argument.name == "pin_memory" for argument in schema.arguments):  # a factory function
         yield Parameter("requires_grad", False, True, "bool")
 
 
 def _matched(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, Named]:
-    """The first overload that takes what a call gives; by the kinds of its values, where several would by their number and names."""
+    """(signature, arguments) of the first overload that accepts a call; types decide if number and names fit several."""
     pairs = [(signature, given) for signature in signatures(target) if (given := _given(signature, args, kwargs)) is not None]
 
     def fits(pair: tuple[Signature, Named], numbers: bool) -> bool:
@@ -106,7 +106,7 @@ def _matched(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _given(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named | None:
-    """What a call gives to each parameter; None if an overload does not take it."""
+    """The arguments of a call by parameter name; None if the overload does not accept their number or names."""
     by_place = [p for p in signature if not p.keyword_only]
     if args and [p.kind for p in by_place] == ["List[int]"] and not isinstance(args[0], list | tuple):
         args = [list(args)]
@@ -120,7 +120,7 @@ def _given(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _fits(parameter: Parameter, value: Any, numbers: bool) -> bool:
-    """Whether a parameter takes a value of this kind: a tensor, several values, or one. `numbers`: also one in the place of a tensor, as
+    """Whether a parameter accepts `value` by type: a tensor, a sequence, or a scalar. `numbers`: also a scalar in the place of a tensor, as
     in `torch.add(1, x, alpha=2)`."""
     kind = parameter.kind.removeprefix("Optional[")
     value = value.meta.get("example_value", value.meta.get("val")) if isinstance(value, Node) else value

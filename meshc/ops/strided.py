@@ -1,10 +1,10 @@
-"""`as_strided` as slices, windows and diagonals of the dims that its strides speak of.
+"""`as_strided` rewritten as slices, windows and diagonals of the dims that its strides step along.
 
     as_strided(x [4, 6, 6], (4, 6), (36, 7))                     x.diagonal(0, 1, 2)
     as_strided(x [4, 12, 8], (4, 5, 4, 8), (96, 16, 8, 1))       x.unfold(1, 4, 2).permute(0, 1, 3, 2)
 
-A stride is a step along one dim of x, or along two of them together (a diagonal); two strides along one dim are windows. Dims of x that lie
-one after the other may count as one, as in Longformer's overlapping chunks. What is none of these stays torch's.
+A stride is a step along one dim of x, or along two of them together (a diagonal); two strides along one dim are windows. Dims of x that
+are contiguous may count as one, as in Longformer's overlapping chunks. Other calls stay torch's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-    """What `torch.as_strided` means, of values that know their strides."""
+    """As `torch.as_strided`, for values whose strides are known."""
     start: Any = 0 if storage_offset is None else storage_offset - input.storage_offset()
     if start >= 0 and input.numel() and all(size):
         for merged in _mergings(input):
@@ -30,7 +30,7 @@ def as_strided(input: Tensor, size: Sequence[int], stride: Sequence[int], storag
 
 
 def fill_diagonal(input: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
-    """What `Tensor.fill_diagonal_` means, in place, which torch takes for a view by strides."""
+    """As `Tensor.fill_diagonal_`, in place, for which torch uses a strided view."""
     if wrap or input.dim() != 2:
         return input.fill_diagonal_(fill_value, wrap)
     return input.masked_fill_(torch.eye(*input.shape, dtype=torch.bool, device=input.device), fill_value)
@@ -38,7 +38,7 @@ def fill_diagonal(input: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Along the dims of x: the first index of each, and by dim of the result (where it moves at all) its step along each."""
+    """`first` index in each dim of x, and for each dim of the result that moves its step along each dim of x, `by_dim`."""
 
     first: tuple[int, ...]
     by_dim: dict[int, dict[int, int]]
@@ -49,7 +49,7 @@ class _Steps:
 
 
 def _mergings(x: Tensor) -> Iterator[Tensor]:
-    """x with its dims in the order of their strides, without those of size 1: as it is, then with neighbours that lie in one as one."""
+    """x with its dims sorted by stride, without those of size 1: first unmerged, then with contiguous neighbours merged."""
     strides = x.stride()
     dims = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -strides[d])
     x = x.permute([*dims, *(d for d in range(x.dim()) if d not in dims)]).reshape([x.shape[d] for d in dims])
@@ -63,7 +63,7 @@ def _mergings(x: Tensor) -> Iterator[Tensor]:
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stride: Sequence[int], start: int) -> _Steps | None:
-    """None where an index would leave its dim, or where dims are taken in other ways than slices, windows and diagonals."""
+    """Steps of a strided view; None where an index would leave its dim, or the view is not slices, windows and diagonals."""
     first = _divided(start, strides)
     moves = {j: _divided(step, strides) for j, (extent, step) in enumerate(zip(size, stride, strict=True)) if extent > 1 and step}
     if first is None or None in moves.values():
@@ -78,7 +78,7 @@ def _steps(shape: Sequence[int], strides: Sequence[int], size: Sequence[int], st
 
 
 def _divided(distance: int, strides: Sequence[int]) -> tuple[int, ...] | None:
-    """A distance in memory as steps along dims, the longest first; None if they do not meet it."""
+    """A distance in memory as steps along dims of `strides`, the longest first; None if these do not divide it."""
     steps = []
     for stride in strides:
         count, distance = divmod(distance, stride) if stride else (0, distance)
@@ -87,8 +87,8 @@ def _divided(distance: int, strides: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _taken(x: Tensor, steps: _Steps, size: Sequence[int]) -> Tensor:
-    """The slices, windows and diagonals, in the order of the result's dims."""
-    labels: list[int | None] = []  # of the dims of x as they are now: which dim of the result each is
+    """The view of `x` by slices, windows and diagonals, with the dims in the result's order."""
+    labels: list[int | None] = []  # for each present dim of x, its dim of the result
     windows: list[int] = []
     for d, first in enumerate(steps.first):
         users = steps.users(d)

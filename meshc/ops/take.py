@@ -95,7 +95,7 @@ def _(index: Tensor, columns: int, start: int = 0) -> Tensor:
 
 
 def raised_one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
-    """What `torch.nn.functional.one_hot` means. A number of classes that depends on the values goes torch's own way."""
+    """As `torch.nn.functional.one_hot`; torch's own where the number of classes depends on the values."""
     return torch.nn.functional.one_hot(input, num_classes) if num_classes <= 0 else one_hot(input, num_classes)
 
 
@@ -109,7 +109,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` means. Class weights, smoothing and target probabilities go torch's own way."""
+    """As `torch.nn.functional.cross_entropy`; torch's own for class weights, smoothing and target probabilities."""
     plain = weight is None and label_smoothing == 0.0 and size_average is None and reduce is None and not target.is_floating_point()
     if not plain:
         return torch.nn.functional.cross_entropy(

@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 
 MAX_DIMS = 16
-"""Of the kernels' index arithmetic."""
+"""Limit of the kernels' index arithmetic."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Local element (i0, i1, ...) is global element `base + sum i_k * stride_k`; sizes and strides are merged as far as they go."""
+    """Local element (i0, i1, ...) is global element `base + sum i_k * stride_k`; dims are merged where their strides allow."""
 
     base: int
     sizes: tuple[int, ...]

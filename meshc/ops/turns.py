@@ -1,14 +1,14 @@
-"""Turns: ranks that hold stretches of a sequence take the same part of its rows one after another, each from the state of the rank before.
+"""Pipelined turns over a split sequence: ranks process one part of the rows after another, from the state before.
 
     turn      0        1        2        3            of 3 ranks, rows in 2 parts
     rank 0    part 0   part 1
     rank 1             part 0   part 1
-    rank 2                      part 0   part 1       the last begins 2 turns later, and what waits is 2 turns of 4
+    rank 2                      part 0   part 1       the last begins 2 turns later: each rank idles 2 turns of 4
 
 All ranks have one program: a call for each turn, which knows its rank's place in the chain and does nothing when it has no part to take.
-What a chain hands on goes from the first rank to the last, or `back`, from the last to the first.
+State passes along the chain from the first rank to the last, or, with `back`, from the last to the first.
 
-    in_turn(made, dim, place, ranks, back) -> the parts that this rank has made, along `dim`, of what its calls have given
+    in_turn(made, dim, place, ranks, back) -> concatenation along `dim` of this rank's parts among `made`, the results of its calls
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshc.ops.operands import misfit
 
 @dataclass(frozen=True)
 class Turn:
-    """One call: its number, in how many parts rows are, which rank of how many this is, and which way the chain goes."""
+    """One call: its number `slot`, the number of `parts` of the rows, the rank's `place` among `ranks`, and the direction of the chain."""
 
     slot: int
     parts: int
@@ -34,24 +34,24 @@ class Turn:
 
     @property
     def link(self) -> int:
-        """How many ranks of the chain are before this one."""
+        """Number of ranks before this one in the chain."""
         return self.ranks - 1 - self.place if self.back else self.place
 
     @property
     def part(self) -> int | None:
-        """The part that this rank takes now; None if none."""
+        """The part that this rank computes in this turn; None if it has none."""
         part = self.slot - self.link
         return part if 0 <= part < self.parts else None
 
     def of(self, x: Tensor, dim: int) -> Tensor:
-        """That part of x."""
+        """The rows of `part` of `x`."""
         assert self.part is not None
         rows = x.shape[dim] // self.parts
         return x.narrow(dim, self.part * rows, rows)
 
 
 def fit_turns(operator: str, rows: int, slot: int, parts: int, ranks: int, **operands: Tensor | None) -> None:
-    """Raises ValueError where rows are not so many equal parts, or there is no such turn."""
+    """Raises ValueError unless `rows` divide into `parts`, and `slot` is one of the `parts + ranks - 1` turns."""
     if parts < 1 or ranks < 1 or rows % parts or not 0 <= slot < parts + ranks - 1:
         rule = f"{rows} rows are {parts} equal parts, of which {ranks} ranks take each in one of {parts + ranks - 1} turns, here in {slot}"
         raise misfit(operator, rule, **operands)

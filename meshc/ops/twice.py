@@ -1,7 +1,7 @@
-"""Gradients that are differentiated in their turn, of operators whose own backward has no gradient.
+"""Double backward of operators whose own backward is not differentiable.
 
-    (g,) = torch.autograd.grad(energy, x, create_graph=True)        torch runs backward with gradients on: what it makes is written out
-    loss.backward()                                                 and with gradients off: one operator, as ever
+    (g,) = torch.autograd.grad(energy, x, create_graph=True)        torch runs backward with gradients on: decomposed into torch operators
+    loss.backward()                                                 and with gradients off: one operator
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from torch import Tensor
 
 
 def is_differentiated() -> bool:
-    """Whether what a backward makes, asked within it, is itself to have a gradient."""
+    """Whether results need gradients in their turn, called within a backward."""
     return torch.is_grad_enabled()
 
 
 def written_out(
     function: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of operands, None for one that takes none, by what `function` makes of them in operators that have gradients of any order.
-
-    Each operand counts by its place: one tensor may be several.
+    """Gradients of `operands`, None for one that needs none, by autograd through `function`, whose operators are differentiable to any
+    order. The same tensor may be several operands.
     """
     places = [None if x is None else x.view_as(x) for x in operands]
     made = [(one, grad) for one, grad in zip(function(*places), grads, strict=True) if grad is not None]

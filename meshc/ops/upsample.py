@@ -1,4 +1,4 @@
-"""`meshc::upsample`: every element of the space of an image repeated a whole number of times; and `interpolate` written with it.
+"""`meshc::upsample`: nearest-neighbour upsampling by whole factors; and `interpolate` in terms of it.
 
     upsample(x [batch, channels, space...], factors) -> [batch, channels, space * factor...]
     upsample_backward(grad, factors) -> the gradient of x: the sum over the copies
@@ -69,7 +69,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """What `torch.nn.functional.interpolate` means. Only nearest by whole factors does not go torch's own way."""
+    """As `torch.nn.functional.interpolate`: `upsample` for nearest by whole factors, torch's own for all else."""
     factors = _whole_factors(input, size, scale_factor) if mode in ("nearest", "nearest-exact") and input.is_floating_point() else None
     if factors is None or align_corners is not None or antialias:
         return torch.nn.functional.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)

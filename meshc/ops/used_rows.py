@@ -1,16 +1,16 @@
-"""Routed experts on the rows that a group's experts have been chosen for, and no others: how many there are is data.
+"""Routed experts on used rows only: dispatch, products and combine of as many rows as a group has choices.
 
-    used_rows(own [1, t, m], count) -> used [1, t * m], ends [count]              which places have a choice, by expert; where each ends
+    used_rows(own [1, t, m], count) -> used [1, t * m], ends [count]              places with a choice, by expert; end of each expert's
     rows_of_tokens(x [t, h], used, chosen) -> [1, t * m, h]                       the token of each row
-    rows_of_places(x [1, t * m, ..], used) -> [1, t * m, ..]                      what stands in the place of each row
+    rows_of_places(x [1, t * m, ..], used) -> [1, t * m, ..]                      the value in the place of each row
     used_mm(rows [1, t * m, k], matrices [count, k, n], ends) -> [1, t * m, n]    rows by the matrix of their expert
-    used_outer(left [1, t * m, k], right [1, t * m, n], ends) -> [count, k, n]    of each expert the sum over its rows of left (x) right
+    used_outer(left [1, t * m, k], right [1, t * m, n], ends) -> [count, k, n]    for each expert the sum over its rows of left (x) right
     tokens_of_rows(rows [1, t * m, h], used, tokens, chosen) -> [t, h]            the sum over a token's rows
     places_of_rows(rows [1, t * m, ..], used, places) -> [1, t * m, ..]           each in its place; zeros in the others
     rows_spread(rows [1, t * m, ..], dim, size, start, step) -> [1, t * m, ..]    a slice of a dim behind the rows, and zeros beside it
 
-A place is token * chosen + number, as in `own`, which `expert_groups.py` explains. The shapes above are bounds: of t * m there are in fact
-as many rows as there are choices from 0 up to `count`, those of expert 0 first. The rest of a group of rows need not be made, read or kept.
+A place is token * chosen + number, as in `own`, which `expert_groups.py` explains. The shapes above are bounds: of t * m rows there are
+only as many as there are choices from 0 up to `count`, those of expert 0 first. Other rows are not computed, read or stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshc.ops.grouped import mm_of_runs, outer_of_runs
 from meshc.ops.operands import misfit
 
 EXACT = (torch.float32, torch.float64)
-"""Types in which sums are added up one after the other; shorter ones are widened for it."""
+"""Dtypes in which sums are accumulated in order; shorter ones are widened first."""
 
 
 @torch.library.custom_op("meshc::used_rows", mutates_args=())
@@ -82,7 +82,7 @@ def _fit_places(x: Tensor, used: Tensor) -> None:
 
 @torch.library.custom_op("meshc::used_mm", mutates_args=())
 def used_mm(rows: Tensor, matrices: Tensor, ends: Tensor, filled: float) -> Tensor:
-    """`filled` is the share of places that have a row where tokens choose evenly; prices alone go by it."""
+    """`filled` is the share of places that have a row if tokens choose evenly; only the cost model uses it."""
     _fit_mm(rows, matrices, ends)
     return mm_of_runs(rows[0], matrices, ends).unsqueeze(0)
 
@@ -122,7 +122,7 @@ def _fit_outer(left: Tensor, right: Tensor, ends: Tensor) -> None:
 @torch.library.custom_op("meshc::tokens_of_rows", mutates_args=())
 def tokens_of_rows(rows: Tensor, used: Tensor, tokens: int, chosen: int) -> Tensor:
     _fit_rows("tokens_of_rows", rows, used, tokens * chosen, rows.dim() == 3 and tokens >= 0 and chosen >= 1)
-    if rows.dtype in EXACT and not rows.is_cuda:  # where terms are added in their order
+    if rows.dtype in EXACT and not rows.is_cuda:  # terms are accumulated in their order
         return rows.new_zeros(tokens, rows.shape[2]).index_add_(0, used[0].div(chosen, rounding_mode="floor"), rows[0])
     return _placed(rows, used, tokens * chosen).view(tokens, chosen, rows.shape[2]).sum(1)
 
@@ -147,7 +147,7 @@ def _(rows: Tensor, used: Tensor, places: int) -> Tensor:
 
 @torch.library.custom_op("meshc::rows_spread", mutates_args=())
 def rows_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
-    """What `slice_backward` makes: rows lie at `start`, `start + step`, .. of a dim of `size`."""
+    """As `slice_backward`: rows at `start`, `start + step`, .. of a dim of `size`, zeros elsewhere."""
     shape = _fit_spread(rows, dim, size, start, step)
     out = rows.new_zeros(shape)
     where = tuple(slice(start, start + (rows.shape[dim] - 1) * step + 1, step) if place == dim else slice(None) for place in range(dim + 1))

@@ -1,1 +1,1 @@
-"""What an optimizer's update is, found by tracing or trying its step."""
+"""Optimizer updates as operators, obtained by tracing or trying `Optimizer.step`."""

@@ -1,4 +1,4 @@
-"""A user's optimizer against its own trace, on small tensors: what a trace of one parameter cannot show.
+"""Comparison of a user's optimizer with its own trace on small tensors, for effects that one parameter cannot show.
 
 Two parameters take three steps together, eager and traced: an update that couples parameters, or that counts where tracing did not look,
 differs. In a fourth the last one's gradient is not finite: a step that then leaves out all of them moves the others in the trace alone.
@@ -23,7 +23,7 @@ from meshc.optimizer.trace import trace_update
 
 _STEPS = 3
 _WITHIN = 1e-5
-"""Of how far a parameter has moved, or of the largest number of a state."""
+"""Relative tolerance: of a parameter's largest change, or of the largest magnitude of a state."""
 
 
 def check_against_itself(optimizer: torch.optim.Optimizer, index: int, written: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ def check_against_itself(optimizer: torch.optim.Optimizer, index: int, written: 
 
 
 def _sample_shapes(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[int, ...]]:
-    """Of two parameters or more: one of each number of dims that the group has."""
+    """Shapes of two parameters or more, one for each number of dims that occurs in the group."""
     params = optimizer.param_groups[index]["params"]
     firsts = [next(p for p in params if p.dim() == rank) for rank in sorted({p.dim() for p in params})]
     shapes = [sample_shape(optimizer, index, tuple(p.shape), torch.float64) for p in firsts]
@@ -47,7 +47,7 @@ def _sample_shapes(optimizer: torch.optim.Optimizer, index: int) -> list[tuple[i
 
 
 class _Pair:
-    """Small parameters that an optimizer's own code steps, all in one group, and what its trace makes of each by itself."""
+    """Small parameters of one group, stepped by the optimizer's own code, and the same parameters updated one by one by its trace."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int, written: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         self.name = type(optimizer).__qualname__
@@ -103,13 +103,13 @@ class _Pair:
             )
 
     def compare_behind_a_gradient_that_is_not_finite(self) -> None:
-        """One step more, in which the last parameter's is: others must take their own. What cannot step so says so on one device too."""
+        """One step more, with a non-finite gradient of the last parameter: others must step. Skipped if the eager step raises."""
         before = [p.detach().clone() for p in self.eager]
         gradients = [self._draw(p.shape) for p in self.eager]
         gradients[-1].fill_(math.nan)
         try:
             self._step_eager(gradients)
-        except RuntimeError:  # a decomposition that takes no NaN
+        except RuntimeError:  # a decomposition that rejects NaN
             return
         for p, old, gradient, state in zip(self.eager[:-1], before, gradients, self.states, strict=False):
             new, _ = update_nodes(self.spec, old, gradient, state, self.given, _call)

@@ -1,9 +1,9 @@
-"""Python's `math` for numbers that are tensors: what an optimizer's module calls `math` takes them while its step is traced.
+"""Python's `math` functions on 0-dim tensors, for the modules of an optimizer while its step is traced.
 
     lr / math.sqrt(state["step"])        x ** 0.5          on a 0-dim float64 tensor, as Python's float would be
     1 - math.pow(step, decay)            x ** y
 
-The names of the modules that an optimizer's class is written in are replaced for the time of a trace, and put back.
+The names in the modules of an optimizer's class are replaced during a trace, and restored after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSORS: Final[dict[str, Callable[..., Tensor]]] = {
     "log": lambda x, base=None: torch.log(x) if base is None else torch.log(x) / math.log(base),
     "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite,
 }  # fmt: skip
-"""By name, what `math` does to one or two numbers, on tensors."""
+"""Name of a `math` function of one or two numbers -> the same function on tensors."""
 
 
 def _either(name: str) -> Callable[..., Any]:
@@ -48,8 +48,8 @@ def _math() -> ModuleType:
 
 @contextmanager
 def on_tensors(kind: type) -> Iterator[None]:
-    """A context in which `math`, and functions of it, in the modules of a class and its bases take 0-dim tensors. Torch's own are left
-    alone: they ask for values where they need them."""
+    """Context in which `math` and its functions, in the modules of `kind` and its bases, accept 0-dim tensors. Torch's own modules are left
+    unchanged: they read values where they need them."""
     before: list[tuple[ModuleType, str, object]] = []
     try:
         for name in {base.__module__ for base in kind.__mro__} - {"builtins"}:

@@ -1,4 +1,4 @@
-"""One parameter's update in operators, written through a callback: the same code serves nodes of a graph and plain tensors."""
+"""One parameter's update in operators, emitted through a callback that builds graph nodes or computes plain tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshc.ops import optim as _updates  # noqa: F401  registers the operators
 from meshc.optimizer.spec import ADAM_NUMBERS, FIRST, SGD_NUMBERS, GroupSpec
 
 Value = TypeVar("Value")
-"""What an update is written in: graph nodes, or tensors."""
+"""A value of an update: a graph node, or a tensor."""
 
 
 def update_nodes(

@@ -1,8 +1,8 @@
-"""Optimizer state in one form, read as another: as the optimizer has it, in bfloat16, in 8 bits.
+"""Conversion of optimizer state between formats: the dtype of the optimizer, bfloat16, 8-bit codes and scales.
 
 {"exp_avg": float32}                             wanted as codes and scales      encoded, each element to the nearest code
 {"exp_avg.codes": uint8, "exp_avg.scale": ..}    wanted as "exp_avg"             decoded
-between float32 and bfloat16                                                     a cast, which whoever writes it does
+between float32 and bfloat16                                                     a cast, which the caller does
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshc.ops import coded
 from meshc.optimizer.spec import CODES, SCALE, Slot
 
 Whole = Callable[[Tensor], Tensor]
-"""A state's entry -> the whole tensor, plain."""
+"""A state entry -> its full tensor, unsharded and without a tensor subclass."""
 
 
 def in_form(slot: Slot, entries: Mapping[str, object], whole: Whole) -> object | None:
-    """What a slot holds by the entries of its parameter; None if these do not say."""
+    """The value of `slot`, converted from the state entries of its parameter; None if `entries` have it in no format."""
     found = entries.get(slot.name)
     if found is not None:
         return found
@@ -41,13 +41,13 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def other_names(slot: Slot) -> tuple[str, ...]:
-    """What entries are called that hold the same in another form."""
+    """Names of the entries that hold the value of `slot` in another format."""
     return (slot.plain,) if slot.part else (slot.name + CODES, slot.name + SCALE)
 
 
 def refuse_fewer_bits(optimizer: str, slot: Slot, entries: Mapping[str, object], param: torch.dtype) -> None:
-    """Of a program that keeps state as the optimizer does: what has been kept in fewer bits than a parameter of this dtype has, and so than
-    the optimizer would by itself. Raises StateError."""
+    """For a program that stores state as the optimizer does: raises StateError for state in fewer bits than a parameter of dtype `param`
+    has, which is fewer than the optimizer itself would use."""
     held = entries.get(slot.name)
     narrow = isinstance(held, Tensor) and held.is_floating_point() and held.dtype.itemsize < param.itemsize
     kind = "8bit" if slot.name + CODES in entries else "bf16" if narrow and slot.wide else None

@@ -1,9 +1,9 @@
-"""Numbers of a group that a step changes itself: a count of steps, a sum of weights, the largest rate so far.
+"""Numbers of a parameter group that a step itself updates: a step count, a sum of weights, the largest rate so far.
 
     group["k"] = k + 1                                         as schedule-free optimizers count
 
-In a program each parameter of the group has its own such number, among its state; the group's is brought up to date after each call, and
-read before one, so that loaders and users may write it.
+In a program each parameter of the group has a copy of the number in its state; the group's entry is updated after each call and read before
+each call, so that loaders and users may write it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from meshc.optimizer.spec import HIDDEN, Slot
 
 GROUP: Final = HIDDEN + "group."
-"""What stands before the number's name in the state of a parameter."""
+"""Prefix of the number's name in the state of a parameter."""
 
 
 class Watched(dict[str, Any]):
-    """A group that remembers which entries were set."""
+    """A parameter group that records the names of entries which were set, in `written`."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         super().__init__(entries)
@@ -32,10 +32,10 @@ class Watched(dict[str, Any]):
 
 
 def slots(names: Iterable[str], group: dict[str, Any]) -> tuple[Slot, ...]:
-    """State for these numbers, which begin as the group has them."""
+    """State slots for the numbers `names`, with the values of `group` as initial values."""
     return tuple(Slot(GROUP + name, "scalar", (), torch.float64, float(group[name]), True) for name in sorted(names))
 
 
 def number_of(slot: Slot) -> str | None:
-    """The group's number that a slot stands for."""
+    """Name of the group's number that `slot` holds; None if the slot is state of the parameter."""
     return slot.name.removeprefix(GROUP) if slot.name.startswith(GROUP) else None

@@ -1,12 +1,12 @@
-"""How a program keeps what an update leaves, in fewer bits than it computes in.
+"""One update whose results are stored in fewer bits than the computation has: `Keeping` options as operators.
 
     Keeping(state="bf16")        m32 = m.float(); w, m32 = adam(w, g, m32, ...); m = round_state(m, m32, ...)     up or down by a draw
     Keeping(state="8bit")        m32 = decode(m); w, m32 = adam(w, grad, m32, ...); m = encode(m32)       codes and scales of blocks
-    Keeping(gradients=True)      kept = grad, which `parameter.grad` is after the call
+    Keeping(gradients=True)      kept = grad, the value of `parameter.grad` after the call
     Keeping(master=True)         w32 = join_master(master, w); w32, ... = adam(w32, g.float(), ...); master = w32; w = round_param(w, w32)
 
 With any of them, an update of 16-bit parameters computes in float32. Scalars (step counts), complex and 64-bit integer state stay as they
-are, in 8 bits also what has fewer than a block in a row.
+are; in 8 bits, so does state with rows shorter than a block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kept_update(
     parameter: Tensor,
     seed_step: Callable[[], Value],
 ) -> tuple[Value, dict[str, Value]]:
-    """`update_nodes`, of values as they are kept. like: a meta tensor of the parameter. seed_step: of the draws, if there are any."""
+    """`update_nodes` on stored values. `like`: a meta tensor of the parameter; `seed_step`: seed of the draws, None without any."""
     aten, meshc = torch.ops.aten, torch.ops.meshc
     slots = group.slots_of(parameter)
     narrow = {slot.name: slot.computed for slot in slots if slot.computed is not None and not slot.part}

@@ -1,11 +1,11 @@
-"""Runs a step that was written for Python floats on 0-dim tensors.
+"""Torch function mode that runs a step written for Python floats on 0-dim tensors.
 
     alpha = -lr / (1 - beta1 ** step)             operators on 0-dim float64 tensors
     param.add_(grad, alpha=alpha)                 param.copy_(param + grad * alpha)
     if rho > 5:                                   depends on the step: raises Branch; both branches are traced
     if weight_decay != 0:                         depends on the group's numbers only: decided now, and recorded as a guard
 
-Every torch call of the step is seen before its arguments are parsed, through a `TorchFunctionMode`.
+Every torch call of the step is intercepted before its arguments are parsed, by a `TorchFunctionMode`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ATTRIBUTES: Any = Tensor  # to a type checker, `Tensor.grad` is a value, not a 
 
 
 class Branch(BaseException):
-    """Python asks for the truth of a value that only the run will know. Not an Exception: an optimizer's own handlers must not see it."""
+    """Raised at `bool()` of a value known only at run time. Not an Exception: an optimizer's own handlers must not catch it."""
 
     def __init__(self, condition: Tensor) -> None:
         self.condition = condition
@@ -56,7 +56,7 @@ class Branch(BaseException):
 class _Number:
     """A 0-dim float64 (or bool) tensor that stands for a Python number. `value` is known if it depends on the group's numbers only."""
 
-    tensor: Tensor  # held so that its id stays its own
+    tensor: Tensor  # held so that its id is not reused
     value: float | bool | None
     names: frozenset[str]
     is_input: bool = False
@@ -66,9 +66,9 @@ class _Number:
 class NumbersAsTensors(TorchFunctionMode):
     """Runs a step written for Python floats on 0-dim tensors.
 
-    Sees each torch call before its arguments are parsed, so a tensor where a scalar belongs (`add_(g, alpha=-lr)`) is rewritten to
-    arithmetic, `.item()` stays a tensor, and `bool()` decides or branches. A call that insists on a float gets the number's present value,
-    and that is recorded as a guard.
+    Intercepts each torch call before its arguments are parsed: a tensor in the place of a scalar (`add_(g, alpha=-lr)`) is rewritten to
+    arithmetic, `.item()` stays a tensor, and `bool()` decides or branches. A call that requires a float gets the number's present value,
+    which is recorded as a guard.
     """
 
     def __init__(self, name: str, decisions: Sequence[bool]) -> None:
@@ -151,7 +151,7 @@ class NumbersAsTensors(TorchFunctionMode):
         return func(*args)
 
     def _each(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """A `_foreach_` function, one tensor at a time."""
+        """Results of a `_foreach_` function, computed one tensor at a time."""
         single = getattr(Tensor, name, None) or getattr(torch, name)
         length = next(len(a) for a in args if isinstance(a, list | tuple))
         if name.rstrip("_") in ("addcmul", "addcdiv") and len(args) > 3:
@@ -175,7 +175,7 @@ class NumbersAsTensors(TorchFunctionMode):
             return self._arithmetic(func, name, args, kwargs)
         within = [item for a in args if type(a) in (tuple, list) for item in a if isinstance(item, Tensor)]  # as in a shape
         numbers = [self.known[id(a)] for a in (*flat, *within) if id(a) in self.known]
-        of_data = any(isinstance(kwargs.get(scale), Tensor) for scale in ("alpha", "value"))  # which torch would read
+        of_data = any(isinstance(kwargs.get(scale), Tensor) for scale in ("alpha", "value"))  # torch would read the value
         if not numbers and not of_data and name not in ("tensor", "as_tensor", "scalar_tensor", "__setitem__"):
             return self._plain(func, name, args, kwargs)
         real = [a for a in flat if id(a) not in self.known]
@@ -194,7 +194,7 @@ class NumbersAsTensors(TorchFunctionMode):
             return func(*self._as_numbers(args, name), **{k: self._as_numbers((v,), name)[0] for k, v in kwargs.items()})
 
     def _as_numbers(self, values: Sequence[Any], name: str) -> tuple[Any, ...]:
-        """Arguments of a call with the numbers' present values, also in shapes."""
+        """`values` with traced numbers, also in shapes, replaced by the present values, which become guards."""
         found = []
         for value in values:
             number = self._lookup(value)
@@ -213,7 +213,7 @@ class NumbersAsTensors(TorchFunctionMode):
         return tuple(a.to(dtype) if self._lookup(a) and a.dtype != torch.bool else a for a in args)
 
     def _arithmetic(self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation among numbers gives a number: Python's, in float64, whatever dtype a step count is stored in."""
+        """Result of an operation among traced numbers: a number in float64, as in Python, whatever dtype a step count is stored in."""
         known = [self._lookup(a) for a in args]
         wide = tuple(a.to(torch.float64) if id(a) in self.scalar_state else a for a in args)
         if name in ("tensor", "as_tensor"):
@@ -228,7 +228,7 @@ class NumbersAsTensors(TorchFunctionMode):
         return result
 
     def _value(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | bool | None:
-        """What Python would compute, if everything in it depends on the group's numbers only."""
+        """The value that Python would compute; None unless all operands depend on the group's numbers only."""
         plain: list[Any] = []
         for arg in args:
             number = self._lookup(arg)
@@ -239,7 +239,7 @@ class NumbersAsTensors(TorchFunctionMode):
 
 
 def _computed(tensor: Tensor, *others: Tensor) -> torch.dtype:
-    """The dtype in which torch's kernels compute: half precision is rounded once, at the end."""
+    """The dtype in which torch's kernels compute: float32 for half precision, which is rounded once, at the end."""
     dtype = tensor.dtype
     for other in others:
         dtype = torch.promote_types(dtype, other.dtype) if other.dim() or not tensor.dim() else dtype

@@ -1,8 +1,8 @@
-"""From a `torch.optim` optimizer to the operators of a program, and back.
+"""Translation of a `torch.optim` optimizer to operators of a program, and of their results back to the optimizer.
 
-`describe(optimizer)` says what a compiler needs to know: the state slots of each parameter, the numbers that are read at each call, what
-the program was specialised to. `update_nodes` then writes one parameter's update through a callback, so that the same code serves
-`torch.fx` nodes and plain tensors:
+`describe(optimizer)` returns the specification: state slots of each parameter, numbers that are read at each call, and what the program is
+specialised to. `update_nodes` then emits one parameter's update through a callback, so that the same code serves `torch.fx` nodes and
+plain tensors:
 
     spec = describe(optimizer)
     group = spec.group_of(parameter)
@@ -80,12 +80,12 @@ __all__ = [
 
 
 def key(optimizer: AnyOptimizer, spec: OptimizerSpec | None = None) -> tuple[tuple[str, Hashable], ...]:
-    """What a compiled program depends on: flags, and the outcomes of Python's branches on numbers. `spec.key_of` is the cheap form."""
+    """Key of a compiled program: flags, and the outcomes of Python's branches on numbers. `spec.key_of` is the cheap form."""
     return (spec or describe(optimizer)).key_of(optimizer)
 
 
 def changes(old: Sequence[tuple[str, Hashable]], new: Sequence[tuple[str, Hashable]]) -> list[str]:
-    """Why a program must be compiled again, one line a difference: `group 0: weight_decay != 0: False -> True`."""
+    """Differences of two keys, the reasons to recompile, one line each: `group 0: weight_decay != 0: False -> True`."""
     before, after = dict(old), dict(new)
     names = [*before, *(name for name in after if name not in before)]
     return [f"{n}: {before.get(n, 'absent')} -> {after.get(n, 'absent')}" for n in names if before.get(n) != after.get(n)]
@@ -119,8 +119,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerSpec:
-    """Read optimizers without touching them; those without a `meshc::` update are traced, once for each shape and dtype in a group.
-    keeping: in what a program keeps their state.
+    """Specification of optimizers, which are not changed; those without a `meshc::` update are traced once per shape and dtype in a group.
+    `keeping`: how the program stores their state.
 
     Raises CompileError, naming the optimizer, where its step cannot be expressed: closures, sparse gradients, step counts kept outside the
     state, float() or math functions of data. A user's own class is also run for three steps on small tensors and compared with its trace.
@@ -138,8 +138,8 @@ def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerS
 
 @contextmanager
 def _stepping_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which no other optimizer may step: one that `step` reaches, and meshc did not find, would be lost. A copy of this one
-    that comes by here runs `super().step()`, which torch gives hooks of its own once its class has been used."""
+    """Context in which the step of any other optimizer is an error: the program would lose the update of one that meshc did not find.
+    Copies of `optimizer` pass: they run `super().step()`, for which torch has hooks of its own once the class has been used."""
 
     def refuse(other: torch.optim.Optimizer, *_: object) -> None:
         if is_copy(other):
@@ -199,8 +199,8 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
 def _with_values(
     slots: Sequence[Slot], state: Mapping[str, float | Tensor | None] | None, optimizer: str, keeping: Keeping, param: torch.dtype
 ) -> tuple[Slot, ...]:
-    """Slots with the tensors that a resumed optimizer holds, in the dtypes of these unless state is kept otherwise than the optimizer does.
-    Raises StateError for state in fewer bits than a program would keep that does not say so."""
+    """Slots with the tensors of a resumed optimizer, in the dtypes of these tensors unless `keeping` changes how state is stored.
+    Raises StateError for state in fewer bits than the program would store, unless `keeping` requests that."""
     if not state:
         return tuple(slots)
     here = {name: one for name, one in state.items() if not isinstance(one, DTensor)}
@@ -230,10 +230,10 @@ def _itself(value: Tensor) -> Tensor:
 
 
 def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Replace parameters in place and give them state.
+    """Replace parameters in place and attach their state.
 
     `params` maps an old parameter to the new one; `states` maps a parameter, old or new, to its slots by name. Order, other entries of the
-    groups, and state that is not replaced stay; hidden slots are left out, so that the layout is torch's own.
+    groups, and state that is not replaced stay; hidden slots are left out, so that `optimizer.state` has torch's own form.
     """
     known = [p for group in optimizer.param_groups for p in group["params"]]
     replaced = {id(p): params.get(p, p) for p in known}
@@ -255,7 +255,7 @@ def attach_state(optimizer: torch.optim.Optimizer, params: Mapping[Tensor, Tenso
 
 
 def replace_parameters(optimizer: object, params: Mapping[Tensor, Tensor]) -> None:
-    """New parameters for old ones in an optimizer's groups, or in those that a wrapper lists, in place."""
+    """Replace old parameters by new ones, in place, in an optimizer's groups or in the groups that a wrapper lists."""
     for group in getattr(optimizer, "param_groups", ()):
         group["params"][:] = [params.get(p, p) for p in group["params"]]
 

@@ -1,4 +1,4 @@
-"""Updates that users have given for optimizers whose own `step` cannot be traced: what a step does to one parameter, as a function.
+"""Updates that users have registered for optimizers whose own `step` cannot be traced.
 
     def state(p):                       return {"exp_avg": torch.zeros_like(p)}
     def update(p, g, state, group):     m = 0.9 * state["exp_avg"] + 0.1 * g;   return p - group["lr"] * m.sign(), {"exp_avg": m}
@@ -36,7 +36,7 @@ class Registered:
 
 
 UPDATES: Final[dict[type, Registered]] = {}
-"""By the optimizer's class; the last that was said of one stands."""
+"""Optimizer class -> its registered update; a later registration replaces an earlier one."""
 
 
 def register_update(optimizer: type[torch.optim.Optimizer], update: Update, state: Callable[[Tensor], State] | None = None) -> None:
@@ -60,7 +60,7 @@ def register_update(optimizer: type[torch.optim.Optimizer], update: Update, stat
 
 
 class _Stepping(torch.optim.Optimizer):
-    """An optimizer whose step is what was registered for its class."""
+    """An optimizer whose `step` runs the update that was registered for its class."""
 
     registered: Registered
 
@@ -86,7 +86,7 @@ class _Stepping(torch.optim.Optimizer):
 
 
 def adapted(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What is described in an optimizer's place: itself, or what was registered for its class, over the same groups and state."""
+    """The optimizer to trace: `optimizer` itself, or one that runs the update registered for its class, over the same groups and state."""
     kind = type(optimizer)
     if kind not in UPDATES:
         return optimizer

@@ -1,6 +1,6 @@
-"""The optimizers that one training step steps: mostly one, sometimes several, each with parameters of its own.
+"""Set of the optimizers that one training step runs, each with parameters of its own.
 
-Groups are numbered through all of them, in order: of `[muon, adamw]` with a group each, `1.lr` is AdamW's.
+Groups are numbered consecutively over all members: of `[muon, adamw]` with a group each, `1.lr` is AdamW's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshc.errors import CompileError, lines_of
 @dataclass(frozen=True, eq=False)
 class Optimizers:
     """
-    members   those whose `step` updates parameters
-    wrappers  those whose `step` does nothing but call members': told of what happens, never run
-    idle      parameters that somebody holds and nobody steps, and who holds them
+    members   optimizers whose `step` updates parameters
+    wrappers  optimizers whose `step` only calls members' steps: kept up to date, never run
+    idle      parameters that an optimizer holds and none steps, with the name of the holder
     """
 
     members: tuple[torch.optim.Optimizer, ...]
@@ -43,7 +43,7 @@ def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def refuse_shared(members: Sequence[torch.optim.Optimizer], name_of: Callable[[Tensor], str]) -> None:
-    """Raises CompileError naming every parameter that would be stepped twice: by two optimizers, or in two places of one."""
+    """Raises CompileError that names every parameter which would be stepped twice: by two optimizers, or at two places of one."""
     held: dict[int, str] = {}
     faults = []
     alike = len({type(member) for member in members}) < len(members)

@@ -1,4 +1,4 @@
-"""The state slots of a parameter that has not stepped, as its optimizer's own class creates them on a private copy."""
+"""State slots of a parameter that has not stepped, as the optimizer's own class creates them on a private copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, group_num
 from meshc.private import FakeTensorMode
 
 _COPIES: Final[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
-"""Optimizers that meshc has made of others, to step in their place."""
+"""Copies of optimizers that meshc built to step in the place of the originals."""
 
 
 def is_copy(optimizer: torch.optim.Optimizer) -> bool:
@@ -56,12 +56,12 @@ def private_copy(
 
 
 def fresh_copy(optimizer: torch.optim.Optimizer, params: Mapping[int, Tensor]) -> torch.optim.Optimizer:
-    """A copy that steps other parameters, given by the id of those that they stand for: torch's plain loops, no state, no hooks."""
+    """A copy that steps other parameters, `params`: id of the original -> replacement. Torch's plain loops, no state, no hooks."""
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name not in ("state", "param_groups", "step", "defaults"):
             setattr(twin, name, OrderedDict() if name.endswith("_hooks") else copy.copy(value) if isinstance(value, dict | list) else value)
-    twin.defaults = _plain(getattr(optimizer, "defaults", {}))  # whence torch reads `differentiable`
+    twin.defaults = _plain(getattr(optimizer, "defaults", {}))  # torch reads `differentiable` from it
     twin.param_groups = [{**_plain(group), "params": [params[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     twin.state = defaultdict(dict)
     return twin
@@ -77,13 +77,13 @@ def _holds_objects(value: dict[object, object] | list[object] | set[object]) -> 
 
 
 class _Inits(Protocol):
-    """One of torch's own optimizers."""
+    """An optimizer that creates state in `_init_group`, as torch's own do."""
 
     _init_group: Function
 
 
 class _Recorder(dict):
-    """A parameter's state that keeps each entry as it was when first put in."""
+    """State of a parameter that records each entry's first value, in `first`."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -111,11 +111,11 @@ class _Recorder(dict):
 
 
 def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
-    """State entries as the class creates them. torch's own classes do so in `_init_group`, without a step. Seed 2 has other floats too."""
+    """State entries as the class creates them: torch's own in `_init_group`, without a step. With seed 2 the group's floats differ too."""
     others = {} if seed != 2 else {
         name: 0.75 * value
         for name, value in group_numbers(optimizer, optimizer.param_groups[index]).items()
-        if not isinstance(value, int)  # a block's length, say
+        if not isinstance(value, int)  # for instance a block length
     }
     twin = private_copy(optimizer, index, param, others, defaultdict(_Recorder))
     generator = torch.Generator().manual_seed(1000 + seed)  # not the parameter's own draws
@@ -184,7 +184,7 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
 
 
 def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
-    """The numbers of a group that a step sets. torch's own classes set none."""
+    """Names of the group's numbers that a step sets; none for torch's own classes."""
     group = optimizer.param_groups[index]
     if is_torchs_own(optimizer) or kind_of(optimizer, group) != "other" or not group["params"]:
         return []
@@ -200,8 +200,8 @@ def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
 
 
 def sample_shape(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of a small parameter that stands for one: a few rows, or, where its optimizer cannot step so few (it cuts rows into
-    blocks), its own. Raises CompileError if the optimizer can step neither."""
+    """Shape of a small sample in the place of a parameter of `shape`: a few rows, or `shape` itself where the optimizer cannot step so
+    few (it splits rows into blocks). Raises CompileError if the optimizer can step neither."""
     small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
     try:
         _born(optimizer, index, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
@@ -219,7 +219,7 @@ def _born_at(
     known: dict[str, object],
     small: tuple[int, ...],
 ) -> dict[str, object]:
-    """Entries at a parameter's full size, for their shapes only; `known` are those of a parameter of shape `small`."""
+    """State entries at a parameter's full size, for their shapes only; `known` are the entries of a parameter of shape `small`."""
     if known and small == shape:
         return known
     if is_torchs_own(optimizer):

@@ -1,7 +1,7 @@
-"""What a program knows of an optimizer: its groups, the state slots of each parameter, the numbers that are read at each call.
+"""Specification of an optimizer for a program: groups, state slots per parameter, numbers read at each call.
 
-Adam, AdamW and SGD have numbers and flags of their own; of every other class a group's entries are sorted by what they are: numbers, also
-in tuples, are read at each call, all else is compiled in.
+Adam, AdamW and SGD have fixed lists of numbers and flags; of every other class a group's entries are sorted by type: numbers, also in
+tuples, are read at each call, all else is compiled in.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ GRADIENT = HIDDEN + "gradient"
 """The gradient that a parameter was last updated with."""
 
 SUM = HIDDEN + "sum"
-"""What calls that do not step have added up of a parameter's gradient."""
+"""Gradient accumulated over the calls that do not step."""
 
 KEPT: Final = ("bf16", "8bit")
-"""In what optimizer state may be kept."""
+"""Formats in fewer bits in which optimizer state may be stored."""
 
 CODES, SCALE = ".codes", ".scale"
-"""What state that is kept in 8 bits is called: by its own name, and these (`meshc/ops/coded.py`)."""
+"""Suffixes of the names under which 8-bit state is stored (`meshc/ops/coded.py`)."""
 
 SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
 """State of torch's own optimizers that is never negative: Adam's second moment, RMSprop's, Adadelta's two, Adagrad's sum, Adamax's norm."""
@@ -59,8 +59,8 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a program keeps what updates leave: `Options(optimizer_state=, master_weights=)`, whether it keeps gradients, and
-    whether calls may add them up."""
+    """How a program stores the results of updates: `Options(optimizer_state=, master_weights=)`, whether it retains gradients, and
+    whether calls may accumulate them."""
 
     state: str | None = None
     master: bool = False
@@ -68,11 +68,11 @@ class Keeping:
     sums: bool = False
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """In what the update of a parameter of this dtype computes."""
+        """The dtype in which the update of a parameter of `dtype` computes."""
         return torch.float32 if (self.state or self.master) and dtype in HALVES else dtype
 
     def kept(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
-        """The slots of a parameter of this size and dtype, as they are kept."""
+        """The slots of a parameter of this size and dtype as the program stores them."""
         found = [one for slot in slots for one in (slot.coded() if self.state == "8bit" else (slot.narrowed(self.state),))]
         if self.master and dtype in HALVES:
             found.append(Slot(MASTER, "like_param", size, torch.float32, None))
@@ -82,7 +82,7 @@ class Keeping:
 
 
 AS_IT_IS: Final = Keeping()
-"""As the optimizer has it."""
+"""State is stored as the optimizer has it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Slot:
     is a copy of the parameter where `fill` is None. `value` is the optimizer's own tensor when it has stepped or loaded a state dict.
     `python`: the optimizer keeps a Python number there; a program holds a 0-dim float64 tensor, and so does `optimizer.state` from then on.
     `from_first_step`: torch derives the initial value from the first step's gradient or numbers, and so does the program.
-    `computed`: in what the update takes and gives it, where it is kept in fewer bits. `signed`: whether it may be negative; what may not
-    be has more of its 8 bits for magnitudes.
+    `computed`: the dtype in which the update reads and returns a slot that is stored in fewer bits. `signed`: whether values may be
+    negative; otherwise 8-bit codes have one bit more for magnitudes.
     """
 
     name: str
@@ -110,20 +110,20 @@ class Slot:
 
     @property
     def wide(self) -> bool:
-        """Whether it is one floating number for each of the parameter's, of more than 16 bits."""
+        """Whether the slot has one floating-point number of more than 16 bits per element of the parameter."""
         return self.shape == "like_param" and self.size != () and self.dtype in (torch.float32, torch.float64)
 
     @property
     def wide_or_narrow(self) -> bool:
-        """Whether it is wide, or kept in 16 bits of what is."""
+        """Whether the slot is wide, or a wide slot stored in 16 bits."""
         return self.wide or (self.computed is not None and not self.part)
 
     def narrowed(self, state: str | None) -> Slot:
-        """The same as it is kept in "bf16", which leaves alone what is not wide."""
+        """This slot as stored with state "bf16"; unchanged unless it is wide."""
         return replace(self, dtype=torch.bfloat16, computed=self.dtype) if state == "bf16" and self.wide else self
 
     def coded(self) -> tuple[Slot, ...]:
-        """Its codes and their scales, if it is wide and its rows fill a block; a copy of the parameter (an average of it) stays too."""
+        """Slots of its codes and scales, if it is wide and a row fills a block; else itself. A copy of the parameter stays too."""
         if not self.wide or self.size[-1] < BLOCK or self.fill is None:
             return (self,)
         codes = replace(self, name=self.name + CODES, dtype=torch.uint8, computed=self.dtype, fill=float(code_of(self.fill, self.signed)))
@@ -134,12 +134,12 @@ class Slot:
 
     @property
     def plain(self) -> str:
-        """The name that the optimizer has for it."""
+        """The optimizer's own name for this state."""
         return self.name.removesuffix(CODES).removesuffix(SCALE) if self.part else self.name
 
     @property
     def part(self) -> str:
-        """Of what is kept in 8 bits, which of the two it is; otherwise nothing."""
+        """`CODES` or `SCALE` for a slot of 8-bit state, else ""."""
         parted = self.computed is not None and self.dtype != torch.bfloat16
         return "" if not parted else CODES if self.dtype == torch.uint8 else SCALE
 
@@ -148,7 +148,7 @@ class Slot:
         return self.name.startswith(HIDDEN)
 
     def initial(self, param: Tensor) -> Tensor:
-        """A new tensor with the value before the next step; scalars lie on the CPU, others on the parameter's device."""
+        """A new tensor with the value before the next step; scalars are on the CPU, others on the parameter's device."""
         if self.value is not None:
             return self.value.detach().to(self.dtype, copy=True)
         if self.fill is None:
@@ -160,7 +160,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Guard:
-    """What a program assumes of one number: `number <relation> constant` has this outcome, or (relation "is") it has this very value."""
+    """Assumption of a program on one number: `number <relation> constant` has this outcome, or (relation "is") the number this value."""
 
     number: str
     relation: str
@@ -176,7 +176,7 @@ class TracedUpdate:
     """One parameter's update as a graph of aten operators on global shapes.
 
     Placeholders are, in order, `inputs`: "param", "grad", "state:NAME", "number:NAME"; results, in order, `outputs`: "param", "state:NAME".
-    Numbers and scalar state are 0-dim and lie on one device with the rest.
+    Numbers and scalar state are 0-dim and on the same device as the rest.
     """
 
     graph: GraphModule
@@ -211,9 +211,9 @@ class GroupSpec:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
-    """What `describe` found. `key` is a hashable value; a program serves as long as `key_of(optimizer)` equals it.
+    """Result of `describe`. `key` is hashable; a program is valid as long as `key_of(optimizer)` equals it.
 
-    `groups` are those of all optimizers that step; `idle` are parameters that somebody holds and nobody steps, and who holds them.
+    `groups` are those of all optimizers that step; `idle` are parameters that an optimizer holds and none steps, with the holder's name.
     """
 
     optimizer: str
@@ -231,7 +231,7 @@ class OptimizerSpec:
         return self.group_of(param).slots_of(param)
 
     def of_live(self, live: Callable[[Tensor], Tensor]) -> OptimizerSpec:
-        """The same of the parameters that have taken the place of these; neither the old ones nor their state is held any more."""
+        """This specification for the live parameters, `live(old)`; neither the old parameters nor their state is referenced any more."""
         groups = [
             replace(
                 group,
@@ -250,7 +250,7 @@ class OptimizerSpec:
 
 
 def token(value: object) -> Hashable:
-    """Equal as long as plain values, also in lists and dicts, are; of all else its identity."""
+    """A hashable stand-in for `value`: equal for equal plain values, also in lists and dicts; for all else the identity."""
     if isinstance(value, dict):
         return tuple((repr(k), token(v)) for k, v in value.items())
     if isinstance(value, list | tuple):
@@ -259,12 +259,12 @@ def token(value: object) -> Hashable:
 
 
 def unhooked(function: Function) -> Function:
-    """`step` as written: `Optimizer.__init__` wraps each class's once, to run hooks."""
+    """A `step` without torch's hooks: `Optimizer.__init__` wraps that of each class once."""
     return getattr(function, "__wrapped__", function) if getattr(function, "hooked", False) else function
 
 
 def _undecorated(function: Function) -> Function:
-    """A method as its class wrote it, for comparisons: a first `torch.compile` wraps those of optimizers, each class's anew."""
+    """A method without decorators, for comparison: the first `torch.compile` wraps the methods of each optimizer class anew."""
     while True:
         inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
         if inner is None:
@@ -282,7 +282,7 @@ def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """torch's classes create their state in `_init_group`, before a step, and are traced right (the tests hold them to it)."""
+    """Whether the class is torch's own, which creates state in `_init_group`, before a step; tests check the traces of these."""
     return type(optimizer).__module__.startswith("torch.optim.") and hasattr(optimizer, "_init_group")
 
 
@@ -301,7 +301,7 @@ def _is_number(value: object) -> TypeGuard[float | Tensor]:
 
 
 def _entries(group: Mapping[str, Any]) -> tuple[dict[str, float | Tensor], dict[str, object]]:
-    """(numbers, flags) of an optimizer without operator: numbers, also in tuples, are read at each call, all else is compiled in."""
+    """(numbers, flags) of a group without a `meshc::` update: numbers, also in tuples, are read at each call, all else is compiled in."""
     numbers: dict[str, float | Tensor] = {}
     flags: dict[str, object] = {}
     for name, value in group.items():
@@ -350,7 +350,7 @@ def group_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> t
 
 
 def numbers(optimizer: AnyOptimizer) -> list[dict[str, float]]:
-    """The numbers of each group as they stand now, in the group's order; tensors are read."""
+    """Present numbers of each group, in the group's order; tensors are read."""
     return [
         {name: float(value.item() if isinstance(value, Tensor) else value) for name, value in group_numbers(member, group).items()}
         for member in members_of(optimizer)
@@ -359,7 +359,7 @@ def numbers(optimizer: AnyOptimizer) -> list[dict[str, float]]:
 
 
 def rates(optimizer: AnyOptimizer) -> list[float | None]:
-    """The learning rate of each group; None where a class makes its own."""
+    """The learning rate of each group; None where the class computes its own."""
     found = [group.get("lr") for member in members_of(optimizer) for group in member.param_groups]
     return [None if rate is None else float(rate) for rate in found]
 

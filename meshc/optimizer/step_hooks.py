@@ -1,7 +1,7 @@
-"""Hooks of an optimizer's step, in a step that is compiled: what runs behind it is run, what runs ahead of it is refused.
+"""Hooks of an optimizer's step in a compiled step: post hooks are run after the call, pre hooks are refused.
 
     optimizer.register_step_post_hook(clamp_weights)       after each call of the program
-    optimizer.register_step_pre_hook(scale_gradients)      refused: gradients are not to be had between backward and the update
+    optimizer.register_step_pre_hook(scale_gradients)      refused: gradients are not available between backward and the update
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def refuse_pre_hooks(optimizer: AnyOptimizer) -> None:
 
 
 def post_hooks(optimizer: AnyOptimizer) -> list[Callable[[], Any]]:
-    """What users run behind a step, to be called in this order."""
+    """Users' post-step hooks, bound to their optimizers, in the order of calls."""
 
     def called(hook: Hook, one: torch.optim.Optimizer) -> Callable[[], Any]:
         return lambda: hook(one, (), {})

@@ -1,4 +1,4 @@
-"""One parameter's update as a graph: an optimizer's own `step`, run on fake tensors with state and numbers as inputs.
+"""One parameter's update as a graph, traced from the optimizer's own `step` on fake tensors.
 
 Each path through the step's branches on data is run once; `where` joins their results, and is then moved down to what differs in them.
 """
@@ -134,7 +134,7 @@ def _one_path(
 
 
 def _eye(rows: int, columns: int | None = None, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
-    """An identity in operators that have rules."""
+    """`torch.eye` composed of operators that have sharding rules."""
     across = torch.arange(rows if columns is None else columns)
     return (torch.arange(rows).unsqueeze(1) == across).to(dtype or torch.get_default_dtype())
 
@@ -154,7 +154,7 @@ def _refuse_changed(name: str, before: Mapping[str, object], after: Mapping[str,
 
 
 def _new_state(name: str, final: dict[str, Tensor | float], slots: Sequence[Slot], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a step has left as a parameter's state, by key, in the dtypes of the slots."""
+    """A parameter's state after a step, by slot name, in the dtypes of the slots."""
     results: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name == FIRST:
@@ -175,7 +175,7 @@ def _created(optimizer: torch.optim.Optimizer, index: int, param: Tensor, hyper:
 
 
 def _snapshot(twin: torch.optim.Optimizer) -> dict[str, Hashable]:
-    """Everything outside the parameter's state, so that what a step changes there can be named."""
+    """All attributes outside the parameter's state, to name those that a step changes."""
     skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
     seen = {f"self.{k}": v for k, v in vars(twin).items() if k not in skipped}
     seen |= {f"group[{k!r}]": v for k, v in twin.param_groups[0].items() if k != "params"}
@@ -241,7 +241,7 @@ def _merge_equal(graph: Graph) -> None:
 
 
 def _sink(graph: Graph, at: Node, condition: Node, then: Node, otherwise: Node, sunk: dict[tuple[Node, Node, Node], Node]) -> Node | None:
-    """`where(c, f(x), f(y))` as `f(where(c, x, y))`; None where the two are not the same operation on values of equal type."""
+    """`where(c, f(x), f(y))` as `f(where(c, x, y))`; None unless `then` and `otherwise` are the same operation on values of equal type."""
     if then is otherwise:
         return then
     if (condition, then, otherwise) in sunk:

@@ -1,12 +1,12 @@
-"""Which optimizers step: the one that is given, those of a list, or those that a wrapper's own `step` calls.
+"""Optimizers that a training step runs: one, those of a list, or those that a wrapper's `step` calls.
 
     TrainStep(model, optimizer=adamw)                 adamw
     TrainStep(model, optimizer=[muon, adamw])         muon and adamw
     TrainStep(model, optimizer=MuonWithAdamW(model))  what its step calls: self.muon and self.adamw
 
-A compiled step runs no wrapper's `step`, so nothing else than calls of inner steps may happen there. It is run once to see that: on a copy
-of the wrapper that holds small samples of the parameters, with inner steps that only tell that they were called. What it writes to
-samples, which numbers and attributes it changes, and which optimizers it leaves out is seen there, and refused by name.
+A compiled step runs no wrapper's `step`, which may therefore do nothing but call inner steps. To check that, the `step` is run once on a
+copy of the wrapper with small samples of the parameters, whose inner steps only record their calls. Writes to samples, changed numbers
+and attributes, and inner optimizers that are not called are detected and refused by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshc.package import FOLDER
 from meshc.private import OpOverload, TorchDispatchMode
 
 _OWN: Final = ("state", "param_groups", "defaults", "step")
-"""Attributes of an optimizer in which no other optimizer is looked for; `step` is there once a scheduler has wrapped it."""
+"""Attributes of an optimizer that are not searched for other optimizers; `step` is one once a scheduler has wrapped it."""
 _CONTAINERS: Final = (list, tuple, set, dict, OrderedDict, defaultdict)
 
 _BASE: Final = torch.optim.Optimizer
@@ -64,7 +64,7 @@ def find(given: object, name_of: NameOf) -> Optimizers:
 
 
 def inner(owner: object) -> dict[str, torch.optim.Optimizer]:
-    """Other optimizers that lie in an object's attributes, in lists, dicts and wrappers there, by where: `.muon`, `.optimizers[0]`."""
+    """Other optimizers in the attributes of `owner`, also in lists, dicts and wrappers there, by path: `.muon`, `.optimizers[0]`."""
     found: dict[str, torch.optim.Optimizer] = {}
     seen = {id(owner)}
 
@@ -88,7 +88,7 @@ def _is_looked_into(value: object) -> bool:
 
 
 def _entries(value: object) -> Iterator[tuple[str, object]]:
-    """What lies in a container or an object, and where; lists of tensors and of plain values have nothing to look for."""
+    """(path, value) of the entries of a container or an object; lists of tensors and of plain values are not searched."""
     if isinstance(value, dict) and type(value) in _CONTAINERS:
         rows: list[tuple[str, object]] = [(f"[{key!r}]", item) for key, item in value.items()]
     elif type(value) in _CONTAINERS:
@@ -123,7 +123,7 @@ class Wrapper(Protocol):
 
 
 class _Trial:
-    """One run of a wrapper's `step` on a copy of it that holds samples."""
+    """One run of a wrapper's `step` on a copy that holds sample parameters."""
 
     def __init__(self, wrapper: Wrapper, inside: dict[str, torch.optim.Optimizer], name_of: NameOf) -> None:
         self.wrapper, self.inside, self.name_of = wrapper, inside, name_of
@@ -138,7 +138,7 @@ class _Trial:
             self.samples[key], self.gradients[key] = _sample(parameter, index)
         self.copies: dict[int, object] = {}
         self.paths: list[tuple[str, object]] = []
-        self.originals: list[object] = []  # so that ids stay their own
+        self.originals: list[object] = []  # held so that ids are not reused
         self.twin = self._copy(wrapper, "self")
         self.writes = _Writes(self)
 
@@ -172,7 +172,7 @@ class _Trial:
         return Optimizers(tuple(self.called), tuple(wrappers), self._idle(self.called))
 
     def _steps_itself(self) -> Optimizers:
-        """No inner step was called: an optimizer that only holds others is traced as any other."""
+        """Result where no inner step was called: an optimizer that only holds others is traced as any other."""
         if isinstance(self.wrapper, torch.optim.Optimizer):
             return Optimizers((self.wrapper,), (), self._idle([self.wrapper]))
         held = ", ".join(f"self{path}" for path in self.inside)
@@ -217,7 +217,7 @@ class _Trial:
         return any(id(p) == parameter for one in self.called for group in one.param_groups for p in group["params"])
 
     def _numbers(self) -> list[Hashable]:
-        """The true optimizers' numbers: a copy may have left a way to them open."""
+        """Numbers of the original optimizers, to detect that the step reached them through the copy."""
         return [tuple((k, token(v)) for k, v in group.items() if k != "params") for one in self.optimizers for group in one.param_groups]
 
     # The copy.
@@ -238,7 +238,7 @@ class _Trial:
         return self.copies[id(value)]
 
     def _copy_container(self, value: list[object] | dict[object, object] | set[object], path: str) -> None:
-        """Under its name before it is filled: it may lie in itself."""
+        """Copy a container, registered before it is filled, since it may contain itself."""
         if isinstance(value, dict):
             table: dict[object, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
             self.copies[id(value)] = table
@@ -268,7 +268,7 @@ class _Trial:
             made.__dict__["step"] = partial(unhooked(type(value).step), made) if nested else partial(self.tell, value)
 
     def _snapshot(self) -> dict[str, Hashable]:
-        """Plain values in the copy, by where they lie."""
+        """Plain values in the copy, by path."""
         seen: dict[str, Hashable] = {}
         for path, twin in self.paths:
             skipped = ("state", "param_groups", "_warned_capturable_if_run_uncaptured")
@@ -279,7 +279,7 @@ class _Trial:
 
 
 def _sample(parameter: Tensor, seed: int) -> tuple[nn.Parameter, Tensor]:
-    """A small parameter of its kind, and its gradient."""
+    """A small parameter of the same dtype and number of dims, and its gradient."""
     small = tuple(min(size, 3 + i) for i, size in enumerate(parameter.shape))
     generator = torch.Generator().manual_seed(seed)
     value, gradient = (torch.randn(small, generator=generator, dtype=torch.float64).to(parameter.dtype) for _ in range(2))
@@ -289,7 +289,7 @@ def _sample(parameter: Tensor, seed: int) -> tuple[nn.Parameter, Tensor]:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes what is written to samples; a write to anything else that was there before is refused before it happens."""
+    """Dispatch mode that records writes to samples, and refuses a write to any other tensor that existed before."""
 
     def __init__(self, trial: _Trial) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ _MINE: Final = f"{FOLDER}{os.sep}"
 
 
 def _line(error: Exception | None = None) -> str:
-    """The user's line that is being run, or that raised."""
+    """The user's source line that is running, or that raised `error`."""
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith((_TORCH, _MINE)) and not frame.filename.startswith("<")]
     return f" at {users[-1].filename}:{users[-1].lineno} ({users[-1].line})" if users else ""
