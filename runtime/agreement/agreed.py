@@ -48,7 +48,7 @@ Entries = Iterable[tuple[str, object]]
 
 
 class Key(Protocol):
-    """Protocol of `meshc.api.asked.Key`: keys of a call's inputs (structure and leaves), of the model (state, grad mode, autocast), of the
+    """Protocol of `meshc.api.compile_arguments.CompilationKey`: keys of a call's inputs (structure and leaves), of the model (state, grad mode, autocast), of the
     optimizer."""
 
     @property
@@ -60,7 +60,7 @@ class Key(Protocol):
 
 
 class Asked(Protocol):
-    """Protocol of `meshc.api.asked.Asked`: the arguments of `meshc.compile`."""
+    """Protocol of `meshc.api.compile_arguments.CompileArguments`: the arguments of `meshc.compile`."""
 
     @property
     def what(self) -> object: ...
