@@ -13,9 +13,9 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     all_reduce(x, axes, reduction)
     all_gather(x, axes, dim)                        tiles concatenated along `dim`
     reduce_scatter(x, axes, dim, reduction)         x's dim holds one tile a rank
-    broadcast(x, axes, index)                       what the rank at `index` has
+    broadcast(x, axes, index)                       x of the rank at `index`
     all_to_all(x, axes, split_dim, concat_dim)      split_dim holds one tile a rank; tiles received are concatenated along concat_dim
-    ring_shift(x, axes, steps)                      what the rank so many places before this one has, round the ring of all ranks
+    ring_shift(x, axes, steps)                      x of the rank `steps` places before this one, round the ring of all ranks
     to_zigzag(x, axes, dim)                         x is a tile; in zigzag order (`meshc/ir/sharding.py`), which exchanges its second half
     from_zigzag(x, axes, dim)                       the tile again
     halo(x, axes, dim, size, window, fill)          x is a tile of a dim of `size`; of that dim, what the rank's window covers
@@ -23,17 +23,17 @@ calling one here is an error. `axes` are mesh axes, major to minor; tiles are nu
     gather_rows(x, axes, choice, each, share)       tiles of [.., t, h] as [1, .., n * t, h]: rows that have a choice here, zeros for others
     scatter_rows(x, axes, choice, each, share)      the sum of [1, .., n * t, h] over ranks, of rows with a choice there; tiles [.., t, h]
     to_host(x)                                      a copy of x on the host
-    to_host(x, place)                               the same in the memory of `place`, which lies there and is not read any more
-    from_host(x)                                    a copy on the device of x, which lies on the host
-    from_host(x, place)                             the same in the memory of `place`, which lies there and is not read any more
+    to_host(x, place)                               the same in the memory of `place`, a host value that is not read any more
+    from_host(x)                                    a copy on the device of x, which is stored on the host
+    from_host(x, place)                             the same in the memory of `place`, a device value that is not read any more
 
 A window is [size of the dim whose tiles it goes with, stride, offset, length]: a rank whose tile of that dim starts at t has the window
-[t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`; what a
-halo_sum is given there is dropped. Padding of the tile that goes into a halo is never read, that of a halo_sum's result is zero.
+[t * stride + offset, t * stride + offset + length) (see `meshc/ir/window.py`). Beyond the ends of its dim a halo holds `fill`, and the
+operand of a halo_sum is ignored. Padding of a halo's operand is never read, that of a halo_sum's result is zero.
 
 `choice`, [.., n * t, k] integers, is the same on all ranks of the axes; a row has a choice at the rank with the index i if one of its k is
-from i * each on and below (i + 1) * each. No other row is sent, and none of a rank's own is read either. `share` is that of rows which have
-one at a rank if all are chosen alike; prices alone go by it.
+in [i * each, (i + 1) * each). No other row is sent, and none of a rank's own is read either. `share` is the share of rows with a choice at
+a rank under a uniform distribution; only the cost model uses it.
 """
 
 from __future__ import annotations

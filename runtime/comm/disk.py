@@ -27,11 +27,11 @@ from meshc.errors import StateError
 from meshc.runtime.comm.host import Held
 
 HELD: Final = Held()
-"""Of this process."""
+"""Bytes of this process's files."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
-    """A contiguous tensor in a file. `what`: of which messages speak. Raises StateError where the folder has no room for it."""
+    """A new contiguous tensor in a file. `what` names the tensor in messages. Raises StateError if the folder has no room."""
     size = prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -48,7 +48,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
 
 
 def moved(tensor: Tensor, what: str) -> Tensor:
-    """A copy in a file."""
+    """A copy of `tensor` in a file."""
     return empty(tensor.shape, tensor.dtype, what).copy_(tensor)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Trial:
-    """`said`: what the processes that failed said last; "" where all have the right sum. `seconds`: with starting them."""
+    """`said`: the last message of the first process that failed; "" if all have the right sum. `seconds`: start of processes included."""
 
     said: str
     seconds: float
@@ -31,7 +31,7 @@ class Trial:
 
 
 def trial(backend: str, ranks: int = 2, timeout_s: float = 120.0) -> Trial:
-    """So many processes, over `gloo` or `nccl` (a GPU each). Never takes longer than the timeout: what has not ended by then is killed."""
+    """Runs the check with `ranks` processes over `gloo` or `nccl` (a GPU each). Processes that have not ended by the timeout are killed."""
     source = Path(__file__).read_text()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def _started(words: list[str], output: Path) -> subprocess.Popen[bytes]:
 
 
 def _code(process: subprocess.Popen[bytes], until: float) -> int | None:
-    """What it ended with; None if it has not by then."""
+    """The exit code of a process; None if it has not ended by the time `until`."""
     try:
         return process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:

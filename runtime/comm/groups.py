@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SENDS: Final = -1
-"""Stands at the end of a pair's key: the first of the two sends."""
+"""Last element of a pair's key, for a group in which the first of the two ranks sends."""
 
 _OWN: Final[WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup | None]]] = WeakKeyDictionary()
-"""By the default group that was there: the groups made so far, by their ranks, in their order; None for those that this rank is not in."""
+"""Default group -> the groups created under it, by their ranks in order; None for those that this rank is not in."""
 
 
 def own_groups(world: ProcessGroup | None) -> list[ProcessGroup]:
-    """Those that this rank is in."""
+    """meshc's groups that this rank is in."""
     return [] if world is None else [group for group in _OWN.get(world, {}).values() if group is not None]
 
 
@@ -135,6 +135,6 @@ class Groups:
         return group
 
     def _make(self, axes: tuple[str, ...]) -> ProcessGroup | None:
-        """Every rank takes the same way here: what decides is the table of all groups, never this rank's own."""
+        """This rank's group over `axes`. All ranks create all groups, in the same order."""
         found = [_own_group(row, tuple(row)) for row in self.members(axes)]
         return next((group for group in found if group is not None), None)

@@ -66,7 +66,7 @@ class Exchange:
         return self._exchange(x, dim, sent, lengths, add)
 
     def _exchange(self, x: Tensor, dim: int, sent: Mapping[int, Tensor], lengths: Mapping[int, int], finish: Finish) -> Work:
-        """sent[i] goes to rank i; `finish` gets what came, by rank, this rank's own among it."""
+        """Sends sent[i] to rank i; `finish` makes the result of the received pieces, by rank, this rank's own included."""
         mine = {self._rank: sent[self._rank]} if self._rank in sent else {}
         if self._group is None or self._silent:
             return Work(finish(mine))

@@ -32,7 +32,7 @@ Mark: TypeAlias = "float | torch.cuda.Event"
 
 @dataclass
 class Held:
-    """Bytes of the second pool of a CPU rank: those that are in use, and the most that there were since `begin`."""
+    """Bytes of a memory pool: in use now, and the peak since `begin`."""
 
     now: int = 0
     most: int = 0
@@ -49,11 +49,11 @@ class Held:
 
 
 HELD: Final = Held()
-"""Of this process."""
+"""Bytes of this process's host pool, on a CPU rank."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host of a rank that has this device, for a contiguous tensor."""
+    """A new contiguous tensor in host memory, for a rank with this device."""
     size = prod(shape) * dtype.itemsize
     if device.type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
@@ -66,12 +66,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the host of a rank that has this device."""
+    """A copy of `tensor` in host memory, for a rank with this device."""
     return empty(tensor.shape, tensor.dtype, device).copy_(tensor)
 
 
 class _Copied:
-    """A copy that has been given to a stream."""
+    """A copy queued on a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = stream.record_event()
@@ -87,15 +87,15 @@ def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
 
 
 class Watch:
-    """Who is told of what goes on between a rank and its host: what it is, and the marks of a clock between which it is, seconds of
-    `time.perf_counter` or CUDA's events."""
+    """Observer of host copies and host operators. `tell`, if set, is called with the event and the marks of its begin and end: seconds of
+    `time.perf_counter`, or CUDA events."""
 
     def __init__(self) -> None:
         self.tell: Callable[[There, Mark, Mark], None] | None = None
 
     @contextmanager
     def watching(self, what: There, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-        """Around what is done now, or given to a stream."""
+        """A context around work that runs now, or is queued on a stream."""
         if self.tell is None:
             yield
             return
@@ -109,17 +109,17 @@ def _mark(stream: torch.cuda.Stream | None) -> Mark:
 
 
 WATCH: Final = Watch()
-"""Of this process."""
+"""The observer of this process."""
 
 
 def to_host(x: Tensor, place: Tensor | None = None, name: str = "") -> Work:
-    """`place`: memory of the host to copy to, which is given back. `name`: what a trace calls it."""
+    """Starts a copy to the host. `place`: host memory to copy to, which is the result; new by default. `name`: its name in traces."""
     there = empty(x.shape, x.dtype, x.device) if place is None else place
     return _beside(x, there, x.device, There("OUT", name))
 
 
 def from_host(x: Tensor, device: torch.device, place: Tensor | None = None, name: str = "") -> Work:
-    """`place`: memory of the device to copy to, which is given back. `name`: what a trace calls it."""
+    """Starts a copy to the device. `place`: device memory to copy to, which is the result; new by default. `name`: its name in traces."""
     here = torch.empty(x.shape, dtype=x.dtype, device=device) if place is None else place
     return _beside(x, here, device, There("IN", name))
 
@@ -136,14 +136,14 @@ def _beside(source: Tensor, target: Tensor, device: torch.device, what: There) -
 
 
 def settle(device: torch.device) -> None:
-    """All copies that have been started are done: what follows runs on the host, and reads or writes what they read and wrote."""
+    """Waits until all started copies are done, so that the host may read and write their operands and results."""
     if device.type != "cpu":
         for direction in ("OUT", "IN"):
             _stream(direction, device).synchronize()
 
 
 def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Work]:
-    """What starts a node's copy."""
+    """The function that starts a node's copy."""
     name = f"{stage}.{node.name}"
     if node.target is spmd.to_host:
         return partial(to_host, name=name)
@@ -151,7 +151,7 @@ def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Work]
 
 
 def watched(node: Node, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that runs on the host."""
+    """`function`, an operator that runs on the host, with its calls reported to `WATCH`."""
     what = There("HOST", f"{stage}.{node.name}")
 
     def run(*args: Any, **kwargs: Any) -> Any:

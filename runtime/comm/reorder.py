@@ -17,7 +17,7 @@ from meshc.ir.sharding import Part, Sharding, local_shape
 
 
 class Move(NamedTuple):
-    """Rows that one rank has and another is to have: their numbers in the tile of the one, and then in that of the other."""
+    """Rows that one rank sends to another: their indices in the sender's tile (`taken`) and in the receiver's (`put`)."""
 
     taken: list[int]
     put: list[int]
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 def moves(
     parts: tuple[Part, ...], axes: Sequence[str], sizes: Mapping[str, int], coordinates: Mapping[str, int], source: Sequence[int]
 ) -> dict[tuple[int, int], Move]:
-    """By who has them and who is to have them, of the ranks along `axes`, which split the dim; row i is to be what source[i] was."""
+    """(sender, receiver) -> rows, for the ranks along `axes`, which split the dim, when row i becomes row source[i]."""
     ranks = [{**coordinates, **at} for at in layouts.all_coordinates(axes, sizes)]
     places = [layouts.places_of(parts, sizes, at).tolist() for at in ranks]  # counted from 1; 0 is padding
     owner = {place - 1: (rank, row) for rank, tile in enumerate(places) for row, place in enumerate(tile) if place}
@@ -41,7 +41,7 @@ def moves(
 
 
 def received_bytes(sharding: Sharding, mesh: Mesh, source: Sequence[int], element_bytes: int) -> int:
-    """What the rank that gets most is sent when row i of dim 0 becomes what row source[i] was."""
+    """Bytes received by the rank that receives most when row i of dim 0 becomes row source[i]."""
     sizes = layouts.axis_sizes(mesh)
     dim = sharding.dims[0]
     axes = layouts.splitting_axes(Sharding((dim,)), mesh)

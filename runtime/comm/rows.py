@@ -25,20 +25,20 @@ from meshc.runtime.comm.collectives import Work, all_to_all_rows
 
 @dataclass(frozen=True)
 class Chosen:
-    """What rows of a rank go where, and what come; each segment by rank."""
+    """Send and receive lists of a rank for one tensor of choices, in segments by the other rank."""
 
     places: Tensor
-    """Of the rows that have a choice at this rank, by owner: where they lie among those of all ranks, in blocks one after another."""
+    """Global indices of the rows that have a choice at this rank, by owner, over blocks one after another."""
     of: list[int]
-    """How many of each owner."""
+    """Count of `places` by owner."""
     rows: Tensor
-    """Of this rank's tile, by the rank that has chosen them."""
+    """Indices of rows in this rank's tile, by the rank that has chosen them."""
     by: list[int]
-    """How many by each rank."""
+    """Count of `rows` by rank."""
     rank: int
 
     def mine(self, some: Tensor, counts: list[int]) -> Tensor:
-        """The segment of this rank itself."""
+        """The segment of `some` that stays on this rank."""
         return some.narrow(0, sum(counts[: self.rank]), counts[self.rank])
 
     def others(self, some: Tensor, counts: list[int]) -> Tensor:
@@ -46,7 +46,7 @@ class Chosen:
         return torch.cat([some[:start], some[start + counts[self.rank] :]])
 
     def sizes(self, counts: list[int]) -> list[int]:
-        """Of the messages with other ranks."""
+        """Counts of the messages with other ranks: `counts`, with 0 for this rank."""
         return [0 if place == self.rank else count for place, count in enumerate(counts)]
 
 
@@ -97,10 +97,10 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
 
 
 Key: TypeAlias = tuple[int, int, int, int]
-"""Whose choices, by the tensor's id, and for which experts they are looked through."""
+"""(id of the tensor of choices, experts per rank, rank, count of ranks)."""
 
 _KEPT: Final[dict[Key, tuple[ref[Tensor], int, Chosen]]] = {}
-"""What was found of choices that are alive, and the version that they had: a layer's four exchanges go by the same ones."""
+"""Memoised lists for tensors of choices that are alive, with the tensor's version: a layer's four exchanges use the same choices."""
 
 
 def _chosen(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
@@ -120,7 +120,7 @@ def _forget(key: Key, gone: ref[Tensor]) -> None:
 
 
 def _looked_up(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
-    """Of choices [s.., n * t, k], rank r's experts from r * each on: looked at are those that have one here, and the tile of this rank."""
+    """The lists for choices [s.., n * t, k], where rank r has the experts from r * each on."""
     blocks, whole = prod(choice.shape[:-2]), choice.shape[-2]
     tile = whole // count
     tiles = choice.reshape(blocks, count, tile, choice.shape[-1]).transpose(0, 1)  # [n, s, t, k]

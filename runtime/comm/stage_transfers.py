@@ -40,7 +40,7 @@ class StageTransfers(Transfers):
         return self.to_all(full.contiguous())
 
     def to_all(self, value: Tensor) -> Tensor:
-        """What the stage's ranks have, on all ranks: they hold tensors of one shape, which the others' are overwritten with."""
+        """Broadcasts `value` from the stage's ranks to all, in place; all ranks pass tensors of one shape."""
         sent = value.to(self.device)
         collectives.broadcast(sent, self._group([self.axis]), self.at).wait()
         return value if sent is value else value.copy_(sent)
@@ -69,17 +69,17 @@ class StageTransfers(Transfers):
         return super().take_tile(full, sharding) if self.member else self.nothing(full.dtype)
 
     def nothing(self, dtype: torch.dtype) -> Tensor:
-        """What a rank of another stage holds."""
+        """The empty tensor that a rank of another stage holds."""
         return torch.empty(0, dtype=dtype, device=self.device)
 
     def _takes_part(self, sharding: Sharding) -> bool:
-        """Whether this rank is one of the stage's. All ranks make the groups, which takes all of them."""
+        """Whether this rank is one of the stage's. Creates the groups first, which takes all ranks."""
         self._group(self.splitting(sharding))
         return self.member
 
 
 def of_stages(root: Transfers, axis: str) -> Mapping[int, StageTransfers]:
-    """For each coordinate of the pipeline axis. All ranks call it."""
+    """Coordinate of the pipeline axis -> transfers of its stage. All ranks call this."""
     mesh = root.mesh
     whole = mesh.device_mesh
     assert whole is not None

@@ -21,8 +21,8 @@ from meshc.runtime.comm.groups import Groups
 
 
 def whole_of(value: DTensor, world: dist.ProcessGroup | None) -> Tensor:
-    """A DTensor whole, on every rank. One that lives on some ranks only (of another pipeline stage) is sent by the first of them, over the
-    group of all ranks. Plain shards come over that group too: of a mesh that was saved nobody has the groups."""
+    """The whole tensor of a DTensor, on every rank. If its mesh has some ranks only (a pipeline stage's), the first of them broadcasts over
+    `world`, the group of all ranks. Plain shards are gathered over `world` too, since a saved mesh may have no groups."""
     ranks = value.device_mesh.mesh.flatten().tolist()
     plain = value.device_mesh.mesh_dim_names is not None and all(type(place) in (Shard, Replicate) for place in value.placements)
     if len(ranks) == dist.get_world_size() and plain:
@@ -82,7 +82,7 @@ class Transfers:
         return tiles[tuple(self.coordinates[axis] for axis in axes)]
 
     def whole(self, tile: Tensor, sharding: Sharding) -> Tensor:
-        """The whole tensor on every rank; the tile itself if it is that."""
+        """The whole tensor, on every rank; a view of the tile if nothing splits it."""
         return self.inside(tile, sharding)
 
     def inside(self, tile: Tensor, sharding: Sharding) -> Tensor:
@@ -113,7 +113,7 @@ class Transfers:
         return layouts.take_chunk(self.inside(tile, sharding), placements, self.mesh, self.coordinates)
 
     def to_tile(self, chunk: Tensor, sharding: Sharding) -> Tensor:
-        """The program's tile of a live DTensor's local tensor, zero in the padding; the chunk itself if it is that."""
+        """The program's tile of a live DTensor's local tensor, zero in the padding; the chunk itself if the two are equal."""
         if layouts.aligned(sharding, self.mesh):
             return layouts.pad_to(chunk, local_shape(sharding, self.sizes))
         placements = layouts.torch_placements(sharding, self.mesh)
@@ -123,8 +123,8 @@ class Transfers:
         return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
 
     def reordered(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
-        """A new tensor: the tile under the same sharding, where row i of dim 0 is what row source[i] was. Rows that move are sent, in one
-        uneven all-to-all, and no others."""
+        """A new tensor: the tile under the same sharding after row i of dim 0 has become row source[i]. Only rows that change ranks are
+        sent, in one uneven all-to-all."""
         axes = self.splitting(Sharding((sharding.dims[0],)))
         here = tile.to(self.device)
         if not axes:
@@ -141,9 +141,9 @@ class Transfers:
         return made
 
     def chunk_of(self, value: Tensor, placements: Sequence[Placement]) -> Tensor:
-        """A value that a user or a loader left, as the local tensor of a DTensor with these placements (whole, if there are none).
+        """A value set by a user or a loader, as the local tensor of a DTensor with these placements (whole, if there are none).
 
-        A DTensor is taken as it lies, on any mesh of these ranks; a plain tensor is the whole value, the same on all ranks.
+        A DTensor may have any placements, on any mesh of these ranks; a plain tensor is the whole value, the same on all ranks.
         """
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh.device_mesh and tuple(value.placements) == tuple(placements):
@@ -152,7 +152,7 @@ class Transfers:
         return layouts.take_chunk(value, placements, self.mesh, self.coordinates) if placements else value
 
     def full(self, value: DTensor) -> Tensor:
-        """A DTensor whole, on every rank: one on this mesh, in plain shards, by groups of meshc's own."""
+        """The whole tensor of a DTensor, on every rank; plain shards on this mesh are gathered over groups of meshc's own."""
         placements = value.placements
         plain = all(type(place) in (Shard, Replicate) for place in placements)
         if value.device_mesh != self.mesh.device_mesh or self.mesh.world_size != dist.get_world_size() or not plain:
@@ -164,7 +164,7 @@ class Transfers:
         return layouts.put_chunks(self._gathered(chunk, axes), value.shape, placements, self.mesh)
 
     def over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ from this one along these axes; None: it is alone."""
+        """The group of the ranks that differ from this one along `axes` only; None if this rank is alone."""
         return self._group(axes)
 
     def _gathered(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:

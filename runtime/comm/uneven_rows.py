@@ -29,12 +29,12 @@ Bounds = Sequence[tuple[int, int]]
 
 
 class Dealt:
-    """The rows of one call.
+    """The uneven split of one call's batch.
 
     counts   rows of each rank's part, by its place in the group
     axes     that split the batch, major to minor
     sizes    of these axes
-    group    the ranks along them, in this order; None: this one alone
+    group    the ranks along the axes, in this order; None if this rank is alone
     guarded  a context in which a failure reaches the other ranks
     """
 
@@ -58,23 +58,23 @@ class Dealt:
         return self.counts[self._place]
 
     def shape_of_part(self, tile: Sequence[int], sharding: Sharding | None) -> tuple[int, ...]:
-        """The shape of this rank's part of a value that lies so, of which each rank has a tile of this shape."""
+        """The shape of this rank's part of a value with this sharding, whose tiles have the shape `tile`."""
         rows = {dim for dim, _, part in ([] if sharding is None else sharding.parts()) if part.axes == self.axes}
         return tuple(self.mine if dim in rows else size for dim, size in enumerate(tile))
 
     def tile(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
-        """This rank's tile of a value of which `x` is its part; `x` itself of a value that is not split so. Differentiable."""
+        """This rank's tile of a value, from its part `x`; `x` itself if the batch's axes do not split the value. Differentiable."""
         found = self._split(sharding, name)
         return x if found is None else _Moved.apply(x, self, found, True)
 
     def part(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
-        """The other way round: of a tile, what belongs to this rank's rows. Differentiable."""
+        """This rank's part of a value, from its tile `x`: the inverse of `tile`. Differentiable."""
         found = self._split(sharding, name)
         return x if found is None else _Moved.apply(x, self, found, False)
 
     def _split(self, sharding: Sharding | None, name: str) -> tuple[int, int, int] | None:
-        """The dim along which a value has rows, how many elements of it a unit of the split has, and how many units there are. Raises
-        InputError for one whose rows do not lie together."""
+        """(dim of the batch, elements of the dim per unit of the split, number of units); None if the axes do not split the value. Raises
+        InputError if a rank's rows are not contiguous in the dim."""
         if sharding is None:
             return None
         for dim, position, part in sharding.parts():
@@ -132,7 +132,7 @@ def _filled(x: Tensor, dim: int, length: int, pieces: Sequence[tuple[int, Tensor
 
 
 class _Moved(torch.autograd.Function):
-    """Dealt.moved, whose backward is the other way."""
+    """`Dealt.moved` as a differentiable function; its backward is the inverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dealt: Dealt, found: tuple[int, int, int], to_tiles: bool) -> Tensor:

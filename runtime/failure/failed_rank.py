@@ -8,12 +8,12 @@
                                   │
     a main thread that has not had it GRACE_S later, wherever it is  ──> its process is ended
 
-A rank takes part from its first line of meshc on (`announce`), and until it has ended its program or destroyed its process group. One that
-is merely late, since it evaluates or saves or has no more data, is named by those who wait for it, and never ended.
+A rank takes part from its first line of meshc on (`announce`), and until it has ended its program or destroyed its process group. A rank
+that is merely late, since it evaluates or saves or has no more data, is named by the ranks that wait for it, and never ended.
 
-An error that all ranks have raised together (`MeshcError.everywhere`, see `agreement.py`) is no failure: nobody waits for anybody.
+An error that all ranks have raised together (`MeshcError.everywhere`, see `agreement/compare.py`) is no failure: no rank waits for another.
 
-`watch.py` has the threads that post, read and interrupt; here is what the main thread calls.
+`watch.py` has the threads that post, read and interrupt; this file has the interface of the main thread.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from meshc.runtime.failure.watch import BEAT_S, HAS_ENDED, Watch
 Phase = TypeVar("Phase")
 
 VERDICT_S: Final = 6.0
-"""After a broken connection a rank waits so long for somebody to know why."""
+"""Seconds that a rank waits, after a broken connection, for a rank that knows the cause."""
 SILENT_AND_BROKEN_S: Final = 3.5
-"""A rank that has not been heard of for so long, after a connection broke, is dead: one that is merely stopped keeps its connections."""
+"""Seconds of silence after which, once a connection broke, a rank counts as dead: a process that is merely stopped keeps connections."""
 FAREWELL_S: Final = 3.0
-"""The rank that serves the store stays so long at most, for the others to read why it failed ..."""
+"""Seconds that the rank which serves the store stays at most, for the others to read its failure ..."""
 PATIENCE_S: Final = 10.0
-"""... and so long for them to read that it has ended in peace: one may be stopped just now."""
+"""... and to read that it has ended without a failure: another rank may be stopped just now."""
 SETTLED_S: Final = 2.0
-"""At its end, and before it gives its state away, a rank waits so long for the others' numbers at most."""
+"""Seconds that a rank waits at most for the others' numbers, at its end and before it returns its state."""
 SETTLE_S: Final = 0.1
 """The time that gloo's threads get at exit."""
 
@@ -56,15 +56,15 @@ _CONNECTION: Final = re.compile(r"gloo|pair closure|NCCL|onnection (closed|reset
 
 
 class _Status:
-    """Ends the process with status 1 when nothing holds it any more: put into `sys`, after all exit handlers, where no other way is left
-    to say how a process has ended."""
+    """Ends the process with status 1 when it is deleted: put into `sys`, it is deleted after all exit handlers, where the exit status
+    cannot be set in another way."""
 
     def __del__(self, end: Callable[[int], object] = os._exit) -> None:
         end(1)
 
 
 class FailureBoard(Watch):
-    """Tells the other ranks of this one's failure, and this one of theirs. Made like a `Watch`."""
+    """Posts this rank's failure to the other ranks, and raises theirs here. Constructed like a `Watch`."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, groups: Sequence[ProcessGroup] = ()) -> None:
         super().__init__(store, rank, world_size, groups)
@@ -102,7 +102,7 @@ class FailureBoard(Watch):
             )
 
     def refuse_gone(self, rank: int, came: Callable[[], bool]) -> None:
-        """Raises PeerError if a rank for which this one waits has ended its program, or destroyed its process group, before it `came`."""
+        """Raises PeerError if `rank`, for which this one waits, has ended its program or destroyed its process group, unless `came()`."""
         beat = self._beat(rank)
         if beat is not None and beat["left"] is not None and not came():
             self._declare(self.gone(rank))
@@ -129,7 +129,7 @@ class FailureBoard(Watch):
         return RanksDifferError(str(failure)) if failure.differ else PeerError(str(failure))
 
     def fail(self, exception: BaseException) -> None:
-        """Posts this rank's failure, unless another came first, and breaks off what the others wait for from it."""
+        """Posts this rank's failure, unless another was first, and interrupts its communication, so that waits of other ranks end."""
         if self._closed or self._closing:
             return
         text = f"{type(exception).__name__}: {exception}".removesuffix(": ")  # KeyboardInterrupt says no more
@@ -150,8 +150,8 @@ class FailureBoard(Watch):
         self.check()
 
     def close(self) -> None:
-        """Says goodbye: from here on the others do not expect to hear from this rank. Called at exit, if not before. For good: a process
-        has one board, whatever number of programs it runs."""
+        """Announces that this rank leaves: from here on the others expect no beats of it. Called at exit, if not before. Final: a process
+        has one board, however many programs it runs."""
         if self._closed or self._closing or os.getpid() != self._process_id:
             return
         if sys.excepthook is self._hook:
@@ -180,7 +180,7 @@ class FailureBoard(Watch):
             thread.join(2 * BEAT_S)
 
     def _settle_at_the_end(self) -> None:
-        """A run that is over before the next beat is told too, by its exit status."""
+        """Compares the last numbers, so that a run that ends before the next beat reports a difference too, by its exit status."""
         try:
             self.settle(SETTLED_S)
         except PeerError as error:
@@ -233,7 +233,7 @@ class FailureBoard(Watch):
         return self._failure
 
     def _needs_nothing(self, peer: Peer) -> bool:
-        """Whether a peer has read this rank's last words, or never will."""
+        """Whether a peer has read this rank's last post, or never will."""
         return peer.exited or peer.beat is None or peer.said_goodbye or peer.beat["knows"] or 0 in peer.beat["gone"]
 
 
@@ -278,7 +278,7 @@ _BOARDS: Final[dict[ProcessGroup, FailureBoard]] = {}
 
 
 def world_board() -> FailureBoard:
-    """The one board of the default process group, made at the first call."""
+    """The one board of the default process group, created at the first call."""
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
@@ -289,14 +289,14 @@ def world_board() -> FailureBoard:
 
 
 def announce() -> FailureBoard | None:
-    """The first line of whatever a user calls: from here on the other ranks learn of this one's end. None where there are no others."""
+    """The board of this run; called first in every entry point, so that other ranks learn of this one's end. None with a single rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     return world_board()
 
 
 def listening(board: FailureBoard | None, hook: Callable[[str, Phase], None] | None) -> Callable[[str, Phase], None] | None:
-    """What is called after each pass of a compilation, which looks for failures of others too: a compilation may take long."""
+    """A hook for after each pass that also checks for failures of other ranks, since a compilation may take long; calls `hook`."""
     if board is None:
         return hook
 
@@ -309,13 +309,13 @@ def listening(board: FailureBoard | None, hook: Callable[[str, Phase], None] | N
 
 
 def current_board() -> FailureBoard | None:
-    """The board of the default process group, if any rank's own line of meshc has made one."""
+    """The board of the default process group, if `announce` has created one."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if world is None else _BOARDS.get(world)
 
 
 def alone(what: str) -> AbstractContextManager[None]:
-    """A context for one thread of this process, which may send in it; another that comes meanwhile is refused."""
+    """A context in which one thread of this process may send; another thread that enters meanwhile gets a StateError."""
     board = current_board()
     return nullcontext() if board is None else board.turn.taken(what)
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Final
 
 TOLD_S: Final = 1.0
-"""A call that goes on for so long after a Ctrl-C is said to be waited for."""
+"""Seconds after a Ctrl-C from which a line says that the call is waited for."""
 
 
 class Interrupts:
@@ -31,7 +31,7 @@ class Interrupts:
         self._own: object = self._handle
         self._pipe: tuple[int, int] | None = None
         self._unseen: float | None = None
-        """Since when a signal is there that Python's handler has not seen: the main thread waits in a collective."""
+        """Time of a signal that Python's handler has not seen yet, since the main thread waits in a collective."""
         self._lock = threading.RLock()
 
     def install(self) -> None:
@@ -55,22 +55,22 @@ class Interrupts:
         signal.default_int_handler(number, frame)
 
     def _came(self) -> bool:
-        """Whether the kernel has brought a signal since this was last asked."""
+        """Whether a SIGINT has arrived since the last call of this method."""
         there = self._pipe is not None and select.select([self._pipe[0]], [], [], 0)[0]
         return self._pipe is not None and bool(there) and signal.SIGINT in os.read(self._pipe[0], 4096)
 
     def raise_interrupt(self) -> None:
-        """The main thread has left a call. Raises KeyboardInterrupt if there was a Ctrl-C in it."""
+        """Called when the main thread has left a call. Raises KeyboardInterrupt if there was a Ctrl-C in the call."""
         if self._since is not None and threading.current_thread() is threading.main_thread():
             self._since = None
             raise KeyboardInterrupt
 
     def drop(self) -> None:
-        """The call has raised something else."""
+        """Forgets a Ctrl-C, since the call has raised another error."""
         self._since = None
 
     def overdue(self, grace_s: float) -> bool:
-        """The watcher's look: whether a call goes on for longer than that after a Ctrl-C; before, it says that it is waited for."""
+        """Whether a call has gone on for more than `grace_s` after a Ctrl-C; prints a line before that. Called by the watcher."""
         with self._lock:
             if self._came():
                 self._unseen = time.monotonic()

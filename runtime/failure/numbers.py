@@ -4,11 +4,11 @@
     reporter      once a second, in its beat: (count, digest)         a peer's (count, digest) ── against this rank's digest at that count
 
 So a rank never waits, nothing is added to a step's messages, and no difference is lost between two beats: digests are chained, and once two
-ranks have differed at some step, theirs differ for ever. A rank compares with those whose beats it reads, its next neighbour among them;
-since that holds for every rank, all are compared, whatever their number.
+ranks have differed at some step, their digests differ for ever. A rank compares with the ranks whose beats it reads, its next neighbour
+among them; since that holds for every rank, all are compared, whatever their number.
 
-What the numbers were is written to the store where they change, and read from there by who finds that digests differ, so that the message
-can name the first number that did, with both values.
+The values are written to the store when they change, and read from there by a rank that finds different digests, so that the message can
+name the first number that differs, with both values.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RECENT: Final = 64
 """Streams that are compared although the program or optimizer is gone: a run may be over before the next beat."""
 
 CHANGES: Final = "changes between calls"
-"""The streams of what ranks change, or exchange, between programs."""
+"""Name of the streams of changes and exchanges between programs."""
 
 Number = float | int | str
 Row = tuple[int, list[str], list[str] | None]
-"""A change as the store has it: its count, the values, their names if they are others than before."""
+"""A change as stored: its count, the values, and their names if these have changed."""
 
 
 NOT_THERE: Final = "not there"
-"""In the place of the value of a name that one of two ranks has not noted."""
+"""Text in place of the value of a name that one of two ranks has not noted."""
 
 ADVICE: Final = (
     "\n  why: each rank steps its own part of the parameters, so every step since then has trained something that is no model's step\n"
@@ -50,8 +50,8 @@ ADVICE: Final = (
 
 @dataclass(frozen=True)
 class Difference:
-    """What rank `other` had at `count` of a stream and this rank did not: the first name in which they differ, and how many `more` do.
-    Names and values are empty where nobody remembers. `words`: what says it, of streams that are no numbers."""
+    """A difference between this rank and rank `other` at `count` of a stream: the first name that differs, and how many `more` do. Names
+    and values are empty if they are no longer remembered. `words`: formats the message, for streams that are not numbers of steps."""
 
     stream: str
     count: int
@@ -77,7 +77,7 @@ class Difference:
 
 
 Words = Callable[[Difference, tuple[int, str], tuple[int, str]], str]
-"""A difference as it is told: with the two ranks, and what each has."""
+"""The message of a difference, from the (rank, value) of each of the two ranks."""
 
 
 class Stream:
@@ -94,7 +94,7 @@ class Stream:
         self._lock = threading.Lock()
 
     def note(self, names: tuple[str, ...], values: tuple[Number, ...]) -> None:
-        """One more step, that takes these numbers."""
+        """Records the numbers of one more step."""
         if values != self._last or names != self._names:
             with self._lock:
                 self._last, self._names = values, names
@@ -105,7 +105,7 @@ class Stream:
         self.count += 1
 
     def now(self) -> tuple[int, int]:
-        """The count, and the digest there."""
+        """(count, digest at this count)."""
         count = self.count  # before the digests: they may be ahead of it by one
         return count, self.at(count) or 0
 
@@ -115,7 +115,7 @@ class Stream:
             return next((digest for since, digest in reversed(self._changes) if since <= count), None)
 
     def told(self) -> list[Row]:
-        """Count, values and names of the last changes, as JSON holds them: names only where they are others than before."""
+        """The last changes as JSON rows: count, values, and names where these have changed."""
         rows: list[Row] = []
         last = None
         with self._lock:
@@ -126,7 +126,7 @@ class Stream:
 
 
 class Numbers:
-    """The streams of this rank, and what its peers have told of theirs."""
+    """The streams of this rank, and their comparison with those of its peers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -175,7 +175,7 @@ class Numbers:
         return [stream for stream in (held() for held in self._streams.values()) if stream is not None]
 
     def to_say(self) -> dict[str, tuple[int, int]]:
-        """What a beat carries of this rank: the count of each stream, and the digest there."""
+        """The beat's entry of this rank: stream -> (count, digest)."""
         return {stream.name: stream.now() for stream in self._alive() if stream.count}
 
     def to_write(self) -> Iterable[tuple[str, list[Row]]]:
@@ -186,7 +186,7 @@ class Numbers:
                 yield stream.name, stream.told()
 
     def compare(self, peer: int, said: Mapping[str, Sequence[int]], read: Callable[[str], list[Row]]) -> Difference | None:
-        """What a peer's beat said, against this rank. `read` gets what the peer has written of a stream."""
+        """The first difference between a peer's beat and this rank; None if there is none. `read` returns the peer's rows of a stream."""
         mine_by_name = {stream.name: stream for stream in self._alive()}
         for name, (count, digest) in said.items():
             stream = mine_by_name.get(name)

@@ -18,7 +18,8 @@ from meshc.errors import StateError
 
 
 class Turn:
-    """`with turn.taken(what)`, or `take` and `give`. What raises, raises before anything has changed; `refused` is told first."""
+    """A reentrant lock that raises StateError instead of waiting: `with turn.taken(what)`, or `take` and `give`. `refused` is called with
+    the error before it is raised."""
 
     def __init__(self, refused: Callable[[StateError], None] | None = None) -> None:
         self._lock = threading.RLock()

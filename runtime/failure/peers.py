@@ -3,7 +3,7 @@
     beat      once a second through the store: where a rank is, since when, what it has begun        tells of a rank that stands still
     process   of this machine: the kernel says when it ends, and its page says where it was           tells of a rank that has died
 
-A rank is there from its first beat on. Whoever has not beaten yet is waited for, and is neither silent nor dead.
+A rank counts from its first beat on. A rank without a beat yet is waited for, and is neither silent nor dead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KNOWS: Final = 2
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a run, as it stands in the store. `message` is None for a rank that died without a word; `silent_s` is for
-    one that was not heard of for so long."""
+    """The first failure of a run, as posted in the store. `message` is None for a rank that died without a post; `silent_s`: seconds
+    since its last beat, for a rank that counts as dead by its silence."""
 
     rank: int
     step: int | None
@@ -57,15 +57,15 @@ class Failure:
 
 
 class Beat(TypedDict):
-    """What a rank says of itself once a second.
+    """A rank's heartbeat, once a second.
 
-    beat         how many there were before
-    process      of its machine: in which namespace, its number, the file descriptor of its page
-    since, at    how long it has been where it is, in seconds; the user's line that it is at, outside of meshc
+    beat         count of beats
+    process      namespace, process id, file descriptor of the status page
+    since, at    seconds at its present place; the user's line there, outside of meshc
     began        calls of programs, and backwards, that it has begun to run
     left         how it has left, if it has
-    knows, gone  whether it knows of a failure; the ranks that have told it that they leave
-    numbers      of each stream the count, and the digest there
+    knows, gone  whether it knows of a failure; the ranks that it knows to have left
+    numbers      stream -> (count, digest)
     """
 
     beat: int
@@ -83,7 +83,7 @@ class Beat(TypedDict):
 
 @dataclass(frozen=True)
 class Awaited:
-    """Ranks that the main thread waits for, and where to. noted: of a stream its name, and the count of those who have come."""
+    """Ranks that the main thread waits for, and the place. noted: (stream, count) from which on a rank's beat shows that it has arrived."""
 
     ranks: frozenset[int]
     where: str
@@ -112,7 +112,7 @@ class Peer:
         return self.beat is not None and self.beat["left"] is not None
 
     def note(self, beat: Beat | None) -> None:
-        """What a read of the store has brought."""
+        """Records a beat that was read from the store, or None."""
         if beat is None or (self.beat is not None and self.beat["beat"] == beat["beat"]):
             self.silent_reads += 1
         else:
@@ -120,7 +120,7 @@ class Peer:
 
 
 def doing(beat: Beat | None) -> str:
-    """What a rank does, as warnings say it."""
+    """The text of a rank's activity, for warnings."""
     if beat is None:
         return "it has not come to its first line of meshc (compile, TrainStep) yet"
     since = f"since {beat['since']:.0f} s"
@@ -148,7 +148,7 @@ def users_line() -> str:
 
 
 class Page:
-    """Where the main thread writes what it is doing: memory that the ranks of its machine can read when it is dead."""
+    """Shared memory with the main thread's step and instruction, which ranks of the machine can read when the process is dead."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -164,7 +164,7 @@ class Page:
             self._map[: len(text)] = text
 
     def mark(self, how: int) -> None:
-        """This rank has ENDED its program, or KNOWS why it fails: whoever sees its process end need not wonder."""
+        """Marks that this rank has ENDED its program, or KNOWS of a failure, so that the end of its process is no new failure."""
         if self._map is not None:
             self._map[_PAGE_BYTES - 1] = how
 
@@ -203,7 +203,7 @@ class Neighbours:
             self.wake()  # a poll that runs does not see it
 
     def read(self, rank: int) -> tuple[int | None, str]:
-        """Where a rank was when it last wrote its page."""
+        """(step, instruction) of a rank's page."""
         step, _, instruction = self.pages[rank][:].partition(b"\0")[0].decode(errors="replace").partition("|")
         return int(step) if step else None, instruction
 
@@ -234,7 +234,7 @@ class Neighbours:
 
 
 def _home(rank: int) -> str:
-    """Names the set of processes that see each other's process ids: those of one boot of one machine, in one namespace."""
+    """Identifies the processes that see each other's process ids: those of one boot of one machine, in one namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

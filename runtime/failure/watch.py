@@ -9,7 +9,7 @@ None can hold up another. The *reporter* alone talks to the store, over its own 
 looks at what has been read, and at the processes of this machine, and acts. The main thread, in the usual case, only writes down where it
 is: in memory that it shares with the ranks of its machine, and that they can read when it is dead.
 
-Nobody waits for anybody here: a rank is there from its first beat on, and is met when the others first read it. Each rank follows WATCHED
+No rank waits for another here: a rank counts from its first beat on, and is met when the others first read it. Each rank follows WATCHED
 others, its successors; the post reaches all.
 """
 
@@ -41,15 +41,15 @@ BEAT_S: Final = 1.0
 FIRST_BEATS_S: Final = 0.02
 """... and at first this often, until it has heard of all, more and more slowly: who dies young was met before."""
 SILENT_S: Final = 10.0
-"""A rank that has published nothing for so long is named in a warning ..."""
+"""Seconds without a beat after which a rank is named in a warning ..."""
 SILENT_END_S: Final = 30.0
-"""... and for so long counts as dead."""
+"""... and after which it counts as dead."""
 STORE_LOST_S: Final = 2.0
 """If rank 0 serves the store, it counts as dead when the connection to the store has been broken for so long."""
 LATE_S: Final = 15.0
-"""A rank that others have waited for at a call for so long is named in a warning, and again after twice that time, four times, ..."""
+"""Seconds of waiting for a rank at a call after which it is named in a warning, and again after twice that time, four times, ..."""
 GRACE_S: Final = 5.0
-"""A process whose main thread has not had the failure so long after it was known is ended."""
+"""Seconds after a failure is known until a process whose main thread has not raised it is ended."""
 STALL_S: Final = 2.5
 """A watcher that slept so long for a second stood still, with the whole process: nobody else is silent because of that."""
 WATCHED: Final = 32
@@ -57,7 +57,7 @@ HAS_ENDED: Final = "ended its program"
 
 
 class Watch:
-    """What this rank and the ranks it follows are doing, and the first failure of all. `failure.FailureBoard` is its face.
+    """State of this rank and of the ranks it follows, and the first failure of all. `FailureBoard` is the interface of the main thread.
 
     store: shared by all ranks and by no other watch (it prefixes no keys). groups: the process groups to interrupt when another rank has
     failed, beside meshc's own; the first is the world. Making one waits for nobody. In a world of one nothing runs.
@@ -99,7 +99,7 @@ class Watch:
         self._start()
 
     def _follow(self, store: dist.Store) -> None:
-        """What this rank watches the others by: the store, those whose beats it reads, the processes of its machine."""
+        """Sets up the means of watching: the store, the peers whose beats are read, the processes of this machine."""
         self._process_id = os.getpid()
         self._store = store  # if this rank serves the store, then for as long as the board lives
         self._line: dist.Store | None = None
@@ -157,7 +157,7 @@ class Watch:
 
     @property
     def called(self) -> str:
-        """What this rank has begun to run last: a program's name, or a backward."""
+        """The name of the program or backward that this rank began last."""
         return self._call.partition(" of ")[2]
 
     def _be_at(self, step: int | None, instruction: str) -> None:
@@ -168,7 +168,7 @@ class Watch:
     # ---- what the threads and the main one tell each other
 
     def _refresh(self, timeout_s: float) -> bool:
-        """Has the reporter write and read now; whether it has, in time."""
+        """Makes the reporter write and read now. Returns whether it has within `timeout_s`."""
         with self._round:
             self._asked += 1
             ticket = self._asked
@@ -196,8 +196,8 @@ class Watch:
         self._neighbours.wake()
 
     def _say(self, failure: Failure) -> None:
-        """Before anything else: a launcher may end this process in the next moment. A message of another's the main thread raises, if it
-        is in meshc."""
+        """Prints a failure at once, since a launcher may end this process at any moment. Not if the main thread is in meshc and will raise
+        the message."""
         if (failure.message is None or not self._inside) and not self._has_left and not self._told and failure != self._said:
             self._said = failure
             self._print(str(failure))
@@ -306,7 +306,7 @@ class Watch:
         line.set(f"beat/{self.rank}", json.dumps(beat))
 
     def _compare_numbers(self, line: dist.Store) -> None:
-        """With what each peer's beat says of its steps. A difference is posted in the next round, which is at once."""
+        """Compares the numbers in each peer's beat with this rank's. A difference is posted in the next round, which is at once."""
         for rank, peer in self._peers.items():
             if peer.beat is None or self._failure is not None:
                 continue
@@ -340,7 +340,7 @@ class Watch:
                 self._act()
 
     def _stood_still(self, seconds: float) -> None:
-        """This process was stopped, or its machine swapped: what it has not heard meanwhile is no silence of the others'."""
+        """Shifts all times by a pause of this process (stopped, or swapped out), which is no silence of the others."""
         for peer in self._peers.values():
             peer.changed_at += seconds
         self._line_good_at += seconds
@@ -395,7 +395,7 @@ class Watch:
                 self._print(f"rank {rank} is heard of again")
 
     def _look_for_late(self) -> None:
-        """Names the ranks that this one has been waiting for; one that has left it will wait for in vain."""
+        """Warns of the ranks that this one has been waiting for; declares a failure if one of them has left."""
         place = (self._inside > 0, self.began, self.awaited, self._step, self._instruction)
         now = time.monotonic()
         if place != self._place:
@@ -416,7 +416,7 @@ class Watch:
                     self._print(text + (self._alone(rank, late) if self._late_at == 2 * LATE_S else ""))
 
     def _alone(self, rank: int, late: Sequence[int]) -> str:
-        """What may be behind it that a rank is in code of its own while this one is in a call: the call was made on some ranks only."""
+        """Advice for a late rank that is in code of its own while this one is in a call: the call was made on some ranks only."""
         beat, line = self._beat(rank), users_line()
         if beat is None or beat["instruction"] or not line:
             return ""
@@ -428,7 +428,7 @@ class Watch:
         )
 
     def _late(self) -> list[int]:
-        """Ranks that have not come where this one waits, as far as it can tell."""
+        """Ranks that have not arrived where this one waits, as far as known."""
         if self.awaited is not None:
             return self.awaited.late(self._beat)
         return [rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] < self.began]
@@ -437,15 +437,15 @@ class Watch:
         return self._peers[rank].beat if rank in self._peers else self._strangers.get(rank)
 
     def gone(self, rank: int) -> Failure:
-        """The failure that a rank is which has left while this one still needs it."""
+        """The failure of a rank that has left while this one still needs it."""
         beat = self._beat(rank)
         how = HAS_ENDED if beat is None or beat["left"] is None else beat["left"]
         where = Failure(self.rank, self.step, self.instruction, None).place
         return Failure(rank, None, "", f"it {how} while rank {self.rank} was still {where}")
 
     def _declare_dead(self, rank: int, silent_s: float | None = None) -> None:
-        """Where it died is what its page says. From another machine it is the later of its last beat and of the place where this rank
-        waits, since all ranks run one program."""
+        """Posts the death of a rank, with the place on its page. On another machine the place is the later of its last beat and of where
+        this rank waits, since all ranks run one program."""
         beat = self._peers[rank].beat
         if rank in self._neighbours.pages:
             step, instruction = self._neighbours.read(rank)
@@ -458,8 +458,8 @@ class Watch:
         self._declare(Failure(rank, step, instruction, None, silent_s))
 
     def _act(self) -> None:
-        """A failure is known: waits end. A main thread that has not had it after GRACE_S, in meshc or outside, is in something else that
-        waits for ranks that will not come, or works for a job that is lost."""
+        """Ends all waits once a failure is known, and the process after GRACE_S if the main thread has not raised it by then: it waits for
+        ranks that will not come, or works for a job that is lost."""
         if not self._interrupted:
             self._interrupt()
         if (self._inside or not self._told) and time.monotonic() > self._failure_at + GRACE_S:
