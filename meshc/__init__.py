@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshc.api.trainer import trainer_checkpoints
     from meshc.api.verification import verify
     from meshc.ir.mesh import Mesh
-    from meshc.optimizer.registered import register_update
+    from meshc.optimizer.registered_updates import register_update
     from meshc.plan.plan import Plan
 
 __all__ = [
@@ -76,7 +76,7 @@ _PLACES: Final = {
     "prefetch": "meshc.api.prefetching",
     "register_rule": "meshc.api.rule_registration",
     "trainer_checkpoints": "meshc.api.trainer",
-    "register_update": "meshc.optimizer.registered",
+    "register_update": "meshc.optimizer.registered_updates",
     "verify": "meshc.api.verification",
     "Mesh": "meshc.ir.mesh",
     "Plan": "meshc.plan.plan",

@@ -1,4 +1,4 @@
-"""Structural verification of the graphs that a pass has changed (`meshc/ir/verify.py`). Always: 1 to 3 % of a compilation's time."""
+"""Structural verification of the graphs that a pass has changed (`meshc/ir/verify_graph.py`). Always: 1 to 3 % of a compilation's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from torch.fx import Graph, GraphModule
 
 from meshc.ir import KEY
-from meshc.ir.verify import Malformed, verify_graph, verify_meetings, verify_order
+from meshc.ir.verify_graph import MalformedGraph, verify_graph, verify_meetings, verify_order
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
@@ -45,7 +45,7 @@ class StructureCheck:
                 verify_order(graph)
             elif self._has_changed(graph) or self.ports[graph] != (inputs, outputs):
                 if len(set(inputs)) < len(inputs) or len(set(outputs)) < len(outputs):
-                    raise Malformed("two of its ports are one")
+                    raise MalformedGraph("two of its ports are one")
                 verify_graph(graph, len(inputs), len(outputs), left.sizes if isinstance(left, LoweredProgram) else None, self.records)
         if isinstance(left, LoweredProgram) and left.pipeline is not None:
             _verify_ranks({name: stage.graph for name, stage in left.stages.items()}, left.pipeline.schedule.ranks)

@@ -103,7 +103,7 @@ class PaddedCall:
             held: Any = self.kwargs[self.name] if left is AS_PASSED else user_caches.held_by(left)
             user_caches.write_back(self.cache, held, have["r"], self.past + have["t"], have.get("s", 0), self.first)
         for name in [name for name in output if name != self.name]:
-            output[name] = trees.mapped(self.sizes.output_cutter(self.table, name, self.kept), output[name])
+            output[name] = trees.map_leaves(self.sizes.output_cutter(self.table, name, self.kept), output[name])
         if self.cache is not None:
             output[self.name] = self.cache
         return output

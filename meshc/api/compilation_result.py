@@ -21,7 +21,7 @@ from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
 from meshc.runtime.state.ownership import calls_allowed
@@ -55,7 +55,7 @@ class CompilationResult:
     program: PlainProgram
     request: Request
     tree: OutputTree
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[PipelineCandidate, ...] = ()
     weighed: tuple[Weighed, ...] = ()
     seconds: Mapping[str, float] | None = None
     reads: tuple[ReadPlace, ...] = ()
@@ -78,7 +78,7 @@ class CompilationResult:
         program: PlainProgram, request: Request, tree: OutputTree, told: Mapping[str, Any], seconds: Mapping[str, float]
     ) -> CompilationResult:
         """The result of another process's passes; `told`: the JSON data that its `told()` returned."""
-        tried = tuple(Tried(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
+        tried = tuple(PipelineCandidate(**{**row, "cuts": tuple(row["cuts"])}) for row in told["tried"])
         weighed = tuple(Weighed(**row) for row in told["weighed"])
         reads, numbers = read_places.places_from_json(told["reads"]), read_values.numbers_from_json(told["numbers"])
         return CompilationResult(program, request, tree, tried, weighed, seconds, reads, numbers, told["kept_fixed"])

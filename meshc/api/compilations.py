@@ -36,14 +36,14 @@ from meshc.plan.by_node import with_axes_apart
 from meshc.plan.plan import Plan
 from meshc.program import instance
 from meshc.program.program import PlainProgram
-from meshc.runtime.agreement import agreed
+from meshc.runtime.agreement import descriptions
 from meshc.runtime.agreement.compare import Disagreement
-from meshc.runtime.comm.uneven_rows import Dealt
+from meshc.runtime.comm.uneven_rows import UnevenBatch
 from meshc.runtime.failure.failed_rank import FailureBoard
-from meshc.runtime.failure.numbers import Stream
+from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.run.executor import Executor
 from meshc.runtime.run.session import Session
-from meshc.runtime.state.optimizer_state import follow, refuse_shared
+from meshc.runtime.state.optimizer_state import refuse_shared, replace_live_parameters
 from meshc.runtime.state.ownership import calls_allowed
 from meshc.runtime.state.store import Store
 
@@ -97,7 +97,7 @@ class AdmittedCall:
     tensors: list[torch.Tensor]
     form: Form | None
     state: ModuleState
-    dealt: Dealt | None
+    dealt: UnevenBatch | None
 
 
 class Compilations:
@@ -137,7 +137,7 @@ class Compilations:
         self._described_over = store
         if store is None:
             return describe(step.optimizers, self.asked.options.keeping)
-        follow(store, step.optimizers)
+        replace_live_parameters(store, step.optimizers)
         spec = describe(step.optimizers, self.asked.options.keeping)
         return replace(spec, idle=tuple((store.live(parameter), who) for parameter, who in spec.idle))
 
@@ -192,11 +192,11 @@ class Compilations:
         batch_parts.refuse_unequal(counts)
         return None
 
-    def _dealt(self, counts: Collection[int]) -> Dealt:
+    def _dealt(self, counts: Collection[int]) -> UnevenBatch:
         axes, world = batch_parts.data_axes(self.asked), self.world
         world.groups.prepare([axes])
         sizes = [axis.size for axis in self.asked.mesh.axes if axis.name in axes]
-        return Dealt(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.failure_guard, "move rows"))
+        return UnevenBatch(tuple(counts), axes, sizes, world.groups.group(axes), partial(self.failure_guard, "move rows"))
 
     def _examples(self, inputs: Arguments) -> Arguments:
         """The inputs of the whole batch, for tracing."""
@@ -212,9 +212,9 @@ class Compilations:
                 with self.world.refusable():
                     self._refuse_changed()
                 self._follow_store()
-                told = agreed.before_compiling(self.asked, args, kwargs, key)
-                because = agreed.VALUES if changed else agreed.INPUTS
-                self.world.agree_on_request(told | {agreed.VALUES: "; ".join(changed)}, partial(self._refusal, told), because)
+                told = descriptions.describe_compilation(self.asked, args, kwargs, key)
+                because = descriptions.VALUES if changed else descriptions.INPUTS
+                self.world.agree_on_request(told | {descriptions.VALUES: "; ".join(changed)}, partial(self._refusal, told), because)
                 if changed or self.value_keys.stale():
                     self.__dict__.pop("_sizes", None)  # what they share was traced with other values
                 key, compilation = self._compile(call, changed, told)
@@ -224,7 +224,7 @@ class Compilations:
                     self._drop()
                 self._several = len({each.inputs for each in self.kept}) > 1
         elif changed:
-            self.world.agree("call", {agreed.VALUES: "; ".join(changed)}, error=partial(self._refusal, {}))
+            self.world.agree("call", {descriptions.VALUES: "; ".join(changed)}, error=partial(self._refusal, {}))
         self.value_keys.note(key)
         self._last = self.kept[key] = self.kept.pop(key)  # the one that was used last is dropped last
         return self._last
@@ -266,9 +266,9 @@ class Compilations:
 
     def _refusal(self, told: Mapping[str, str], difference: Disagreement) -> MeshcError:
         """What a difference is raised as. told: what this rank is about to compile from."""
-        if difference.field == agreed.VALUES:
-            return StateError(agreed.other_values(difference.mine, difference.other, difference.theirs, difference.alone))
-        if difference.field != agreed.INPUTS:
+        if difference.field == descriptions.VALUES:
+            return StateError(descriptions.other_values(difference.mine, difference.other, difference.theirs, difference.alone))
+        if difference.field != descriptions.INPUTS:
             return StateError(str(difference))
         if difference.alone and not self._known:
             return StateError(
@@ -279,7 +279,7 @@ class Compilations:
             setting = self._other_setting(told, difference.other)
             if setting is not None:
                 return setting
-            known = " or ".join(one[agreed.INPUTS] for one in self._known.values())
+            known = " or ".join(one[descriptions.INPUTS] for one in self._known.values())
             text = f"this rank passed {difference.mine}; rank {difference.other} passed what the program takes, {known}"
         else:
             text = f"this rank passed {difference.mine}; rank {difference.other} passed {difference.theirs}"
@@ -294,9 +294,11 @@ class Compilations:
         """Where this rank passes what a program takes, and compiles since something else is not as it was: what that is, of the program
         that was called last, if it takes this."""
         for known in (self._known[key] for key in reversed(self.kept)):
-            if known[agreed.INPUTS] == told[agreed.INPUTS]:
+            if known[descriptions.INPUTS] == told[descriptions.INPUTS]:
                 fields = [name for name in told if told[name] != known.get(name)]
-                rows = [(str(Disagreement(name, told[name], other, known.get(name, "nothing"))), agreed.advice(name)) for name in fields]
+                rows = [
+                    (str(Disagreement(name, told[name], other, known.get(name, "nothing"))), descriptions.advice(name)) for name in fields
+                ]
                 return StateError("\n".join(f"{text}\n  what to do: {advice}" for text, advice in rows)) if rows else None
         return None
 
@@ -340,7 +342,7 @@ class Compilations:
         asked.note_batch(made.program)
         examples = self._examples((args, kwargs))  # passes may have found it along another dim
         with self.world.refusable():
-            own = instance.fitting(made.program, dict(asked.shapes(*examples)))
+            own = instance.program_for_shapes(made.program, dict(asked.shapes(*examples)))
         if not self.world.has_ranks:
             self.general[general_key] = made
             return key, Compilation(own, made, None, reads)
@@ -406,4 +408,4 @@ def _specialise_backward(
 ) -> PlainProgram:
     """`compiled` with the backward for the outputs that received gradients."""
     shapes = {port.name: port.shape for port in compiled.inputs if port.kind == "input"}
-    return instance.fitting(shared_compilation.for_outputs(board, made, received), shapes)
+    return instance.program_for_shapes(shared_compilation.for_outputs(board, made, received), shapes)

@@ -36,7 +36,7 @@ from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import PlanLike, resolve
 from meshc.program.program import BACKENDS, PlainProgram
-from meshc.runtime.state.ownership import refuse_anothers
+from meshc.runtime.state.ownership import refuse_foreign_parameters
 from meshc.runtime.state.store import Store
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -123,7 +123,7 @@ class CompileArguments:
         self._exported = exported.is_module(self.module)
         adopted = Store.of(self.module) is not None
         if not adopted:
-            refuse_anothers(self.module)
+            refuse_foreign_parameters(self.module)
         admission.refuse_module(self.module, adopted)
         refused = getattr(self.traced.function, "refused", [])
         if refused:

@@ -18,7 +18,7 @@ from meshc.cost.alive import alive
 from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, copy_seconds
 from meshc.ir import Record, calls_of, has_record, is_getitem, local_bytes, op_name, record, records, spmd, value_of
-from meshc.ir.graph import made_of
+from meshc.ir.graph import ancestors_of
 from meshc.passes import pipeline
 from meshc.passes.memory.host_copies import roots_of
 from meshc.passes.memory.kept_values import least_kept
@@ -180,7 +180,7 @@ class _Remembering:
         """Nodes to recompute a value from the kept values; those that take no time are left out."""
         can = self.widest
         through = {one for one in can.forward if record_of(one) not in self.kept and one not in can.learned} | {node}
-        chain = made_of([node], through=through.__contains__)
+        chain = ancestors_of([node], through=through.__contains__)
         return [one for one in can.forward if one in chain and one in through and self._seconds(one) > 0]
 
     def _seconds(self, node: Node) -> float:

@@ -34,12 +34,12 @@ from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
 from meshc.report.rebalanced import LEAST, Report
-from meshc.runtime.comm.uneven_rows import Dealt
-from meshc.runtime.failure.numbers import Stream
-from meshc.runtime.run.autograd import Call, ProgramFunction
+from meshc.runtime.comm.uneven_rows import UnevenBatch
+from meshc.runtime.failure.step_numbers import Stream
+from meshc.runtime.run.autograd import ForwardCall, ProgramFunction
 from meshc.runtime.run.session import Session
 from meshc.runtime.saved import initial_values
-from meshc.runtime.state.counts import Counts
+from meshc.runtime.state.optimizer_counts import OptimizerCounts
 from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program, runs_restored
 from meshc.runtime.state.store import Store
 from meshc.text import show
@@ -69,7 +69,7 @@ class Program:
         self.world = world
         self.compilations = Compilations(asked, world, self.run_by_model)
         self.metrics: dict[str, Any] = {}
-        self._counts: Counts | None = None
+        self._counts: OptimizerCounts | None = None
         self._adding: Program | None = None
         """Of a training step, what adds gradients up."""
         self._of_model: Program | None = None
@@ -225,7 +225,7 @@ class Program:
         else:
             leaves = session.leaves(session.run(tensors, own), tensors)
         session.store.step += 1
-        return session.structured(session.parts(leaves, dealt), tensors)
+        return session.build_output(session.parts(leaves, dealt), tensors)
 
     @property
     def _batch_parts(self) -> int:
@@ -239,19 +239,19 @@ class Program:
             warn_at_users_line(note)
 
     def _train(
-        self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: Dealt | None, own: Mapping[str, float]
+        self, step: TrainStep, session: Session, tensors: list[torch.Tensor], dealt: UnevenBatch | None, own: Mapping[str, float]
     ) -> torch.Tensor:
         with self.world.refusable():
             refuse_pre_hooks(step.optimizers)
-        counts = self._counts = self._counts or Counts(session.store, step.optimizers)
-        counts.take()
+        counts = self._counts = self._counts or OptimizerCounts(session.store, step.optimizers)
+        counts.read_changes()
         rows = enumerate(numbers(step.optimizers))
         values = {**own, **{f"{index}.{name}": value for index, row in rows for name, value in row.items()}}
         env = session.run(tensors, {name_of(key): values[name_of(key)] for key in session.numbers})
         session.store.step += 1
         if self.asked.adds:
             return self._note_metrics(step, session, env, dealt)
-        counts.give()
+        counts.write_back()
         mark_stepped(step.optimizers)
         if self.options.keep_gradients:
             session.store.show_gradients()
@@ -261,7 +261,7 @@ class Program:
                 hook()
         return self._note_metrics(step, session, env, dealt)
 
-    def _note_metrics(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor], dealt: Dealt | None) -> torch.Tensor:
+    def _note_metrics(self, step: TrainStep, session: Session, env: Mapping[str, torch.Tensor], dealt: UnevenBatch | None) -> torch.Tensor:
         """The loss of a step, after its metrics have been noted."""
         loss: torch.Tensor = session.output(session.results[0], env[session.results[0].key])
         self.metrics = {"loss": loss, **with_loads(session.metrics(env, dealt)), "lr": rates(step.optimizers)}
@@ -294,7 +294,7 @@ class Program:
         live = [session.store.live_of(port.key) for port in parameters]
         wanting = [(port, tensor) for port, tensor in zip(session.inputs, tensors, strict=True) if tensor.requires_grad]
         inputs = [port for port, _ in wanting]
-        call = Call(session, parameters, inputs, self._scales(session), self._times(inputs), own)
+        call = ForwardCall(session, parameters, inputs, self._scales(session), self._times(inputs), own)
         leaves: Sequence[torch.Tensor] = ProgramFunction.apply(call, tensors, *live, *[tensor for _, tensor in wanting])
         return leaves
 

@@ -30,7 +30,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ops.registered import RULES
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.request import Request
-from meshc.runtime.agreement.agreed import stable
+from meshc.runtime.agreement.descriptions import stable
 
 LIBRARIES: Final = ("torch", "numpy", "scipy", "sympy", "triton", "safetensors", "transformers", "peft", "accelerate")
 """Whose files are compared by their versions, or decide something of a program."""

@@ -58,7 +58,7 @@ def load_pretrained(program: Program, path: str | os.PathLike[str], *, adapter: 
             else:
                 weight_loading.load(store, stock_weights.weights_by_model_names(store.model, files), str(path))
         fill = model_init.of_one_module(store.model)
-        if fill is not None and store.unfilled:
+        if fill is not None and store.unfilled_names:
             weight_loading.fill_buffers(store, fill)
 
 

@@ -86,7 +86,7 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
         said = loads[path]
         values = said.tokens if isinstance(said, ExpertLoad) else said
         found[path] = [float(load) for load in (values.tolist() if isinstance(values, torch.Tensor) else values)]
-        count = len(moved_experts.spread_now(store, path, 1).slots)
+        count = len(moved_experts.current_spread(store, path, 1).slots)
         if len(found[path]) != count or not all(isfinite(load) and load >= 0 for load in found[path]):
             raise InputError(f"rebalance: the load of {path} is one number for each of its {count} experts, 0 or more: {found[path]}")
     if not found:
@@ -95,13 +95,13 @@ def _loads(store: Store, movable: Sequence[str], loads: Loads, given: bool) -> d
 
 
 def _plan_placement(store: Store, path: str, loads: Sequence[float], groups: int, least: float, spare: int) -> Rebalanced:
-    now = moved_experts.spread_now(store, path, groups)
-    return planned(path, loads, now, groups, least, spare, lambda wanted: moved_experts.bytes_of(store, path, wanted))
+    now = moved_experts.current_spread(store, path, groups)
+    return planned(path, loads, now, groups, least, spare, lambda wanted: moved_experts.received_bytes_of_move(store, path, wanted))
 
 
 def _refuse_differing(store: Store, said: str) -> None:
     """Raises InputError on all ranks if ranks passed different arguments."""
-    other = moved_experts.first_that_differs(store, said)
+    other = moved_experts.first_differing_rank(store, said)
     if other is not None:
         error = InputError(
             f"rebalance: ranks 0 and {other} were given different loads, and experts lie where all ranks know them\n"

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from meshc.errors import CompileError
 from meshc.ir.functions import Function, Target
-from meshc.ops.registered import RULES, Registered, overload_of
+from meshc.ops.registered import RULES, RegisteredRule, overload_of
 from meshc.private import OpOverload
 from meshc.rules import FAMILIES
 from meshc.rules.registered import parts_of, tensor_arguments
@@ -62,7 +62,7 @@ def register_rule(op: Target, rule: str | Function, **fields: Any) -> None:
         raise CompileError(f"the rule of {name} is of type {type(rule).__name__}, neither a text nor a function: {PAGE}")
     elif fields:
         raise CompileError(f"the rule of {name} is a function, which gives {', '.join(fields)} in the Rule that it returns")
-    RULES[known] = Registered(rule, dict(fields))
+    RULES[known] = RegisteredRule(rule, dict(fields))
 
 
 def _faults(text: str, op: OpOverload, fields: dict[str, Any]) -> list[str]:

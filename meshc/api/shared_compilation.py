@@ -4,9 +4,9 @@
     rank 1   waits ........................... finds the same in the same places, and reads the program       hash
     rank 2   waits ........................... norm.eps differs: warns, compiles for itself ...........       hash
 
-Before, all have agreed on inputs, model, plan, options, optimizer (`meshc.runtime.agreement.agreed`); behind it they compare the hashes of
-what they have, as ever. So ranks that differ in what their model's code reads are refused, where that makes another program, with the place
-and both values; what no code reads may differ (`docs/decisions/one-program-for-all-ranks.md`).
+Before, all have agreed on inputs, model, plan, options, optimizer (`meshc.runtime.agreement.descriptions`); behind it they compare the
+hashes of what they have, as ever. So ranks that differ in what their model's code reads are refused, where that makes another program,
+with the place and both values; what no code reads may differ (`docs/decisions/one-program-for-all-ranks.md`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from meshc.lazy_module import LazyModule
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.request import Request
 from meshc.program.program import PlainProgram
-from meshc.runtime.agreement import handed
-from meshc.runtime.failure.failed_rank import FailureBoard, listening
+from meshc.runtime.agreement import store_broadcast
+from meshc.runtime.failure.failed_rank import FailureBoard, check_after_passes
 
 if TYPE_CHECKING:
     from meshc.passes.driver import compile_program as driver
@@ -80,10 +80,10 @@ def _compile_or_receive(
     stock_models.learn_trees(request.module)
     if first:
         entry = None if folder is None else cache_entry.CacheEntry(folder, asked.options, agreed, request)
-        new = partial(_new, sizes, request, listening(board, hook), entry)
+        new = partial(_new, sizes, request, check_after_passes(board, hook), entry)
         return new()[0] if board is None else _send_result(board, request, new)
     assert board is not None
-    return _receive_result(board, request, lambda: _compile_here(sizes, request, listening(board, _watching())))
+    return _receive_result(board, request, lambda: _compile_here(sizes, request, check_after_passes(board, _watching())))
 
 
 def _compile_here(sizes: Callable[[], SharedTraceCompiler], request: Request, hook: Hook | None) -> CompilationResult:
@@ -120,14 +120,14 @@ def _new(
 
 def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[CompilationResult, Dependencies]]) -> CompilationResult:
     """Compiles on rank 0, and sends the result to all ranks."""
-    turn = handed.next_turn()
-    handed.delete_sent(board)
+    turn = store_broadcast.next_turn()
+    store_broadcast.delete_sent(board)
     try:
         found, read = new()
     except PeerError:
         raise
     except MeshcError as error:
-        handed.send(board, turn, _error_bytes(error))
+        store_broadcast.send(board, turn, _error_bytes(error))
         raise
     why = read.why
     try:
@@ -136,7 +136,7 @@ def _send_result(board: FailureBoard, request: Request, new: Callable[[], tuple[
         why, data = str(error), b""
     told = replace(read, why=why).to_json() | {"optimizer": job_key.describe_optimizer(request.optimizer)}
     told["verifies"] = environment.verifying()
-    handed.send(board, turn, json.dumps(told).encode() + b"\n" + data)
+    store_broadcast.send(board, turn, json.dumps(told).encode() + b"\n" + data)
     if why:
         warnings.warn(
             f"every rank compiles this program for itself, since rank 0's cannot serve the others: {why}\n"
@@ -157,7 +157,7 @@ def _received_error(told: Mapping[str, str]) -> MeshcError:
 
 def _receive_result(board: FailureBoard, request: Request, alone: Callable[[], CompilationResult]) -> CompilationResult:
     """Rank 0's program; where it cannot serve this rank, what `alone` compiles."""
-    head, _, data = handed.receive(board, handed.next_turn()).partition(b"\n")
+    head, _, data = store_broadcast.receive(board, store_broadcast.next_turn()).partition(b"\n")
     began, told = time.monotonic(), json.loads(head)
     if "kind" in told:
         raise _received_error(told)
@@ -187,21 +187,21 @@ def _receive_result(board: FailureBoard, request: Request, alone: Callable[[], C
 
 def for_outputs(board: FailureBoard | None, found: CompilationResult, received: Collection[str]) -> PlainProgram:
     """The program whose backward begins at the outputs named in `received`. All ranks call it, for the same outputs."""
-    turn = None if board is None else handed.next_turn()
+    turn = None if board is None else store_broadcast.next_turn()
     if found.lowered is None and board is not None and turn is not None and board.rank > 0:
         return _with_backward_given(board, turn, found.program)
     if board is None or turn is None or not found.given:
         return _specialise_outputs(found, received)
-    handed.delete_sent(board)
+    store_broadcast.delete_sent(board)
     try:
         program = _specialise_outputs(found, received)
         data = compilation_result.pack_program(replace(program, stages={"backward": program.stages["backward"]}, schedule=(), constants={}))
     except PeerError:
         raise
     except MeshcError as error:
-        handed.send(board, turn, _error_bytes(error))
+        store_broadcast.send(board, turn, _error_bytes(error))
         raise
-    handed.send(board, turn, b"\n" + data)
+    store_broadcast.send(board, turn, b"\n" + data)
     return program
 
 
@@ -212,7 +212,7 @@ def _specialise_outputs(found: CompilationResult, received: Collection[str]) -> 
 
 def _with_backward_given(board: FailureBoard, turn: int, program: PlainProgram) -> PlainProgram:
     """The program with the backward that rank 0 gives."""
-    head, _, data = handed.receive(board, turn).partition(b"\n")
+    head, _, data = store_broadcast.receive(board, turn).partition(b"\n")
     if head:
         raise _received_error(json.loads(head))
     given, _ = compilation_result.unpack_program(data, program.mesh)

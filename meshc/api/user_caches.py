@@ -105,15 +105,15 @@ def capacity_in(buffers: Sequence[Any]) -> int | None:
 
 
 def _build_buffers(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> tuple[list[Any], int | None]:
-    from meshc.runtime.run.window_layers import begin
+    from meshc.runtime.run.window_layers import window_extent
 
     most = max(most, _longest(cache))
     layers = [layer if _is_ours(layer) else _layer_on_mesh(layer, mesh, most) for layer in cache.layers]
     have = next((layer.buffers[0].shape[2] for layer in layers if _attends(layer) and not _is_window(layer)), 0)
     windows = [layer for layer in layers if _is_window(layer)]
-    first, room = begin(windows, tokens) if windows else (None, 0)
+    first, room = window_extent(windows, tokens) if windows else (None, 0)
     capacity = capacity_of(tokens, have, most)
-    found = [{WINDOW: [*one.begun(rows, room, first)]} if _is_window(one) else _as_input(one, rows, capacity) for one in layers]
+    found = [{WINDOW: [*one.rebase_buffers(rows, room, first)]} if _is_window(one) else _as_input(one, rows, capacity) for one in layers]
     return found, first
 
 
@@ -121,7 +121,7 @@ def _as_input(layer: Any, rows: int, capacity: int) -> list[Any] | dict[str, Any
     """As `padded_caches.call` takes what a layer holds that has no window."""
     if not _is_ours(layer):
         return []
-    pair = [*layer.fitted(rows, capacity)] if _attends(layer) else []
+    pair = [*layer.fit_buffers(rows, capacity)] if _attends(layer) else []
     if not keeps_states(layer):
         return pair
     return {**layer.states_of(rows), **({ATTENTION: pair} if pair else {})}
@@ -171,13 +171,13 @@ def _attends(layer: object) -> bool:
 def _layer_on_mesh(layer: Any, mesh: DeviceMesh, most: int) -> Any:
     """A layer of a transformers cache, whole on every rank, as a layer of replicated DTensors."""
     from meshc.runtime.run.cache_layers import CacheLayer
-    from meshc.runtime.run.state_layers import MixedLayer, StateLayer
+    from meshc.runtime.run.state_layers import MixedStateLayer, RecurrentStateLayer
     from meshc.runtime.run.window_layers import WindowLayer
 
     tables = {name: {number: _everywhere(state, mesh) for number, state in _plain_states(layer, name).items()} for name in STATES}
     tables = {name: table for name, table in tables.items() if table}
     if not _attends(layer):
-        return StateLayer(tables, rows_of_states(tables), 1) if tables else layer
+        return RecurrentStateLayer(tables, rows_of_states(tables), 1) if tables else layer
     length, window = int(layer.get_seq_length()), _window_of(layer)
     if window is not None:
         last = [_everywhere(tensor[:, :, :length], mesh) for tensor in (layer.keys, layer.values)]
@@ -187,7 +187,7 @@ def _layer_on_mesh(layer: Any, mesh: DeviceMesh, most: int) -> Any:
     how: dict[str, Any] = dict(
         buffers=parts, rows=int(layer.keys.shape[0]), length=length, is_sliding=getattr(layer, "is_sliding", False), max_length=most
     )
-    return MixedLayer(tables, **how) if tables else CacheLayer(**how)
+    return MixedStateLayer(tables, **how) if tables else CacheLayer(**how)
 
 
 def _plain_states(layer: Any, name: str) -> dict[int, Tensor]:
@@ -232,14 +232,14 @@ def write_back(cache: Any, left: Sequence[Any], rows: int, length: int, source: 
 
 
 def _write_back_cache(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) -> None:
-    from meshc.runtime.run.window_layers import forget
+    from meshc.runtime.run.window_layers import drop_unseen_tokens
 
     most, left_as = _longest(cache), _layer_builder()
     before = [*cache.layers, *(None for _ in range(len(left) - len(cache.layers)))]
     cache.layers[:] = [left_as(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
     begun = [layer for layer, old in zip(cache.layers, before, strict=True) if _is_window(layer) and not _is_ours(old)]
     if begun:
-        forget(begun)
+        drop_unseen_tokens(begun)
 
 
 @cache
@@ -247,7 +247,7 @@ def _layer_builder() -> Callable[[Any, Any, int, int, int, int], Any]:
     """A function that builds a cache layer of a call's output buffers, the old layer, rows, length, first token and largest length; without
     buffers it returns the old layer."""
     from meshc.runtime.run.cache_layers import CacheLayer
-    from meshc.runtime.run.state_layers import MixedLayer, StateLayer
+    from meshc.runtime.run.state_layers import MixedStateLayer, RecurrentStateLayer
     from meshc.runtime.run.window_layers import WindowLayer
 
     def build_layer(held: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
@@ -263,6 +263,6 @@ def _layer_builder() -> Callable[[Any, Any, int, int, int, int], Any]:
         if isinstance(held, list):
             return CacheLayer(held, rows, length, slides, most)
         pair, states = held.get(ATTENTION), {name: table for name, table in held.items() if name != ATTENTION}
-        return StateLayer(states, rows, length) if pair is None else MixedLayer(states, pair, rows, length, slides, most)
+        return RecurrentStateLayer(states, rows, length) if pair is None else MixedStateLayer(states, pair, rows, length, slides, most)
 
     return build_layer

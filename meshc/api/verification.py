@@ -23,9 +23,9 @@ from meshc.frontend.one_device import one_device
 from meshc.ir import op_name, records, trees
 from meshc.ir.keys import key_of
 from meshc.ir.mesh import Mesh
-from meshc.ops import coded
-from meshc.ops.keep import round_state
+from meshc.ops import block_codes
 from meshc.ops.random import seed_step
+from meshc.ops.state_rounding import round_state
 from meshc.optimizer.optimizer import Optimizers, describe, numbers
 from meshc.optimizer.slots import fresh_copy
 from meshc.optimizer.spec import CODES, SCALE, OptimizerSpec
@@ -35,7 +35,7 @@ from meshc.passes.phases.factors import Factors
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.program import instance
-from meshc.program.parts import Parts
+from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.failure.failed_rank import announce
 from meshc.runtime.simulator import reference_comparison as verification
@@ -102,7 +102,7 @@ def _plain(inputs: Arguments) -> Arguments:
         whole = leaf.full_tensor().detach() if isinstance(leaf, DTensor) else leaf.detach()
         return whole.cpu().requires_grad_(leaf.requires_grad)
 
-    found: Arguments = trees.mapped(plain, inputs)
+    found: Arguments = trees.map_leaves(plain, inputs)
     return found
 
 
@@ -210,7 +210,7 @@ def _verify_there(
         held = call_keys.module_key(ModuleWatch(twin).state())
         again = _twins(program, (program.general, double, held, _optimizer_key(program)), request)
         singles.extend(again.singles)
-        plain = instance.fitting(again.plain, shapes)
+        plain = instance.program_for_shapes(again.plain, shapes)
         compare = verification.compare_module if program.step is None else verification.compare_gradients
         verification.run_comparison(report, reference, partial(compare, plain))
         _raise_if_wrong(report, plain, instance.graph_at(again.graph, again.plain, shapes), program.lowered.parts, reference)
@@ -258,7 +258,7 @@ def _in_single(factors: Factors) -> Iterator[str]:
 
 
 def _raise_if_wrong(
-    report: verification.Report, compiled: PlainProgram, graph: Graph, parts: Parts | None, reference: verification.Reference
+    report: verification.Report, compiled: PlainProgram, graph: Graph, parts: MicrobatchSplit | None, reference: verification.Reference
 ) -> None:
     if report.ok:
         return
@@ -288,7 +288,7 @@ def verify_update(
     for group in optimizer.param_groups:  # rates that are tensors: the optimizer rounds to their dtype
         group.update(widen_inputs({name: value for name, value in group.items() if name != "params"}, double))
     spec = describe(optimizer, program.asked.options.keeping)
-    compiled = instance.fitting(compiled_for(spec), shapes)
+    compiled = instance.program_for_shapes(compiled_for(spec), shapes)
     updated = {id(p) for group in spec.groups for p in group.params}
     slots = {f"{name}/{slot.name}": slot for name, p in mine.items() if id(p) in updated for slot in spec.slots_of(p)}
 
@@ -302,8 +302,8 @@ def verify_update(
             parameter, draw = name.removesuffix(f"/{slot.name}"), seed_step(reference.seed, step)
             value = None if slot.computed is None else held.get(id(mine[parameter]), {}).get(slot.plain)
             if value is not None and slot.part == CODES:
-                made = coded.encode_by_draw(value, slot.signed, draw, f"{parameter}/{slot.plain}")
-                value.copy_(coded.decode(*made, slot.signed, value.dtype))
+                made = block_codes.encode_by_draw(value, slot.signed, draw, f"{parameter}/{slot.plain}")
+                value.copy_(block_codes.decode(*made, slot.signed, value.dtype))
             elif value is not None and not slot.part:
                 value.copy_(round_state(value.to(torch.float32), draw, name))
 
@@ -313,7 +313,7 @@ def verify_update(
         for name, slot in slots.items():
             codes, plain = key_of("state", name), key_of("state", name.removesuffix(CODES))
             if slot.part == CODES and codes in found:
-                values[plain] = coded.decode(found[codes], found[plain + SCALE], slot.signed, slot.computed or torch.float32)
+                values[plain] = block_codes.decode(found[codes], found[plain + SCALE], slot.signed, slot.computed or torch.float32)
         return values
 
     # an update turns roundings of a 16-bit gradient into whole steps of Adam, so later losses differ by percents
@@ -354,4 +354,4 @@ def _call_inputs(inputs: Inputs, args: tuple[object, ...], kwargs: dict[str, obj
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
         return torch.randint(0, 2, tuple(leaf.shape), generator=generator, dtype=torch.int64).to(leaf.dtype)
 
-    return trees.mapped(random, (args, kwargs))
+    return trees.map_leaves(random, (args, kwargs))

@@ -14,11 +14,11 @@ from torch import nn
 from meshc.errors import MeshcError, StateError
 from meshc.ir.mesh import Mesh
 from meshc.program.program import PlainProgram
-from meshc.runtime.agreement import agreed
+from meshc.runtime.agreement import descriptions
 from meshc.runtime.agreement.compare import Disagreement, agree, from_rank_0, refusable, together
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.failed_rank import FailureBoard
-from meshc.runtime.failure.one_thread import Turn
+from meshc.runtime.failure.thread_turn import ThreadTurn
 from meshc.text import show
 
 Context = contextlib.AbstractContextManager[Any]
@@ -34,7 +34,7 @@ class World:
     def __init__(self, mesh: Mesh, board: FailureBoard | None) -> None:
         self.mesh, self.board = mesh, board
         self.warned: set[str] = set()
-        self._turn = Turn()
+        self._turn = ThreadTurn()
         self._groups: Groups | None = None
         self._under = dist.group.WORLD if dist.is_available() else None
         self._number = 0 if board is None or mesh.device_mesh is None else board.numbers.count_program()
@@ -65,7 +65,7 @@ class World:
 
     def failure_guard(self, what: str, step: int = 0) -> Context:
         """A context for one thread, in which a failure on any rank is raised on all."""
-        return self._turn.taken(what) if self.board is None else self.board.guard(step, what)
+        return self._turn.hold(what) if self.board is None else self.board.guard(step, what)
 
     def refusable(self) -> Context:
         """A context before any communication: an error raised in it is reported to the other ranks, which are not waiting yet."""
@@ -92,13 +92,13 @@ class World:
     def agree_on_request(self, mine: dict[str, str], refusal: Callable[[Disagreement], MeshcError], because: str) -> None:
         """Checks before a compilation that all ranks start it, for the same inputs and model. because: the field that differs from the
         existing compilations."""
-        self.agree("compile", mine, advice=agreed.advice, ahead=because, error=refusal)
+        self.agree("compile", mine, advice=descriptions.advice, ahead=because, error=refusal)
 
     def agree_on_program(self, compiled: PlainProgram, module: nn.Module, read: Callable[[], Mapping[str, str]]) -> None:
         """Checks after a compilation that all ranks have the same program. read: the Python values that it depends on."""
         if self.board is not None:
-            same = {agreed.COMPILED: show.hash_program(compiled)}
-            self.agree("compile", same, advice=agreed.advice, behind=partial(agreed.behind, compiled, module, read))
+            same = {descriptions.COMPILED: show.hash_program(compiled)}
+            self.agree("compile", same, advice=descriptions.advice, behind=partial(descriptions.possible_causes, compiled, module, read))
 
     def refuse_call(self) -> None:
         """Raises StateError where no program can run: without a process group, or under another than it was compiled for."""

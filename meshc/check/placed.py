@@ -39,7 +39,7 @@ def made_by(target: Target, args: Sequence[object], kwargs: Mapping[str, object]
     _CHECKS[target](x, sizes, *rest)
     if target in (spmd.mask, spmd.keep_first):
         return x.new_empty(x.shape)
-    shape = spmd.moved(target, x.shape, rest, sizes)
+    shape = spmd.collective_shape(target, x.shape, rest, sizes)
     check_extents(tuple(shape), x.dtype.itemsize)
     return x.new_empty(shape)
 

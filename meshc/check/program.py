@@ -34,10 +34,10 @@ from meshc.errors import ArtifactError, InputError, ScheduleError
 from meshc.ir import Record
 from meshc.ir.sharding import Sharding, is_padded, local_shape
 from meshc.ir.spmd import joins_stages
-from meshc.pipelining.cut import slot
+from meshc.pipelining.pipeline_stages import slot
 from meshc.program import instance
 from meshc.program.accumulate import ACCUMULATES, WAYS, whole_of
-from meshc.program.complete import refuse_incomplete
+from meshc.program.completeness import refuse_incomplete
 from meshc.program.program import BACKENDS, RUNS, PlainProgram, Port, Stage
 from meshc.text.allowed import spelling
 from meshc.text.show import print_type
@@ -88,7 +88,7 @@ def _worlds(program: PlainProgram) -> Iterator[PlainProgram]:
     if not program.dynamic:
         yield program
         return
-    yield instance.put(program, {size.symbol: size.hint for size in program.dynamic})
+    yield instance.substitute_sizes(program, {size.symbol: size.hint for size in program.dynamic})
     for end in ("low", "high"):
         try:
             yield instance.at(program, {size.name: getattr(size, end) for size in program.dynamic})

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from meshc import ir
-from meshc.ir.regions import blocks, changing, region_of, why_alone
+from meshc.ir.regions import blocks, microbatch_integers, region_of, why_alone
 from meshc.program.program import PlainProgram
 
 
@@ -28,7 +28,7 @@ def faults(program: PlainProgram) -> Iterator[tuple[str, str, str]]:
 
 
 def _wrong(graph: Graph) -> Iterator[tuple[Node, str]]:
-    varying, seen = changing(graph), set()
+    varying, seen = microbatch_integers(graph), set()
     for number, nodes in blocks(node for node in graph.nodes if node.op == "call_function"):
         if number is not None and number in seen:
             yield nodes[0], f"it is in region {number}, which has ended above: the lines of a region stand together"

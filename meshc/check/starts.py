@@ -19,7 +19,7 @@ from meshc.ir.regions import region_of, writes
 from meshc.ir.spmd import MICROBATCH, is_collective, joins_stages
 from meshc.program.accumulate import ADDED, WAYS
 from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
-from meshc.program.steps import ranks_of, steps_of
+from meshc.program.rank_instructions import ranks_of, steps_of
 
 BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
 

@@ -1,9 +1,10 @@
-"""Values of which the used rows alone are there (`meshc/ir/used_rows.py`): who reads them treats each row by itself, and is no other rank.
+"""Values of which the used rows alone are there (`meshc/ir/used_rows_dims.py`): who reads them treats each row by itself, and is no other
+rank.
 
-    h: "f32[1, 8, 4] used(1)" = meshc.rows_of_tokens(x, used, 2)
-    y: "f32[1, 8, 4]" = aten.silu(h)                  refused: there are fewer than 8 rows
-    s: "f32[4]" = aten.sum.dim_IntList(h, [0, 1])     likewise: what it makes of rows is not a row of each
-    z: "f32[1, 8, 4] used(1)" = all_reduce(h, ["tp"], "sum")          likewise
+h: "f32[1, 8, 4] used(1)" = meshc.rows_of_tokens(x, used, 2)
+y: "f32[1, 8, 4]" = aten.silu(h)                  refused: there are fewer than 8 rows
+s: "f32[4]" = aten.sum.dim_IntList(h, [0, 1])     likewise: what it makes of rows is not a row of each
+z: "f32[1, 8, 4] used(1)" = all_reduce(h, ["tp"], "sum")          likewise
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 from torch.fx import Node
 
 from meshc import ir
-from meshc.ir import used_rows
+from meshc.ir import used_rows_dims
 from meshc.ir.keys import Kind, is_a
 from meshc.ir.regions import region_of
 from meshc.program.program import Stage
@@ -28,13 +29,13 @@ def faults(stage: Stage, sent: Collection[str]) -> Iterator[tuple[str, str]]:
     """(value, what is wrong with it); `sent`: keys of what goes to other ranks. The stage's lines are sound in themselves."""
     keys = stage.keys()
     for node in stage.graph.nodes:
-        if node.op == "call_function" and (why := used_rows.fault(node)):
+        if node.op == "call_function" and (why := used_rows_dims.fault(node)):
             yield node.name, f"{node.name} = {spelling(node.target)}(...): {why}"
-        elif used_rows.dim_of(node) is not None and region_of(node) is not None:
+        elif used_rows_dims.dim_of(node) is not None and region_of(node) is not None:
             yield node.name, f"{node.name} = {spelling(node.target)}(...): what is compiled has all rows of what it makes"
-        if node.op == "placeholder" and used_rows.dim_of(node) is not None and not is_a(keys[node], *MAY):
+        if node.op == "placeholder" and used_rows_dims.dim_of(node) is not None and not is_a(keys[node], *MAY):
             yield node.name, f"the parameter {node.name}: of {keys[node]} all rows are there"
     for key, value in stage.results().items():
         leaves = key in sent or not is_a(key, *MAY)
-        if leaves and isinstance(value, Node) and ir.has_record(value) and used_rows.dim_of(value) is not None:
+        if leaves and isinstance(value, Node) and ir.has_record(value) and used_rows_dims.dim_of(value) is not None:
             yield f"return {key}", f"{key} leaves as {value}, of which the used rows alone are there"

@@ -33,7 +33,7 @@ from meshc.errors import ArtifactError, MeshcError, PlanError
 from meshc.files import owned
 from meshc.ops import philox
 from meshc.report.tables import bytes_text
-from meshc.runtime.comm import first_sum
+from meshc.runtime.comm import connectivity
 
 WORKS: Final = "works"
 NOTE: Final = "note"
@@ -246,13 +246,17 @@ def _program_cache() -> Finding:
 
 
 def _all_reduce(
-    backend: str, ranks: int, there: bool, timeout_s: float, trial: Callable[..., first_sum.Trial] = first_sum.trial
+    backend: str,
+    ranks: int,
+    there: bool,
+    timeout_s: float,
+    trial: Callable[..., connectivity.ConnectivityResult] = connectivity.check_connectivity,
 ) -> Finding:
     """Result of a real all-reduce between newly started processes."""
     if not there:
         return Finding(backend, FAILS, "this torch is built without it", "install a torch with torch.distributed and " + backend)
     found = trial(backend, ranks, timeout_s)
     who = f"{ranks} processes" if ranks > 1 else "a process"
-    if found.worked:
+    if found.has_succeeded:
         return Finding(backend, WORKS, f"{who} of this machine added up their numbers, {found.seconds:.1f} s with starting them")
     return Finding(backend, FAILS, f"{who} of this machine have no sum: {found.said}", WHAT_TO_DO[backend])

@@ -11,7 +11,7 @@ from meshc.commands.target import harmless
 from meshc.cost import call, devices
 from meshc.errors import PlanError
 from meshc.ir import bounds
-from meshc.pipelining import draw, trace
+from meshc.pipelining import draw, perfetto_trace
 from meshc.report import summary, tables
 from meshc.report.figures import figures
 from meshc.text import show
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _show_trace(options: argparse.Namespace) -> None:
     """Draws the trace of a run."""
-    line = trace.read(bounds.read_text(options.path), options.path)
+    line = perfetto_trace.trace_to_timeline(bounds.read_text(options.path), options.path)
     if options.timeline is None:
         raise PlanError(f"{options.path} is a trace: draw it with --timeline FILE.svg, or open it in ui.perfetto.dev")
     draw.write(line, options.timeline)

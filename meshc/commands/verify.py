@@ -87,7 +87,7 @@ def verify_as_it_stands(
     if mine != known:
         different = sorted(f"{kind}:{name}" for kind, name, *_ in mine ^ known)
         raise VerifyError(f"the program and the model do not take the same values: {', '.join(different[:6])}")
-    fitting = instance.fitting(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
+    fitting = instance.program_for_shapes(saved, dict(program.asked.shapes(ask.args, dict(ask.kwargs))))
     wide = double or all(port.dtype == torch.float64 for port in saved.inputs if port.kind == "parameter")
     twin = plain_copy(ask.module, None, double)
     args, kwargs = widen_inputs((ask.args, dict(ask.kwargs)), double)

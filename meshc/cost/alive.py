@@ -21,10 +21,10 @@ from meshc.cost.memory import Given, Moment, RankBytes
 from meshc.ir import Record, sharing
 from meshc.ir.keys import is_a
 from meshc.ir.sharing import Words
-from meshc.pipelining.cut import slot
+from meshc.pipelining.pipeline_stages import slot
 from meshc.program.accumulate import WHOLES, whole_of
 from meshc.program.program import RUNS, Instruction, PlainProgram, Stage
-from meshc.program.steps import steps_of
+from meshc.program.rank_instructions import steps_of
 
 GRADIENTS: Final = ("gradient", "sum")
 """Kinds of keys that gradients of parameters wait under."""

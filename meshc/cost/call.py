@@ -20,8 +20,8 @@ from meshc.cost.links import link_of, send_seconds
 from meshc.cost.played import Took, arriving, early, played
 from meshc.cost.predict import costs_of
 from meshc.ir import spmd
-from meshc.pipelining.cut import Move, Pipeline, stage_name
-from meshc.pipelining.events import Handed, Run
+from meshc.pipelining.events import CallTransfer, StageRun
+from meshc.pipelining.pipeline_stages import Move, Pipeline, stage_name
 from meshc.pipelining.schedule import Action
 from meshc.pipelining.timing import Event, Timeline, simulate
 from meshc.program.program import PlainProgram, Stage
@@ -40,16 +40,16 @@ def predicted(program: PlainProgram, device: Device | None = None) -> Timeline:
     first = {name: program.stages[name] for rank in ranks if (name := f"before_{rank}") in program.stages}
     takes = {name: stage_seconds(stage.graph, program.mesh, device).total for name, stage in first.items()}
     wire, sizes = link_of(program.mesh, [pipeline.axis], device), memory.value_bytes(program)
-    events = [Event(rank, Run(name), 0.0, takes[name]) for rank in ranks if (name := f"before_{rank}") in takes]
+    events = [Event(rank, StageRun(name), 0.0, takes[name]) for rank in ranks if (name := f"before_{rank}") in takes]
     events += _handed(pipeline.shared, [0.0 for _ in ranks], sizes, wire)
     begin = _ends(events, [0.0 for _ in ranks])
     line = simulate(pipeline.schedule, costs_of(pipeline, program.stages, program.mesh, device), begin)
-    ends = _ends([event for row in line.computed for event in row], begin)
+    ends = _ends([event for row in line.action_events for event in row], begin)
     returned = _handed(pipeline.returned, ends, sizes, wire)
     ready = _ends(returned, ends)
     if _meet(program, pipeline):
         ready = [max(ready) for _ in ranks]
-    late = [event for rank in ranks for event in _last(program, rank, ready[rank], line.computed[rank], device)]
+    late = [event for rank in ranks for event in _last(program, rank, ready[rank], line.action_events[rank], device)]
     return Timeline((*events, *line.events, *returned, *late), len(ranks), f"{pipeline.schedule.name or 'own schedule'}, predicted")
 
 
@@ -61,11 +61,11 @@ def _one_after_another(program: PlainProgram, device: Device) -> Iterator[Event]
     for took in played(program, program.schedule, device):
         if took.step.op == "run":
             if run is not None:
-                yield Event(0, Run(run.step.stage, run.step.microbatch), run.start_s, end)
+                yield Event(0, StageRun(run.step.stage, run.step.microbatch), run.start_s, end)
             run = took
         end = took.start_s + took.seconds.total
     if run is not None:
-        yield Event(0, Run(run.step.stage, run.step.microbatch), run.start_s, end)
+        yield Event(0, StageRun(run.step.stage, run.step.microbatch), run.start_s, end)
 
 
 def _last(program: PlainProgram, rank: int, ready: float, actions: Sequence[Event], device: Device) -> Iterator[Event]:
@@ -89,7 +89,7 @@ def _last(program: PlainProgram, rank: int, ready: float, actions: Sequence[Even
             prepared += device.contention * sum(one.beside(ran[action]) for one in found)
     begin = ready + prepared
     takes = stage_seconds(stage.graph, program.mesh, device, arriving(stage, due, begin)).total
-    yield Event(rank, Run(stage.name), ready, begin + takes)
+    yield Event(rank, StageRun(stage.name), ready, begin + takes)
 
 
 def _handed(moves: Sequence[Move], ready: Sequence[float], sizes: Mapping[str, int], wire: Link) -> list[Event]:
@@ -99,8 +99,8 @@ def _handed(moves: Sequence[Move], ready: Sequence[float], sizes: Mapping[str, i
     for move in moves:
         start = max(ready[move.source], ready[move.target], free.get((move.source, move.target), 0.0))
         end = free[move.source, move.target] = start + send_seconds(sizes[move.key], wire)
-        found.append(Event(move.source, Handed("SEND", move.key, move.source, move.target), start, end))
-        found.append(Event(move.target, Handed("RECV", move.key, move.source, move.target), ready[move.target], end))
+        found.append(Event(move.source, CallTransfer("SEND", move.key, move.source, move.target), start, end))
+        found.append(Event(move.target, CallTransfer("RECV", move.key, move.source, move.target), ready[move.target], end))
     return found
 
 
@@ -108,7 +108,7 @@ def _ends(events: Sequence[Event], least: Sequence[float]) -> list[float]:
     """When each rank is done with these: with stages, and with what it receives."""
     ends = list(least)
     for event in events:
-        if not (isinstance(event.instruction, Handed) and event.instruction.op == "SEND"):
+        if not (isinstance(event.instruction, CallTransfer) and event.instruction.op == "SEND"):
             ends[event.rank] = max(ends[event.rank], event.end_s)
     return ends
 

@@ -43,7 +43,7 @@ from meshc.cost.links import collective_seconds, host_copy_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import runs_on_host, spmd
 from meshc.ir.mesh import Mesh
-from meshc.program.flying import awaited
+from meshc.program.in_flight import earlier_waits
 
 HOST: Final = "host"
 """What communication with the host goes by, beside axes."""
@@ -95,7 +95,7 @@ def clocked(graph: Graph, mesh: Mesh, device: Device, arriving: Mapping[Node, fl
     """The seconds of one run, and the clock that was told of it."""
     clock, compute, there = Clock(arriving, device.contention, device.uneven), 0.0, 0.0
     communication: dict[str, float] = {}
-    before = awaited(graph.nodes)
+    before = earlier_waits(graph.nodes)
     for node in graph.nodes:
         if node.op == "call_function" and spmd.is_collective(node.target):
             takes = collective_seconds(node, mesh, device)

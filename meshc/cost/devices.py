@@ -24,7 +24,7 @@ import torch
 from meshc import environment
 from meshc.errors import ArtifactError, PlanError
 from meshc.files.folders import write_text
-from meshc.ir.bounds import number, read_text, shown
+from meshc.ir.bounds import brief_repr, number, read_text
 from meshc.ir.mesh import Mesh
 
 if sys.version_info >= (3, 11):
@@ -279,10 +279,10 @@ def _device(name: str, section: object, path: Path) -> Device:
     _numbers({key: getattr(one, key) for key in (*NUMBERS, *TIMES)}, f"{where}]")
     for key in TIMES:
         if getattr(one, key) > MOST_TIMES:
-            raise ArtifactError(f"{where}]: {key} is {shown(getattr(one, key))}, more than {MOST_TIMES:g}; {ANEW}")
+            raise ArtifactError(f"{where}]: {key} is {brief_repr(getattr(one, key))}, more than {MOST_TIMES:g}; {ANEW}")
     for key in ("attention_keys", "ranks_per_node"):
         if type(getattr(one, key)) is not int or getattr(one, key) < 1:
-            raise ArtifactError(f"{where}]: {key} is {shown(getattr(one, key))}, no integer of 1 or more; {ANEW}")
+            raise ArtifactError(f"{where}]: {key} is {brief_repr(getattr(one, key))}, no integer of 1 or more; {ANEW}")
     if not isinstance(one.source, str):
         raise ArtifactError(f"{where}]: source is text; {ANEW}")
     return one
@@ -301,7 +301,7 @@ def _refuse_keys(given: Mapping[str, object], kind: type[Device | Link | Process
 def _numbers(given: object, where: str) -> dict[str, float]:
     """Figures that predictions multiply and divide by: finite, and above zero but for what something costs beside its size."""
     if not isinstance(given, Mapping):
-        raise ArtifactError(f"{where} is {shown(given)}, no section of numbers; {ANEW}")
+        raise ArtifactError(f"{where} is {brief_repr(given)}, no section of numbers; {ANEW}")
     try:
         return {key: number(value, key, 0.0 if key in COSTS else LEAST, MOST) for key, value in given.items()}
     except ArtifactError as error:

@@ -29,8 +29,8 @@ from meshc import ir
 from meshc.cost.devices import Device, Link
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
-from meshc.ir.window import received
-from meshc.program import flying
+from meshc.ir.window import received_elements
+from meshc.program import in_flight
 
 """The axis along which one rank works through its microbatches: nothing is sent."""
 
@@ -144,13 +144,13 @@ def payload(node: Node, sizes: Mapping[str, int]) -> int:
         assert isinstance(whole, Node) and isinstance(share, float)
         return int(ir.local_bytes(ir.record(whole)) * share * (ranks - 1) / ranks)
     if node.target in spmd.OF_ORDER:
-        return flying.half_bytes(node)
+        return in_flight.half_bytes(node)
     moved = node if node.target is spmd.all_gather else node.args[0]
     if node.target not in (spmd.halo, spmd.halo_sum):
         return sum(map(ir.local_bytes, ir.records(moved)))  # type: ignore[arg-type]
     operand, axes, dim, size, window = node.args[:5]
     found = ir.record(operand)  # type: ignore[arg-type]
-    along = received(size, [sizes[axis] for axis in axes], window)  # type: ignore[union-attr, arg-type, index]
+    along = received_elements(size, [sizes[axis] for axis in axes], window)  # type: ignore[union-attr, arg-type, index]
     return ir.local_bytes(found) // max(1, found.shape[dim]) * along  # type: ignore[index]
 
 

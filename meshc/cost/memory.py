@@ -5,8 +5,8 @@ share the storage of what they look at, and updates write into their operands, a
 buffers and optimizer state live for ever, and are counted apart, as is what the user sees of them where that is a copy; what a kernel needs
 while it runs is not counted, nor what a compiled region never has in memory (`fused.py`). What lies on the host is counted apart, by the
 same walk; what is copied there is on the device until the copy has been waited for, and so is what a collective reads, also where it is
-waited for in another stage (`program/flying.py`). A message between pipeline stages counts on its sender until the last instruction there
-that reads it, as if it had left by then; gloo keeps it until the update.
+waited for in another stage (`program/in_flight.py`). A message between pipeline stages counts on its sender until the last instruction
+there that reads it, as if it had left by then; gloo keeps it until the update.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from meshc.ir.keys import is_a, name_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import local_shape
 from meshc.ir.sharing import Words
-from meshc.ir.trail import computed, is_followed, largest
-from meshc.pipelining.cut import slot
-from meshc.program import flying, packing
+from meshc.ir.trail import compute_tracked, is_tracked, largest
+from meshc.pipelining.pipeline_stages import slot
+from meshc.program import in_flight, packing
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
-from meshc.program.kept import Span, laid, spans
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port, Stage
-from meshc.program.steps import last_reads, steps_of
+from meshc.program.rank_instructions import last_reads, steps_of
+from meshc.program.static_memory import Span, assign_memory, spans
 
 KEPT = ("parameter", "state", "buffer", "constant", "input")
 """Kinds of ports that are there for the whole call."""
@@ -372,22 +372,22 @@ class Walk:
         """What is read by something on its way is there until that has been waited for."""
         place = {node: index for index, node in enumerate(self.nodes)}
         arriving = [node for node, key in self.entering.items() if is_a(key, "early")]
-        until = flying.waits(self.nodes, arriving)
+        until = in_flight.waits(self.nodes, arriving)
         self.arrived = {self.entering[node]: place[until[node]] for node in arriving if node in until}
         leaving = {value: [key] for key, value in self.ends if is_a(key, "early")}
         for node in self.nodes:
             if node.op != "call_function" or not (spmd.is_collective(node.target) or spmd.is_host_copy(node.target)):
                 continue
             waited = place[until[node]] if node in until and node not in leaving else len(self.nodes)
-            if flying.holds_operand(node):
+            if in_flight.holds_operand(node):
                 home = self.home[node.all_input_nodes[0]]
                 self.last[home] = max(self.last[home], waited - 1)
                 self.leaving |= {key: home for key in leaving.get(node, ())}
             if not self.host:
-                if size := flying.sent_bytes(node):
+                if size := in_flight.sent_bytes(node):
                     self.sent |= dict.fromkeys(leaving.get(node, ()), size)
                     self.beside.append((place[node], waited - 1, size))
-                if size := flying.merged_bytes(node):
+                if size := in_flight.merged_bytes(node):
                     self.joining[waited] = largest(self.joining.get(waited, 0), size)
 
     def peak(self, freed: Mapping[str, int], summed: bool, arriving: Mapping[str, int] = MappingProxyType({})) -> Left:
@@ -411,8 +411,8 @@ class Walk:
         grown = {self.home[node] for node in gradients if node in self.home}
         alive, growing = sum(freed.values()) + sum(arriving.values()), 0
         held = {node: size.pop(node, 0) for node in self.kept}  # the runtime has this memory for good
-        alive += computed(self.kept_bytes, *self.kept.values(), *held.values())
-        growing += computed(self.kept_bytes, *self.kept.values(), *(more if node in grown else 0 for node, more in held.items()))
+        alive += compute_tracked(self.kept_bytes, *self.kept.values(), *held.values())
+        growing += compute_tracked(self.kept_bytes, *self.kept.values(), *(more if node in grown else 0 for node, more in held.items()))
         beside = [*self.beside, *((-1, self.arrived.get(key, len(self.nodes)) - 1, size) for key, size in arriving.items())]
         leaves = {names[0]: size[node] for node, names in results.items() if size.get(node)}
         read = {key: size.get(home, 0) for key, home in self.leaving.items() if home not in results} | self.sent
@@ -422,7 +422,7 @@ class Walk:
     def kept_together(self) -> list[list[Node]]:
         """Values that the stage keeps, those of one piece of memory together."""
         kept = list(self.kept)
-        return [[kept[value] for value in values] for values in laid(self.kept_when, list(self.kept.values()))]
+        return [[kept[value] for value in values] for values in assign_memory(self.kept_when, list(self.kept.values()))]
 
     def course(self, left: Left) -> Iterator[tuple[int, int, int]]:
         """At each node the most that is there: bytes, those of them that are gradients', and those that results of collectives take that
@@ -450,7 +450,7 @@ class Walk:
     def _highest(self, left: Left) -> Peak:
         most, gradients, at = 0, 0, -1
         course = list(self.course(left))
-        if any(is_followed(alive) for alive, _, _ in course):
+        if any(is_tracked(alive) for alive, _, _ in course):
             return Peak(*_followed_peak([alive for alive, _, _ in course], [growing for _, growing, _ in course]))
         for position, (alive, growing, _) in enumerate(course):
             if alive > most:
@@ -461,12 +461,12 @@ class Walk:
 def _laid_bytes(when: Sequence[Span], *numbers: int) -> int:
     """Bytes of the memory in which values lie one after another. `numbers`: by which they are laid there, and those of each that count."""
     sizes, counting = numbers[: len(when)], numbers[len(when) :]
-    return sum(max(counting[value] for value in values) for values in laid(when, sizes))
+    return sum(max(counting[value] for value in values) for values in assign_memory(when, sizes))
 
 
 def _followed_peak(alive: Sequence[int], growing: Sequence[int]) -> tuple[int, int]:
     """Of numbers that are followed: which is largest is no matter then, nor where."""
-    return largest(0, *alive), computed(_beside_largest, *alive, *growing)
+    return largest(0, *alive), compute_tracked(_beside_largest, *alive, *growing)
 
 
 def _beside_largest(*numbers: int) -> int:

@@ -26,7 +26,7 @@ from meshc.cost.flops import COUNTS, flops
 from meshc.cost.fused import is_fused
 from meshc.cost.steps import kernels, share
 from meshc.ir import spmd
-from meshc.ir.trail import computed, largest, smallest
+from meshc.ir.trail import compute_tracked, largest, smallest
 from meshc.ops.attention_block import rows_that_see
 from meshc.ops.attention_spans import spans
 from meshc.program import packing
@@ -201,9 +201,11 @@ def _seen(attention: Node, block: int) -> float:
     if not given["causal"] or not queries * keys:
         return 1.0
     if given.get("first") is not None and given["real"] is not None:
-        return computed(_seen_share_of_blocks, given["window"], queries, keys, block, *(number for at in _places(given) for number in at))
+        return compute_tracked(
+            _seen_share_of_blocks, given["window"], queries, keys, block, *(number for at in _places(given) for number in at)
+        )
     start = largest(0, keys - queries - given["offset"]) if isinstance(given["start"], Node) else given["start"]
-    return computed(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
+    return compute_tracked(_seen_share, queries, keys, given["window"], given["offset"] + start, block)
 
 
 def given_to(node: Node) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from meshc.cost.memory import output_bytes
 from meshc.ir import local_bytes, record
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import Mesh
-from meshc.pipelining.cut import STAGE_NAMES, Pipeline
+from meshc.pipelining.pipeline_stages import STAGE_NAMES, Pipeline
 from meshc.pipelining.timing import Costs
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage

@@ -12,7 +12,7 @@ from meshc.cost.clock import Seconds, stage_seconds
 from meshc.cost.devices import Device
 from meshc.cost.played import played
 from meshc.program.program import PlainProgram
-from meshc.program.steps import ranks_of, steps_of
+from meshc.program.rank_instructions import ranks_of, steps_of
 
 __all__ = ["Seconds", "program_seconds", "stage_seconds"]
 

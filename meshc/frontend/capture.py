@@ -45,7 +45,7 @@ from meshc.frontend.traced_adaptive import traced_adaptive
 from meshc.frontend.traced_ctc import targets_in_rows
 from meshc.ir import trees
 from meshc.ir.functions import Function
-from meshc.ir.graph import give, output_of, placeholders, results_of
+from meshc.ir.graph import output_of, placeholders, results_of, set_results
 from meshc.ir.keys import PortKind, key_of
 from meshc.ir.paths import input_names
 from meshc.ir.sizes import Dynamic
@@ -136,7 +136,7 @@ def traceable_model(module: nn.Module) -> Iterator[None]:
     """A context in which a model's code runs in the form in which it is traced."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     with (
-        stock_models.traceable_stock_models(module), trees.known(), unsorted_experts(), traced_scans(), listed_experts(module),
+        stock_models.traceable_stock_models(module), trees.registration(), unsorted_experts(), traced_scans(), listed_experts(module),
         adapted_experts(module), traced_flex(), traced_adaptive(), synced_norms(),
     ):  # fmt: skip
         torch.backends.mha.set_fastpath_enabled(False)
@@ -241,7 +241,7 @@ def torch_graph(
         inputs_of_python.register(root)
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     with (
-        stock_models.traceable_stock_models(module), trees.known(), fake_tensors(module, mode, double) as (tensors, aliases),
+        stock_models.traceable_stock_models(module), trees.registration(), fake_tensors(module, mode, double) as (tensors, aliases),
         torch.set_grad_enabled(grad), _dynamo_settings(), listed_experts(module), adapted_experts(module), isolated_dynamo(),
         without_lookups(), with_lazy_code(), trace_errors.without_log_echo(), double_by_default(double),
     ):  # fmt: skip
@@ -333,7 +333,7 @@ def _detach_outputs(module: torch.fx.GraphModule, names: list[str], paths: list[
     for before, after in zip(given, leaves, strict=True):
         if after is not before:
             after.meta.update(before.meta)
-    give(module.graph, leaves)
+    set_results(module.graph, leaves)
     module.recompile()
 
 
@@ -351,7 +351,7 @@ def _own_outputs(module: torch.fx.GraphModule) -> None:
                 leaves[index] = module.graph.call_method("clone", (node,))
             leaves[index].meta.update(node.meta)
         taken.add(storage_of(node))
-    give(module.graph, leaves)
+    set_results(module.graph, leaves)
     module.recompile()
 
 
@@ -391,7 +391,7 @@ def joint_graph(traced: TorchGraph, decompositions: Mapping[object, Function]) -
         stack.enter_context(double_by_default(traced.double))
         stack.enter_context(_dynamo_settings())
         stack.enter_context(with_lazy_code())
-        stack.enter_context(trees.known())
+        stack.enter_context(trees.registration())
         stack.enter_context(trace_errors.without_log_echo())
         try:
             joint = aot_export_joint_with_descriptors(

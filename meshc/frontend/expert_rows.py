@@ -24,7 +24,7 @@ from meshc.ops.bounded_groups import bounded_choices, from_places, to_places
 from meshc.ops.expert_copies import by_group, choices_to_places, copies_of, in_line
 from meshc.ops.expert_groups import from_groups, group_choices, group_mm, to_groups, weights_of_groups
 from meshc.ops.expert_slots import choices_to_slots
-from meshc.ops.routed import routed_mm
+from meshc.ops.routed_mm import routed_mm
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshc.frontend.reference_random import ReferenceRandom, Tile
 from meshc.ir import Source
 from meshc.ir.functions import Function
 from meshc.ops import random
-from meshc.ops.keep import call_named
+from meshc.ops.state_rounding import call_named
 
 _ATTRIBUTES: Any = Tensor  # to a type checker, `Tensor.grad` is a value, not a descriptor
 

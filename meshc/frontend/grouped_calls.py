@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from meshc.ops.grouped import grouped_mm as in_runs
-from meshc.ops.grouped import is_plain
+from meshc.ops.grouped_mm import grouped_mm as in_runs
+from meshc.ops.grouped_mm import is_plain
 
 Own: TypeAlias = Callable[..., Tensor]
 Given: TypeAlias = Tensor | None

@@ -138,7 +138,7 @@ class InlineReader(LoopReader):
             if path is not None and (not path or path[0] in self.stacked):
                 raise NotUnderstood  # weights of all experts
             return copy.deepcopy(x) if path is not None else ast.Attribute(self.code(x.value), x.attr, ast.Load())
-        turned = _untransposed(x.right) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.MatMult) else None
+        turned = _transpose_operand(x.right) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.MatMult) else None
         if turned is not None and self.is_matrix(turned):
             assert isinstance(x, ast.BinOp)
             return ast.Call(ast.Name(LINEAR, ast.Load()), [self.code(x.left), self.code(turned)], [])
@@ -211,7 +211,7 @@ class InlineReader(LoopReader):
         self.known |= {each.id: replace(term, code=ast.Name(each.id, ast.Load())) for each in names if isinstance(each, ast.Name)}
 
 
-def _untransposed(x: ast.expr) -> ast.expr | None:
+def _transpose_operand(x: ast.expr) -> ast.expr | None:
     """The `w` of `w.T`, `w.t()` and `w.transpose(0, 1)`; None for another expression."""
     if isinstance(x, ast.Attribute):
         return x.value if x.attr in ("T", "mT") else None

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_sy
 
 from meshc.frontend.expert_tape import ROWS
 from meshc.frontend.selected_places import NotFollowed, RowIndex, RowSelection, SelectedPlaces, SelectedRows, name_of, value_of
-from meshc.ops.signatures import bound, filled
+from meshc.ops.signatures import bind_arguments, bind_with_defaults
 
 JOINS: Final = ("cat", "concat", "concatenate")
 SAME: Final = ("to", "clone", "contiguous", "detach", "long", "int", "float", "double")
@@ -87,7 +87,7 @@ class JoinedRows(SelectedPlaces):
 
     def join_rows(self, node: Node) -> bool:
         """`torch.cat` of rows with others along the dim of the rows; False if it is along another dim."""
-        named = bound(torch.cat, node.args, node.kwargs)
+        named = bind_arguments(torch.cat, node.args, node.kwargs)
         given: Any = named["tensors"]
         dim = named.get("dim", 0) % value_of(node).dim()
         held = [self.rows.get(one) for one in given]
@@ -131,7 +131,7 @@ class JoinedRows(SelectedPlaces):
         return rows if whole and isinstance(rows, SelectedRows) else None
 
     def scatter(self, node: Node, name: str) -> None:
-        named = filled(node.target, node.args, node.kwargs)
+        named = bind_with_defaults(node.target, node.args, node.kwargs)
         y, index, value = named["input"], self.numbers_of(named["index"]), named.get("src", named.get("value"))
         if named["dim"] % value_of(y).dim() != 0:
             raise NotFollowed("they are written along another dim than the first")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from meshc.frontend.in_place_changes import is_changed_later
-from meshc.ops.signatures import bound
+from meshc.ops.signatures import bind_arguments
 
 aten = torch.ops.aten
 
@@ -161,7 +161,7 @@ def is_sized_by_values(node: Node) -> bool:
         return False
     if _name(node) != "repeat_interleave":
         return True
-    counts = bound(node.target, node.args, node.kwargs).get("repeats")
+    counts = bind_arguments(node.target, node.args, node.kwargs).get("repeats")
     return isinstance(counts, Node) and isinstance(counts.meta.get("example_value"), Tensor)
 
 
@@ -210,7 +210,7 @@ def _repeated_rows(node: Node) -> tuple[Node, int, Tensor] | None:
     """The operand, dim and row indices of `repeat_interleave` with known counts; None for any other call."""
     if _name(node) != "repeat_interleave" or len(node.all_input_nodes) != 2:
         return None
-    named = bound(node.target, node.args, node.kwargs)
+    named = bind_arguments(node.target, node.args, node.kwargs)
     counts, dim = _constant(named.get("repeats")), named.get("dim")
     if counts is None or dim is None or is_changed_later(named["repeats"]) or counts.dim() != 1:
         return None

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CaptureError
 from meshc.ir.functions import Function
-from meshc.ir.graph import give, output_of, placeholders, results_of
+from meshc.ir.graph import output_of, placeholders, results_of, set_results
 from meshc.private import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -41,7 +41,7 @@ def settle_checks(graph: Graph) -> None:
         _poison(graph, node, node.args[2])
     output = output_of(graph)
     described = list(zip(results_of(graph), output.meta["desc"], strict=True))
-    give(graph, (value for value, description in described if not isinstance(description, TOKENS_OUT)))
+    set_results(graph, (value for value, description in described if not isinstance(description, TOKENS_OUT)))
     output.meta["desc"] = [description for _, description in described if not isinstance(description, TOKENS_OUT)]
     for node in reversed(checks):
         for item in list(node.users):

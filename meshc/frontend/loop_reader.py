@@ -111,12 +111,12 @@ class LoopReader(Terms):
         for place in places:
             reader = type(self)(self.module, self.function, self.tree)
             try:
-                return reader.read(place)
+                return reader.read_loop(place)
             except NotUnderstood:
                 continue
         return None
 
-    def read(self, place: int) -> Loop:
+    def read_loop(self, place: int) -> Loop:
         for statement in self.tree.body[:place]:
             self.before(statement)
         found = self.tree.body[place]

@@ -45,7 +45,7 @@ class OutputTree:
         """The output with `cache` in the place of each cache; `tensors` are the leaves outside of caches."""
         rest = iter(tensors)
         leaves = [cache if number is None else self._leaf(number, rest) for number in self._around]
-        return trees.built(iter(leaves), self.spec, is_cache)
+        return trees.build_tree(iter(leaves), self.spec, is_cache)
 
     @cached_property
     def _around(self) -> list[int | None]:

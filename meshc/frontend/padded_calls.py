@@ -79,9 +79,9 @@ class CallSizes:
         if name in table.masks:
             if isinstance(value, dict):  # by kind of layer, from a set of transformers': its order differs between processes
                 value = dict(sorted(value.items()))
-            return trees.mapped(lambda mask: self._pad_mask(table.masks[name], mask), value)
+            return trees.map_leaves(lambda mask: self._pad_mask(table.masks[name], mask), value)
         letters = table.inputs.get(name)
-        return value if letters is None else trees.mapped(lambda leaf: self._pad_leaf(letters, leaf), value)
+        return value if letters is None else trees.map_leaves(lambda leaf: self._pad_leaf(letters, leaf), value)
 
     def _pad_leaf(self, letters: str, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.dim() > 3:

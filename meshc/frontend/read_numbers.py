@@ -31,7 +31,7 @@ from meshc.frontend.read_places import ReadPlace, place_of
 from meshc.frontend.read_values import Number, is_number, name_at
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
-from meshc.optimizer.spec import Guard
+from meshc.optimizer.spec import NumberGuard
 
 BUFFER: Final = "meshc_number_"
 _RELATIONS: Final[Mapping[type, tuple[str, str]]] = {
@@ -64,7 +64,7 @@ class NumberInputs:
         self.values: dict[str, float] = {name: value for name, (_, _, value) in zip(names, kept, strict=True)}
         self._numbers = {place: Number(name, place, type(value) is int) for name, (place, _, value) in zip(names, kept, strict=True)}
         self._symbols: dict[sympy.Symbol, Number] = {}
-        self._guards: dict[Guard, None] = {}
+        self._guards: dict[NumberGuard, None] = {}
 
     @property
     def numbers(self) -> tuple[Number, ...]:
@@ -137,7 +137,7 @@ class NumberInputs:
         written, turned = _RELATIONS[type(expr)]
         for one, other, relation in ((expr.lhs, expr.rhs, written), (expr.rhs, expr.lhs, turned)):
             if one in self._symbols and other.is_number:
-                guard = Guard(self._symbols[one].name, relation, float(other))
+                guard = NumberGuard(self._symbols[one].name, relation, float(other))
                 self._guards[guard] = None
                 return bool(guard.outcome(self.values))
         return None

@@ -32,7 +32,7 @@ from meshc.frontend.portable_values import function_of, is_plain, of_tensor, sho
 from meshc.frontend.read_places import ATTRIBUTE, FUNCTION, HAS_ATTRIBUTE, HAS_ITEM, ITEM, KEY, KEYS, MODEL, NTH, TYPE, ReadPlace, Step
 from meshc.frontend.traced_code import is_stock_class, name_of
 from meshc.ir.functions import Function
-from meshc.optimizer.spec import Guard
+from meshc.optimizer.spec import NumberGuard
 
 LARGEST: Final = 1 << 53
 """Integers up to here are exact in double precision."""
@@ -67,7 +67,7 @@ class Number:
     name: str
     place: ReadPlace
     whole: bool
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[NumberGuard, ...] = ()
 
     def fits(self, value: object) -> TypeGuard[float]:
         """Whether a value may be passed for the number."""
@@ -92,7 +92,7 @@ def numbers_to_json(numbers: Sequence[Number]) -> list[list[Any]]:
 def numbers_from_json(rows: Sequence[Sequence[Any]]) -> tuple[Number, ...]:
     """The inverse of `numbers_to_json`."""
     return tuple(
-        Number(name, place, whole, tuple(Guard(name, relation, float(constant)) for relation, constant in guards))
+        Number(name, place, whole, tuple(NumberGuard(name, relation, float(constant)) for relation, constant in guards))
         for (name, _, whole, guards), place in zip(rows, read_places.places_from_json([row[1] for row in rows]), strict=True)
     )
 

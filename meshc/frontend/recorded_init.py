@@ -124,9 +124,9 @@ class Recording(ReferenceRandom):
         """Whether a tensor of the model still has its value from before."""
         return isinstance(x, RecordedTensor) and isinstance(x.memory.value, InitialValue)
 
-    def read(self, value: RecordedValue | Tensor, box: Box | None = None) -> Tensor:
+    def compute_box(self, value: RecordedValue | Tensor, box: Box | None = None) -> Tensor:
         """A box of a value, in memory of its own."""
-        return self._evaluation.read(self.value(value) if isinstance(value, Tensor) else value, box)
+        return self._evaluation.compute_box(self.value(value) if isinstance(value, Tensor) else value, box)
 
     def request(self, value: RecordedValue) -> None:
         """`Evaluation.ask`."""
@@ -201,7 +201,7 @@ class Recording(ReferenceRandom):
     def _run_now(self, func: OpOverload, args: Sequence[Any], kwargs: Named) -> Any:
         """Runs a call that needs its operands' values."""
         real = trees_of_torch.tree_map(
-            lambda leaf: self.read(leaf) if isinstance(leaf, RecordedTensor) else leaf, (tuple(args), dict(kwargs))
+            lambda leaf: self.compute_box(leaf) if isinstance(leaf, RecordedTensor) else leaf, (tuple(args), dict(kwargs))
         )
         self.forget()
         return func(*real[0], **real[1])

@@ -143,7 +143,7 @@ class Evaluation:
             self._before(at)
 
     @torch.no_grad()
-    def read(self, value: RecordedValue, box: Box | None = None) -> Tensor:
+    def compute_box(self, value: RecordedValue, box: Box | None = None) -> Tensor:
         """A box of a value, in memory of its own; all of it by default."""
         box = box or full(value.shape)
         out = torch.empty([stop - start for start, stop in box], dtype=value.dtype)

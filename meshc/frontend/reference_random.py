@@ -32,7 +32,7 @@ from meshc.errors import MeshcError
 from meshc.ir.functions import Target
 from meshc.ops import distributions, random
 from meshc.private import OpOverload, TorchDispatchMode
-from meshc.program.parts import offsets
+from meshc.program.microbatch_split import offsets
 
 aten = torch.ops.aten
 Tile = tuple[Sequence[int], Sequence[int], Sequence[int]]

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from meshc.frontend.in_place_changes import changed_operand, is_changed_later
 from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.inserted_calls import InsertedCalls, map_arguments
-from meshc.ops.signatures import bound, filled
+from meshc.ops.signatures import bind_arguments, bind_with_defaults
 
 WRITES: Final = frozenset(
     "setitem index_add_ index_add index_put_ index_put index_copy_ index_copy masked_scatter_ scatter_ scatter scatter_add_ scatter_add "
@@ -150,7 +150,7 @@ class SelectedPlaces(InsertedCalls):
         x = node.args[0]
         assert isinstance(x, Node)
         if name == "index_select":
-            named = bound(node.target, node.args, node.kwargs)
+            named = bind_arguments(node.target, node.args, node.kwargs)
             if named["dim"] % value_of(x).dim() != 0:
                 raise NotFollowed("they are taken along another dim than the first")
             index: Any = named["index"]
@@ -317,7 +317,7 @@ class SelectedPlaces(InsertedCalls):
         elif name == "masked_scatter_":
             raise NotFollowed("masked_scatter_() takes its rows in their order")
         else:
-            named = filled(node.target, node.args, node.kwargs)
+            named = bind_with_defaults(node.target, node.args, node.kwargs)
             adds = name.startswith("index_add") or bool(named.get("accumulate"))
             index = tuple(named["indices"]) if "indices" in named else named["index"]
             value = named.get("source", named.get("values"))

@@ -50,7 +50,7 @@ from meshc.frontend.selected_places import (
     value_of,
 )
 from meshc.frontend.side_effects import is_check
-from meshc.ops.signatures import bound, filled
+from meshc.ops.signatures import bind_arguments, bind_with_defaults
 
 STOPPED: Final = "meshc_stopped"
 """Key in a selection's meta: (call at which its rows cannot be followed, why)."""
@@ -64,7 +64,7 @@ def follow_selected_rows(module: GraphModule) -> None:
     """Rewrite the selections of a trace in place. Those that cannot be followed stay, with the reason in their meta (`STOPPED`)."""
     for body in [body for body in module.modules() if isinstance(body, GraphModule)]:
         if any(is_unbacked(node) or is_by_mask(node) for node in body.graph.nodes):
-            _RowFollower(body).run()
+            _RowFollower(body).follow_calls()
             body.recompile()
 
 
@@ -75,7 +75,7 @@ class _RowFollower(JoinedRows):
     done     calls that were replaced
     """
 
-    def run(self) -> None:
+    def follow_calls(self) -> None:
         nodes = list(self._graph.nodes)
         known = set(nodes)  # without nodes whose size has changed since the trace
         for node in nodes:
@@ -127,7 +127,7 @@ class _RowFollower(JoinedRows):
             chosen = self.selection(node, index[0])
             self.rows[node] = self.index_rows(node, args[0], RowIndex(chosen, tuple(range(len(chosen.dims))), index[1:]))
         elif name == "masked_select":
-            named = bound(node.target, args, node.kwargs)
+            named = bind_arguments(node.target, args, node.kwargs)
             x, mask = named["input"], named["mask"]
             shape = torch.broadcast_shapes(value_of(x).shape, value_of(mask).shape)
             if tuple(value_of(mask).shape) != tuple(shape):
@@ -428,7 +428,7 @@ class _RowFollower(JoinedRows):
             self.by_class(node, named)
             return
         reduction = named["reduction"]
-        asked = {**bound(node.target, node.args, node.kwargs), "reduction": "none"}
+        asked = {**bind_arguments(node.target, node.args, node.kwargs), "reduction": "none"}
         like = self._graph.create_node  # a call with the same arguments, of which each row has its own loss
         with self._graph.inserting_before(node):
             each = like(node.op, node.target, (), asked)
@@ -469,7 +469,7 @@ def _loss_arguments(node: Node) -> Mapping[str, Any]:
         return {}
     try:
         target: Any = node.target
-        return filled(target, node.args, node.kwargs)
+        return bind_with_defaults(target, node.args, node.kwargs)
     except TypeError:
         return {}
 

@@ -67,7 +67,7 @@ def _gather(accelerator: Any, ranks: list[int], values: Any) -> Any:
     of_all = type(accelerator).gather(accelerator, values)
     if sys._getframe(1).f_code.co_name != "gather_for_metrics":
         return of_all
-    return trees.mapped(lambda whole: whole.unflatten(0, (accelerator.num_processes, -1))[ranks].flatten(0, 1), of_all)
+    return trees.map_leaves(lambda whole: whole.unflatten(0, (accelerator.num_processes, -1))[ranks].flatten(0, 1), of_all)
 
 
 class PreparedAnswer:

@@ -214,7 +214,7 @@ def _dynamic_cache(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
 def _of_transformers(cache_class: type) -> tuple[trees.Flatten, trees.Unflatten]:
     """The functions that transformers would register for `torch.export`, registered and removed at once: there is no other access to
     them."""
-    with trees.borrowed(cache_class) as registered:
+    with trees.capture_registration(cache_class) as registered:
         resolve_name("transformers.integrations.executorch:register_dynamic_cache_export_support")()
     return registered[0]
 

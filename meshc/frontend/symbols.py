@@ -12,7 +12,7 @@ import torch
 from torch.fx.node import Argument
 
 from meshc.errors import CompileError
-from meshc.ir.sizes import PREFIX, Dynamic, floor_divided, sized, text
+from meshc.ir.sizes import PREFIX, Dynamic, floor_quotient, number_from_expression, text
 
 if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard
@@ -54,7 +54,7 @@ class Symbols:
         """
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
-        return sized(sympy.expand(self._translate(value.node.expr)), value.node.hint)
+        return number_from_expression(sympy.expand(self._translate(value.node.expr)), value.node.hint)
 
     def shape(self, shape: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
         return tuple(self.open(extent) for extent in shape)
@@ -120,7 +120,7 @@ def _as_sympy(expr: sympy.Expr, names: tuple[tuple[sympy.Expr, sympy.Symbol], ..
     args = [_as_sympy(item, names) for item in expr.args]
     match type(expr).__name__:
         case "FloorDiv" | "CleanDiv":
-            return floor_divided(args[0], args[1])
+            return floor_quotient(args[0], args[1])
         case "CeilToInt" | "CeilDiv":
             return sympy.ceiling(args[0] if len(args) == 1 else args[0] / args[1])
         case "FloorToInt" | "TruncToInt" | "RoundToInt":

@@ -19,8 +19,8 @@ from meshc.errors import InputError, PlanError
 from meshc.frontend import admission, clipping
 from meshc.frontend.clipping import Clip
 from meshc.ir.functions import Function
-from meshc.optimizer import wrapped
-from meshc.optimizer.sets import Optimizers
+from meshc.optimizer import find_optimizers
+from meshc.optimizer.optimizer_set import Optimizers
 
 ROUTED: Final = "routed:"
 DROPPED: Final = "dropped:"
@@ -79,14 +79,14 @@ class TrainStep:
     def optimizers(self) -> Optimizers:
         """The optimizers that step. Searched again when a wrapper has got other ones."""
         ones = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
-        there = tuple(id(one) for given in ones if hasattr(given, "__dict__") for one in wrapped.inner(given).values())
+        there = tuple(id(one) for given in ones if hasattr(given, "__dict__") for one in find_optimizers.inner_optimizers(given).values())
         if self._found is None or self._found[0] != there:
             names = {id(p): name for name, p in self.model.named_parameters()}
 
             def name_of(parameter: Tensor) -> str:
                 return names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}, which is not the model's")
 
-            self._found = there, wrapped.find(self.optimizer, name_of)
+            self._found = there, find_optimizers.find_optimizers(self.optimizer, name_of)
         return self._found[1]
 
 

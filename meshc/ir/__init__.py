@@ -10,7 +10,7 @@ from meshc.ir.nodes import (
     Source,
     calls,
     calls_of,
-    exactly,
+    comparison_key,
     has_record,
     is_getitem,
     is_integer,
@@ -28,7 +28,7 @@ from meshc.ir.nodes import (
 )
 
 __all__ = [
-    "KEY", "PHASES", "Record", "Source", "calls", "calls_of", "exactly", "has_record", "is_getitem", "is_integer",
+    "KEY", "PHASES", "Record", "Source", "calls", "calls_of", "comparison_key", "has_record", "is_getitem", "is_integer",
     "is_tensor", "leaves", "local_bytes", "op_name", "operands", "record", "records", "runs_on_host", "set_record", "update",
     "value_of",
 ]  # fmt: skip

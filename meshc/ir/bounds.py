@@ -98,18 +98,18 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def integer(value: object, what: str, low: int = 0, high: int = MOST_SIZE) -> int:
     """`value`, if it is an integer from `low` to `high`. Raises ArtifactError otherwise; `what` names the value in the message."""
     if type(value) is not int or not low <= value <= high:
-        raise ArtifactError(f"{what} is {shown(value)}, and must be an integer from {low} to {high}")
+        raise ArtifactError(f"{what} is {brief_repr(value)}, and must be an integer from {low} to {high}")
     return value
 
 
 def number(value: object, what: str, low: float, high: float) -> float:
     """`value` as a float, if it is a number from `low` to `high`. Raises ArtifactError otherwise, also for NaN."""
     if not (type(value) is int or type(value) is float) or not low <= value <= high:
-        raise ArtifactError(f"{what} is {shown(value)}, and must be a number from {low:g} to {high:g}")
+        raise ArtifactError(f"{what} is {brief_repr(value)}, and must be a number from {low:g} to {high:g}")
     return float(value)
 
 
-def shown(value: object) -> str:
+def brief_repr(value: object) -> str:
     """A short text of any value, for messages."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
         return f"an integer of some {int(math.log10(2) * value.bit_length())} digits"

@@ -34,7 +34,7 @@ def results_of(graph: Graph) -> tuple[Node, ...]:
     return tuple(output_of(graph).args[0])  # type: ignore[arg-type]
 
 
-def give(graph: Graph, results: Iterable[Node]) -> None:
+def set_results(graph: Graph, results: Iterable[Node]) -> None:
     """Replaces the results of a graph that has an output node."""
     output_of(graph).args = (tuple(results),)
 
@@ -43,7 +43,7 @@ def _always(node: Node) -> bool:
     return True
 
 
-def made_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> dict[Node, None]:
+def ancestors_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> dict[Node, None]:
     """These nodes and all their ancestors. A node for which `through` is false is included, but its operands are not followed."""
     found: dict[Node, None] = {}
     work = list(nodes)
@@ -56,7 +56,7 @@ def made_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) ->
     return found
 
 
-def read_by(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
+def descendants_of(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
     """These nodes and all their descendants. A node for which `through` is false is included, but its users are not followed."""
     found: set[Node] = set()
     work = list(nodes)
@@ -69,7 +69,7 @@ def read_by(nodes: Iterable[Node], through: Callable[[Node], bool] = _always) ->
     return found
 
 
-def made_only_of(graph: Graph, nodes: Collection[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
+def computable_from(graph: Graph, nodes: Collection[Node], through: Callable[[Node], bool] = _always) -> set[Node]:
     """These nodes and the calls that can be computed from them alone. Calls for which `through` is false are included, their users not."""
     found = set(nodes)
     usable = {node for node in found if through(node)}
@@ -86,7 +86,7 @@ def last_reads(nodes: Iterable[Node]) -> dict[Node, Node]:
     return {operand: node for node in nodes for operand in node.all_input_nodes}
 
 
-def dying(last: Mapping[Node, Node]) -> dict[Node, list[Node]]:
+def values_freed_after(last: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """Node -> the values whose last reader it is (the inverse of `last_reads`)."""
     found: dict[Node, list[Node]] = defaultdict(list)
     for value, node in last.items():
@@ -132,21 +132,21 @@ def copy_into(graph: Graph, other: Graph, env: dict[Node, Node]) -> Argument:
     return None
 
 
-def copied(graph: Graph) -> Graph:
+def copy_graph(graph: Graph) -> Graph:
     """A copy of a graph, records included."""
     copy = Graph()
     copy.output(copy_into(copy, graph, {}))
     return copy
 
 
-def entering(graph: Graph, like: Node) -> Node:
+def add_placeholder(graph: Graph, like: Node) -> Node:
     """A placeholder for the value of a node of another graph."""
     node = graph.placeholder(like.name)
     node.meta = dict(like.meta)
     return node
 
 
-def called(graph: Graph, target: Function, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> Node:
+def create_call(graph: Graph, target: Function, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> Node:
     """A call at the graph's insertion point: torch's `call_function` without its search for symbolic sizes."""
     made = graph.call_function(target)
     _put(made, "args", args)
@@ -157,6 +157,6 @@ def called(graph: Graph, target: Function, args: tuple[Argument, ...], kwargs: M
 
 def call(graph: Graph, record: Record | tuple[Record, ...], target: Function, *args: Argument, **kwargs: Argument) -> Node:
     """A call with its record, at the graph's insertion point."""
-    node = called(graph, target, args, kwargs)
+    node = create_call(graph, target, args, kwargs)
     set_record(node, record)
     return node

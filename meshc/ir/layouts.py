@@ -182,17 +182,17 @@ def placements(sharding: Sharding, mesh: Mesh) -> tuple[Placement, ...] | None:
     """The placements that describe `sharding` exactly, tiles without padding included; None if there are none."""
     sizes = axis_sizes(mesh)
     even = prod(local_shape(sharding, sizes)) * prod(sizes[axis] for axis in splitting_axes(sharding, mesh)) == prod(sharding.shape)
-    return torch_placements(sharding, mesh) if even and aligned(sharding, mesh) else None
+    return torch_placements(sharding, mesh) if even and is_aligned(sharding, mesh) else None
 
 
 @lru_cache(maxsize=4096)  # asked for every key and value of a cache at every token
-def aligned(sharding: Sharding, mesh: Mesh) -> bool:
+def is_aligned(sharding: Sharding, mesh: Mesh) -> bool:
     """Whether on every rank the chunk under `torch_placements` is the beginning of the tile, and padding is all that the tile has more."""
-    return _aligned(tuple(map(_bare, sharding.dims)), mesh)
+    return _dims_are_aligned(tuple(map(_bare, sharding.dims)), mesh)
 
 
 @lru_cache(maxsize=4096)
-def _aligned(dims: tuple[tuple[Part, ...], ...], mesh: Mesh) -> bool:
+def _dims_are_aligned(dims: tuple[tuple[Part, ...], ...], mesh: Mesh) -> bool:
     sizes = axis_sizes(mesh)
     zeros = dict.fromkeys(sizes, 0)
     for parts in dims:
@@ -208,7 +208,7 @@ def _aligned(dims: tuple[tuple[Part, ...], ...], mesh: Mesh) -> bool:
 
 def shares_memory(sharding: Sharding, mesh: Mesh) -> bool:
     """Whether the chunk can be a contiguous view of the tile on every rank: `aligned`, and padded in the first dim only."""
-    if not aligned(sharding, mesh):
+    if not is_aligned(sharding, mesh):
         return False
     local = local_shape(sharding, axis_sizes(mesh))
     for dim, parts in enumerate(sharding.dims):

@@ -52,7 +52,7 @@ class Record:
     global-view value that a per-rank value is a form of (`mm_3`, `split.1`). `returned_by` are the paths of the modules that return it, in
     the global view. `host`: the value is stored on the host, where `from_host` and host operators alone read it; `disk`: in a file there.
     `chunk` is the number of the chunk of tokens for which the head and loss compute the value. `again`: a recomputation, in backward, of a
-    value of forward. `used`: the dim whose number of positions is data (`used_rows.py`); `shape` has their bound.
+    value of forward. `used`: the dim whose number of positions is data (`used_rows_dims.py`); `shape` has their bound.
     """
 
     shape: tuple[int, ...] = ()
@@ -131,12 +131,12 @@ def leaves(argument: object) -> Iterator[object]:
         yield argument
 
 
-def exactly(argument: object) -> object:
+def comparison_key(argument: object) -> object:
     """A hashable form of an argument, or of several, that keeps 1, 1.0 and True apart, which compare equal."""
     if isinstance(argument, list | tuple):
-        return list if isinstance(argument, list) else tuple, *map(exactly, argument)
+        return list if isinstance(argument, list) else tuple, *map(comparison_key, argument)
     if isinstance(argument, dict):
-        return dict, *((name, exactly(argument[name])) for name in sorted(argument))
+        return dict, *((name, comparison_key(argument[name])) for name in sorted(argument))
     if isinstance(argument, float):
         return float, argument if argument else repr(argument)
     return (argument.__class__, argument) if isinstance(argument, int) else argument

@@ -17,7 +17,7 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.ir import runs_on_host, spmd
-from meshc.ir.used_rows import of_used_rows
+from meshc.ir.used_rows_dims import of_used_rows
 from meshc.private import OpOverload
 
 REGION: Final = "meshc region"
@@ -66,7 +66,7 @@ def writes(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def changing(graph: Graph) -> set[Node]:
+def microbatch_integers(graph: Graph) -> set[Node]:
     """The integers that depend on the microbatch."""
     found: set[Node] = set()
     for node in graph.nodes:

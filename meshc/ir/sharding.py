@@ -20,7 +20,7 @@ from math import prod
 from typing import Final
 
 from meshc.ir.likeness import like
-from meshc.ir.sizes import braced
+from meshc.ir.sizes import braced_text
 
 ZIGZAG: Final = "zigzag"
 ORDERS: Final = (ZIGZAG,)
@@ -43,7 +43,7 @@ class Part:
         return (f"{self.axes[0]}~{self.order}", *self.axes[1:]) if self.order else self.axes
 
     def __str__(self) -> str:
-        return f"{self.factor} {braced(self.size)}" + "".join(f"/{cut}" for cut in self.cuts)
+        return f"{self.factor} {braced_text(self.size)}" + "".join(f"/{cut}" for cut in self.cuts)
 
 
 @dataclass(frozen=True)

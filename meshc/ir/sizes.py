@@ -21,7 +21,7 @@ from typing import Final, TypeAlias, overload
 import sympy
 
 from meshc.errors import ArtifactError
-from meshc.ir.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIED, MOST_SIZE, MOST_TERMS, shown
+from meshc.ir.bounds import MOST_NODES, MOST_ROUNDINGS, MOST_ROUNDINGS_MULTIPLIED, MOST_SIZE, MOST_TERMS, brief_repr
 
 Number: TypeAlias = int | float
 """Plain, or open: a `Size` is an int and a `Ratio` a float."""
@@ -116,7 +116,7 @@ def symbol(dynamic: Dynamic) -> Size:
     return Size(dynamic.hint, sympy.Symbol(dynamic.symbol, integer=True, positive=True))
 
 
-def sized(expr: sympy.Expr, hint: float) -> Number:
+def number_from_expression(expr: sympy.Expr, hint: float) -> Number:
     """The number of an expression whose value at the hints is `hint`; plain where the expression has no symbols."""
     if expr.is_Integer:
         return int(expr)
@@ -146,7 +146,7 @@ def _apply(sign: str, left: object, right: object) -> object:
     if not isinstance(left, int | float) or not isinstance(right, int | float):
         return NotImplemented
     value = _OPERATORS[sign][1](_plain(left), _plain(right))
-    expr = _combined(sign, _expr(left), _expr(right))
+    expr = _apply_to_expressions(sign, _expr(left), _expr(right))
     if sign == "/" or isinstance(left, float) or isinstance(right, float):
         return float(expr) if expr.is_number else Ratio(float(value), expr)
     return int(expr) if expr.is_Integer else Size(int(value), expr)
@@ -171,15 +171,15 @@ def _expr(value: Number) -> sympy.Expr:
 
 
 @lru_cache(maxsize=100_000)
-def _combined(sign: str, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
+def _apply_to_expressions(sign: str, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
     if sign == "//":
-        return floor_divided(left, right)
+        return floor_quotient(left, right)
     if sign == "%":
         return sympy.Mod(left, right)
     return sympy.expand(_OPERATORS[sign][1](left, right))
 
 
-def floor_divided(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
+def floor_quotient(left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
     """left // right in canonical form: a negative quotient is written with ceiling."""
     quotient = left / right
     return -sympy.ceiling(-quotient) if quotient.could_extract_minus_sign() else sympy.floor(quotient)
@@ -193,21 +193,21 @@ def text(expr: sympy.Expr, exact: bool = True) -> str:
     """The expression as Python text; quotients are written with `//` if `exact`, else with `/`."""
     numerator, denominator = expr.as_numer_denom()
     if denominator != 1:
-        return f"{_grouped(numerator, exact)} {'//' if exact else '/'} {_grouped(denominator, exact)}"
+        return f"{_factor_text(numerator, exact)} {'//' if exact else '/'} {_factor_text(denominator, exact)}"
     if expr.is_Add:
         first, *rest = [text(term, exact) for term in expr.as_ordered_terms()]
         return first + "".join(f" - {term[1:]}" if term.startswith("-") else f" + {term}" for term in rest)
     if expr.is_Mul:
         factors = list(expr.as_ordered_factors())
         minus = factors[0] == -1
-        shown = " * ".join(_grouped(factor, exact) for factor in factors[minus:])
+        shown = " * ".join(_factor_text(factor, exact) for factor in factors[minus:])
         return shown if not minus else shown[1:] if shown.startswith("-") else f"-{shown}"
     if expr.is_Pow and expr.args[1].is_Integer and expr.args[1] > 0:
-        return f"{_grouped(expr.args[0], exact)} ** {expr.args[1]}"
+        return f"{_factor_text(expr.args[0], exact)} ** {expr.args[1]}"
     return _atom(expr)
 
 
-def _grouped(expr: sympy.Expr, exact: bool) -> str:
+def _factor_text(expr: sympy.Expr, exact: bool) -> str:
     """The text of an expression as a factor, in parentheses where they are needed."""
     shown = text(expr, exact)
     return shown if expr.is_Atom or isinstance(expr, sympy.Function) or (-expr).is_Atom else f"({shown})"
@@ -221,16 +221,16 @@ def _atom(expr: sympy.Expr) -> str:
     if isinstance(expr, sympy.floor | sympy.ceiling):
         up = isinstance(expr, sympy.ceiling)
         numerator, denominator = (-expr.args[0] if up else expr.args[0]).as_numer_denom()
-        return f"{'-' * up}({_grouped(numerator, True)} // {_grouped(denominator, True)})"
+        return f"{'-' * up}({_factor_text(numerator, True)} // {_factor_text(denominator, True)})"
     if isinstance(expr, sympy.Mod):
-        return f"({_grouped(expr.args[0], True)} % {_grouped(expr.args[1], True)})"
+        return f"({_factor_text(expr.args[0], True)} % {_factor_text(expr.args[1], True)})"
     if isinstance(expr, sympy.Max | sympy.Min):
         name = "max" if isinstance(expr, sympy.Max) else "min"
         return f"{name}({', '.join(sorted(text(item) for item in expr.args))})"
     raise ArtifactError(f"a size that is {expr} has no text")
 
 
-def braced(size: int) -> str:
+def braced_text(size: int) -> str:
     """The text of a size in a type: an expression is put in braces."""
     shown = str(size)
     return f"{{{shown}}}" if isinstance(size, Size) and not shown.isidentifier() else shown
@@ -256,7 +256,7 @@ def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
         case ast.Name(id=name) if name in hints:
             return Size(hints[name], sympy.Symbol(name, integer=True, positive=True))
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _bounded(number)
+            return _require_bounded(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _from_ast(operand, hints)
             return None if inner is None else -inner
@@ -264,15 +264,15 @@ def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
             a, b = _from_ast(left, hints), _from_ast(right, hints)
             if a is None or b is None or (b == 0 and not isinstance(sign, ast.Add | ast.Sub | ast.Mult)):
                 return None
-            _multiplied_out(_terms(a) * _terms(b))
+            _refuse_many_terms(_terms(a) * _terms(b))
             _refuse_many_roundings(a, b, multiplied=isinstance(sign, ast.Mult))
-            return _bounded(_OPERATORS[_OF_AST[type(sign)]][1](a, b))
+            return _require_bounded(_OPERATORS[_OF_AST[type(sign)]][1](a, b))
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)) if 0 < power < 8:
             base = _from_ast(left, hints)
             if base is None:
                 return None
-            _multiplied_out(_terms(base) ** power)
-            return sized(sympy.expand(_expr(base) ** power), _bounded(_plain(base) ** power))
+            _refuse_many_terms(_terms(base) ** power)
+            return number_from_expression(sympy.expand(_expr(base) ** power), _require_bounded(_plain(base) ** power))
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, *_] as items, keywords=[]):
             known = [one for item in items if (one := _from_ast(item, hints)) is not None]
             if len(known) < len(items):
@@ -282,9 +282,9 @@ def _from_ast(tree: ast.expr, hints: Mapping[str, int]) -> Number | None:
     return None
 
 
-def _bounded(value: Number) -> Number:
+def _require_bounded(value: Number) -> Number:
     if not -MOST_SIZE <= _plain(value) <= MOST_SIZE:
-        raise ArtifactError(f"an expression of sizes comes to {shown(_plain(value))}; sizes go to {MOST_SIZE}")
+        raise ArtifactError(f"an expression of sizes comes to {brief_repr(_plain(value))}; sizes go to {MOST_SIZE}")
     return value
 
 
@@ -304,9 +304,11 @@ def _terms(value: Number) -> int:
     return len(value.expr.args) if isinstance(value, Size | Ratio) and value.expr.is_Add else 1
 
 
-def _multiplied_out(terms: int) -> None:
+def _refuse_many_terms(terms: int) -> None:
     if terms > MOST_TERMS:
-        raise ArtifactError(f"an expression of sizes has {shown(terms)} terms or so when multiplied out; at most {MOST_TERMS} are read")
+        raise ArtifactError(
+            f"an expression of sizes has {brief_repr(terms)} terms or so when multiplied out; at most {MOST_TERMS} are read"
+        )
 
 
 def parse(source: str, hints: Mapping[str, int]) -> Number:
@@ -316,16 +318,16 @@ def parse(source: str, hints: Mapping[str, int]) -> Number:
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         found = None
     if found is None:
-        raise ArtifactError(f"{shown(source)} is no size: a number, or an expression of {', '.join(hints) or 'numbers'}")
+        raise ArtifactError(f"{brief_repr(source)} is no size: a number, or an expression of {', '.join(hints) or 'numbers'}")
     return found
 
 
 def largest(*items: Number) -> Number:
-    return sized(sympy.Max(*map(_expr, items)), max(map(_plain, items)))
+    return number_from_expression(sympy.Max(*map(_expr, items)), max(map(_plain, items)))
 
 
 def smallest(*items: Number) -> Number:
-    return sized(sympy.Min(*map(_expr, items)), min(map(_plain, items)))
+    return number_from_expression(sympy.Min(*map(_expr, items)), min(map(_plain, items)))
 
 
 # --------------------------------------------------------------------------------------------------------------------- other sizes

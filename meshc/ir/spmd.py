@@ -136,7 +136,7 @@ HOST_COPIES: dict[str, Function] = {"to_host": to_host, "from_host": from_host}
 FUNCTIONS: dict[str, Function] = {**COLLECTIVES, **INTEGERS, **LOCAL, **HOST_COPIES}
 
 
-def moved(target: Target, shape: Sequence[int], args: Sequence[object], sizes: Mapping[str, int]) -> list[int]:
+def collective_shape(target: Target, shape: Sequence[int], args: Sequence[object], sizes: Mapping[str, int]) -> list[int]:
     """The result shape of a collective or of `shard`, for an operand of `shape`; `args` follow the operand, `sizes` are the axes'."""
     if target is shard:
         dim, tiles, _ = cast(tuple[int, int, object], args)

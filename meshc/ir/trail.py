@@ -25,7 +25,7 @@ Number = int | float
 Answer = TypeVar("Answer")
 
 
-class NotAlike(Exception):
+class TrailMismatch(Exception):
     """At other sizes a recorded comparison has another outcome, so passes would decide otherwise, or may."""
 
 
@@ -51,11 +51,11 @@ class Trail:
     def number(self, value: Number) -> Any:
         """A new open number, which is `value` for the passes; `at` takes values in the order of these calls."""
         self.opened.append(len(self.values))
-        return self._followed(value)
+        return self._add_step(value)
 
-    def _followed(self, value: Number) -> Any:
+    def _add_step(self, value: Number) -> Any:
         self.values.append(value)
-        return (Real if type(value) is float else Whole)(self, len(self.values) - 1, value)
+        return (TrackedFloat if type(value) is float else TrackedInteger)(self, len(self.values) - 1, value)
 
     def step(self, function: Callable[..., Any], *operands: Any) -> Any:
         """The result of a pure function as a followed number; recorded once for equal operands."""
@@ -63,7 +63,7 @@ class Trail:
         found = self._known.get((function, places))
         if found is None:
             made = function(*[self.values[place] for place in places])
-            found = self._known[function, places] = self._followed(made)
+            found = self._known[function, places] = self._add_step(made)
             self.made.append((found.place, function, places))
         return found
 
@@ -99,9 +99,9 @@ class Trail:
             for (function, operands), answer in self.asked.items():
                 if function(*[found[operand] for operand in operands]) != answer:
                     said = ", ".join(f"{self.values[operand]}, now {found[operand]}" for operand in operands[:2])
-                    raise NotAlike(f"{getattr(function, '__name__', 'a function')} has another answer: {said}")
+                    raise TrailMismatch(f"{getattr(function, '__name__', 'a function')} has another answer: {said}")
         except ArithmeticError as error:
-            raise NotAlike(str(error)) from error
+            raise TrailMismatch(str(error)) from error
         self._refuse_new_equals(found, plain)
         return found
 
@@ -111,10 +111,10 @@ class Trail:
         for place in self.hashed:
             before, now = self.values[place], found[place]
             if was.setdefault(now, before) != before or (now in plain and before != now):
-                raise NotAlike(f"{now} and {was[now]} were two numbers, and are one")
+                raise TrailMismatch(f"{now} and {was[now]} were two numbers, and are one")
 
 
-class _Followed:
+class _TrackedNumber:
     """A number whose arithmetic and comparisons are recorded in its trail."""
 
     __slots__ = ("place", "trail", "value")
@@ -123,22 +123,22 @@ class _Followed:
         self.trail, self.place, self.value = trail, place, value
 
     def __eq__(self, other: object) -> bool:
-        return _asked(operator.eq, self, other, True)
+        return _compare_tracked(operator.eq, self, other, True)
 
     def __ne__(self, other: object) -> bool:
-        return _asked(operator.ne, self, other, False)
+        return _compare_tracked(operator.ne, self, other, False)
 
     def __lt__(self, other: object) -> bool:
-        return _asked(operator.lt, self, other, False)
+        return _compare_tracked(operator.lt, self, other, False)
 
     def __le__(self, other: object) -> bool:
-        return _asked(operator.le, self, other, True)
+        return _compare_tracked(operator.le, self, other, True)
 
     def __gt__(self, other: object) -> bool:
-        return _asked(operator.gt, self, other, False)
+        return _compare_tracked(operator.gt, self, other, False)
 
     def __ge__(self, other: object) -> bool:
-        return _asked(operator.ge, self, other, True)
+        return _compare_tracked(operator.ge, self, other, True)
 
     def __hash__(self) -> int:
         self.trail.hashed[self.place] = None
@@ -189,7 +189,7 @@ class _Followed:
         return self.trail.step(abs, self)
 
 
-class Whole(_Followed):
+class TrackedInteger(_TrackedNumber):
     """A followed integer."""
 
     __slots__ = ()
@@ -202,7 +202,7 @@ class Whole(_Followed):
         return int(self._plain())
 
 
-class Real(_Followed):
+class TrackedFloat(_TrackedNumber):
     """A followed float."""
 
     __slots__ = ()
@@ -212,25 +212,25 @@ class Real(_Followed):
         return float
 
 
-FOLLOWED: Final = (Whole, Real)
+FOLLOWED: Final = (TrackedInteger, TrackedFloat)
 """Types of followed numbers, by `type`: to `isinstance` they are plain."""
 
 
-def _asked(function: Callable[[Any, Any], Any], one: _Followed, other: Any, of_itself: bool) -> Any:
+def _compare_tracked(function: Callable[[Any, Any], Any], one: _TrackedNumber, other: Any, of_itself: bool) -> Any:
     if type(other) in FOLLOWED and other.place == one.place and one.value == one.value:
         return of_itself
     return one.trail.ask(function, one, other) if isinstance(other, int | float) else NotImplemented
 
 
 def _set_operator(name: str, function: Callable[[Any, Any], Any]) -> None:
-    def left(self: _Followed, other: Any) -> Any:
+    def apply_left(self: _TrackedNumber, other: Any) -> Any:
         return self.trail.step(function, self, other) if isinstance(other, int | float) else NotImplemented
 
-    def right(self: _Followed, other: Any) -> Any:
+    def apply_right(self: _TrackedNumber, other: Any) -> Any:
         return self.trail.step(function, other, self) if isinstance(other, int | float) else NotImplemented
 
-    setattr(_Followed, f"__{name}__", left)
-    setattr(_Followed, f"__r{name}__", right)
+    setattr(_TrackedNumber, f"__{name}__", apply_left)
+    setattr(_TrackedNumber, f"__r{name}__", apply_right)
 
 
 for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
@@ -241,7 +241,7 @@ def _trail_of(numbers: Iterable[Any]) -> Trail | None:
     return next((one.trail for one in numbers if type(one) in FOLLOWED), None)
 
 
-def computed(function: Callable[..., Any], *numbers: Any) -> Any:
+def compute_tracked(function: Callable[..., Any], *numbers: Any) -> Any:
     """The result of a pure function of numbers; a followed number if one of them is. The memo compares functions by identity, so a lambda
     made for each call is recorded each time."""
     trail = _trail_of(numbers)
@@ -256,12 +256,12 @@ def answer(function: Callable[..., Answer], *numbers: Any) -> Answer:
 
 def largest(*numbers: Any) -> Any:
     """The largest of the numbers, at other sizes too, whichever it is."""
-    return computed(_largest, *numbers)
+    return compute_tracked(_largest, *numbers)
 
 
 def smallest(*numbers: Any) -> Any:
     """The smallest of the numbers, at other sizes too, whichever it is."""
-    return computed(_smallest, *numbers)
+    return compute_tracked(_smallest, *numbers)
 
 
 def _largest(*numbers: Number) -> Number:
@@ -272,5 +272,5 @@ def _smallest(*numbers: Number) -> Number:
     return min(numbers)
 
 
-def is_followed(value: object) -> bool:
+def is_tracked(value: object) -> bool:
     return type(value) in FOLLOWED

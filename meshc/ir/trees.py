@@ -55,7 +55,7 @@ def functions_of(kind: type) -> tuple[Callable[..., Any], ...]:
 
 
 @contextlib.contextmanager
-def known() -> Iterator[None]:
+def registration() -> Iterator[None]:
     """A context in which learned classes are in torch's registry. Threads may overlap; the last to leave restores the registry."""
     if not _learned:
         yield
@@ -79,11 +79,11 @@ def known() -> Iterator[None]:
 
 
 def _by_position(flatten: Flatten) -> Flatten:
-    def keyed(value: object) -> tuple[list[Any], object]:
+    def flatten_with_positions(value: object) -> tuple[list[Any], object]:
         children, context = flatten(value)
         return [(_of_torch.SequenceKey(index), child) for index, child in enumerate(children)], context
 
-    return keyed
+    return flatten_with_positions
 
 
 def _register(kind: type, flatten: Flatten, unflatten: Unflatten, with_keys: Flatten) -> None:
@@ -92,7 +92,7 @@ def _register(kind: type, flatten: Flatten, unflatten: Unflatten, with_keys: Fla
 
 
 @contextlib.contextmanager
-def borrowed(kind: type) -> Iterator[list[tuple[Flatten, Unflatten]]]:
+def capture_registration(kind: type) -> Iterator[list[tuple[Flatten, Unflatten]]]:
     """A context that undoes the registration of a class made inside; its list then holds the (flatten, unflatten) registered."""
     found: list[tuple[Flatten, Unflatten]] = []
     with _lock:
@@ -104,12 +104,12 @@ def borrowed(kind: type) -> Iterator[list[tuple[Flatten, Unflatten]]]:
 
 
 def flatten(tree: object) -> tuple[list[object], Spec]:
-    with known():
+    with registration():
         return _of_torch.tree_flatten(tree)
 
 
 def flatten_with_path(tree: object) -> tuple[Sequence[tuple[Sequence[object], object]], Spec]:
-    with known():
+    with registration():
         return _of_torch.tree_flatten_with_path(tree)
 
 
@@ -117,32 +117,32 @@ def unflatten(leaves: Sequence[object], spec: Spec) -> Any:
     """The tree of these leaves. Raises ValueError if their number is not that of the spec."""
     if len(leaves) != spec.num_leaves:
         raise ValueError(f"{len(leaves)} leaves for a tree of {spec.num_leaves}")
-    return built(iter(leaves), spec)
+    return build_tree(iter(leaves), spec)
 
 
-def built(leaves: Iterator[object], spec: Spec, whole: Callable[[Spec], bool] | None = None) -> Any:
+def build_tree(leaves: Iterator[object], spec: Spec, whole: Callable[[Spec], bool] | None = None) -> Any:
     """The tree of `spec` with the next of `leaves`. A node for which `whole` is true takes one leaf in place of its subtree."""
     if spec.is_leaf() or whole is not None and whole(spec):
         return next(leaves)
-    children = [built(leaves, child, whole) for child in spec.children()]
+    children = [build_tree(leaves, child, whole) for child in spec.children()]
     return children if spec.type is list else functions_of(spec.type)[1](children, spec.context)
 
 
 def leaves(tree: object) -> list[object]:
     if isinstance(tree, torch.Tensor):
         return [tree]
-    with known():
+    with registration():
         return _of_torch.tree_leaves(tree)
 
 
 def structure(tree: object) -> Spec:
-    with known():
+    with registration():
         return _of_torch.tree_structure(tree)
 
 
-def mapped(function: Callable[[Any], object], tree: object) -> Any:
+def map_leaves(function: Callable[[Any], object], tree: object) -> Any:
     """The tree with `function` of each leaf."""
     if isinstance(tree, torch.Tensor):  # nearly all that a call asks for: there is nothing to take apart
         return function(tree)
-    with known():
+    with registration():
         return _of_torch.tree_map(function, tree)

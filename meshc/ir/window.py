@@ -69,7 +69,7 @@ def overlaps(size: int, counts: Sequence[int], window: Sequence[int]) -> list[Ov
     return found
 
 
-def received(size: int, counts: Sequence[int], window: Sequence[int]) -> int:
+def received_elements(size: int, counts: Sequence[int], window: Sequence[int]) -> int:
     """Elements along the dim that a rank receives from others, for the rank that receives most."""
     totals: dict[int, int] = {}
     for part in overlaps(size, counts, window):

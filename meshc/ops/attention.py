@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_cuda, attention_hidden, attention_spans, twice
+from meshc.ops import attention_cuda, attention_masked_blocks, attention_spans, double_backward
 from meshc.ops.attention_in_full import in_full
 from meshc.ops.operands import misfit
 
@@ -82,7 +82,7 @@ def _kernel(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, 
     kernel = partial(_on_cpu, scale)
     if bias is None or causal:
         return kernel(q, k, v, bias, causal)
-    return attention_hidden.forward(kernel, q, k, v, bias, partial(_empty, q, v))
+    return attention_masked_blocks.forward(kernel, q, k, v, bias, partial(_empty, q, v))
 
 
 def _on_cpu(scale: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def _backward_kernel(
     kernel = partial(_backward_on_cpu, scale)
     if bias is None or causal:
         return kernel(grad, q, k, v, bias, out, lse, causal)
-    return attention_hidden.backward(kernel, grad, q, k, v, bias, out, lse, _zeros_like)
+    return attention_masked_blocks.backward(kernel, grad, q, k, v, bias, out, lse, _zeros_like)
 
 
 def _backward_on_cpu(
@@ -181,8 +181,8 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, out, lse = ctx.saved_tensors
     causal, scale, *place = ctx.how
-    if twice.is_differentiated() and not any(place):
-        found = twice.written_out(lambda q, k, v: [in_full(q, k, v, bias, causal, scale)[0]], (q, k, v), (grad,))
+    if double_backward.is_differentiated() and not any(place):
+        found = double_backward.differentiable_gradients(lambda q, k, v: [in_full(q, k, v, bias, causal, scale)[0]], (q, k, v), (grad,))
         return *found, *[None] * 6
     dq, dk, dv = attention_backward(grad, q, k, v, bias, out, lse, *ctx.how)
     return dq, dk, dv, None, None, None, None, None, None

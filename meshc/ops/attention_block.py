@@ -38,7 +38,7 @@ def attention_block(
     k, v, bias = _keys(k, v, bias, real)
     kernel = partial(_kernel, scale)
     if not causal:
-        return _dark(*kernel(q, k, v, bias, False), bias)
+        return _no_visible_keys(*kernel(q, k, v, bias, False), bias)
     at = start + offset - first
     rows = rows_that_see(q.shape[2], real, window, at)
     out, lse = _empty(q, v)
@@ -69,7 +69,7 @@ def rows_that_see(queries: int, keys: int, window: int, at: int) -> slice:
     return slice(first, max(first, end))
 
 
-def _dark(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _no_visible_keys(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`(out, lse)` set to 0 and minus infinity, in place, for queries to which the bias masks all keys of the block."""
     if bias is None or not bias.shape[3]:
         return out, lse
@@ -126,10 +126,10 @@ def attention_block_backward(
     else:
         dq, dk, dv = kernel(grad, q, k, v, bias, out, lse, False)
     before, behind = rows.start, q.shape[2] - rows.stop
-    return _padded(dq, before, behind), _padded(dk, 0, padding), _padded(dv, 0, padding)
+    return _pad_rows_with_zeros(dq, before, behind), _pad_rows_with_zeros(dk, 0, padding), _pad_rows_with_zeros(dv, 0, padding)
 
 
-def _padded(x: Tensor, before: int, behind: int) -> Tensor:
+def _pad_rows_with_zeros(x: Tensor, before: int, behind: int) -> Tensor:
     """`x` with `before` and `behind` rows of zeros around it, in the layout of the kernels' gradients."""
     if not before and not behind:
         return x

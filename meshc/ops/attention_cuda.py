@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from meshc.ops.attention_in_full import in_full, in_full_backward, laid_out
+from meshc.ops.attention_in_full import in_full, in_full_backward, to_kernel_layout
 
 aten: Final = torch.ops.aten
 AT_ONCE: Final = 16
@@ -30,16 +30,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, 
     if q.dtype == torch.float64:
         return in_full(q, k, v, bias, causal, scale)
     head = q.shape[3]
-    q, k, v = (_filled_up(x) for x in (q, k, v))
-    kernel = _chosen(q, k, v, bias, causal, scale)
+    q, k, v = (_pad_heads(x) for x in (q, k, v))
+    kernel = _choose_kernel(q, k, v, bias, causal, scale)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     elif kernel == SDPBackend.FLASH_ATTENTION:
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
     else:
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, _spread(bias, q, k), True, 0.0, causal, scale=scale)[:2]
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, _expand_bias(bias, q, k), True, 0.0, causal, scale=scale)[:2]
         lse = lse[:, :, : q.shape[2]]
-    return laid_out(out[..., :head]), lse.reshape(q.shape[:3]).contiguous()
+    return to_kernel_layout(out[..., :head]), lse.reshape(q.shape[:3]).contiguous()
 
 
 def backward(
@@ -49,9 +49,11 @@ def backward(
     if q.dtype == torch.float64:
         return in_full_backward(grad, q, k, v, bias, out, lse, causal, scale)
     head, queries, keys = q.shape[3], q.shape[2], k.shape[2]
-    grad, q, k, v, out = (_filled_up(x) for x in (grad, q, k, v, out))
-    out = laid_out(out)  # in 16 bits cuDNN's and the memory-efficient kernel give wrong gradients for another layout of `out` (torch 2.11)
-    kernel = _chosen(q, k, v, bias, causal, scale)
+    grad, q, k, v, out = (_pad_heads(x) for x in (grad, q, k, v, out))
+    out = to_kernel_layout(
+        out
+    )  # in 16 bits cuDNN's and the memory-efficient kernel give wrong gradients for another layout of `out` (torch 2.11)
+    kernel = _choose_kernel(q, k, v, bias, causal, scale)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         draw = torch.empty((), dtype=torch.int64, device=q.device)
         found = aten._scaled_dot_product_cudnn_attention_backward(
@@ -67,13 +69,13 @@ def backward(
         lse = F.pad(lse, (0, padding), value=math.inf) if padding else lse
         draw = torch.empty((), dtype=torch.int64, device=q.device)
         found = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, _spread(bias, q, k), out, lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
+            grad, q, k, v, _expand_bias(bias, q, k), out, lse, draw, draw, 0.0, [True, True, True, False], causal, scale=scale
         )
-    dq, dk, dv = (laid_out(x[..., :head]) for x in found[:3])
+    dq, dk, dv = (to_kernel_layout(x[..., :head]) for x in found[:3])
     return dq, dk, dv
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> SDPBackend:
+def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> SDPBackend:
     """The kernel that torch would choose. For a causal mask over fewer queries than keys the kernels differ in its meaning."""
     if q.itemsize != 2 or bias is not None or causal and q.shape[2] != k.shape[2]:
         return SDPBackend.EFFICIENT_ATTENTION
@@ -81,11 +83,11 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, 
     return found if found in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) else SDPBackend.EFFICIENT_ATTENTION
 
 
-def _filled_up(x: Tensor) -> Tensor:
+def _pad_heads(x: Tensor) -> Tensor:
     """`x` with heads padded by zeros to a multiple of `AT_ONCE` bytes."""
     missing = -x.shape[3] % (AT_ONCE // x.itemsize)
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _spread(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

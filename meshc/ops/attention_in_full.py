@@ -1,4 +1,5 @@
-"""Unfused attention over the full score matrix, for dtypes without a kernel (float64 on CUDA) and for double backward (`twice.py`).
+"""Unfused attention over the full score matrix, for dtypes without a kernel (float64 on CUDA) and for double backward
+(`double_backward.py`).
 
     scores = scale * q k^T + bias, minus infinity where `causal` hides a key       lse = log(sum(exp(scores)))       out = softmax(scores) v
 
@@ -35,7 +36,7 @@ def in_full(
     """`(out, lse)`; `out` is in memory order queries, then heads. `kept`: applies dropout to the weights."""
     weights, lse = _weights(_wide(q), _wide(k), bias, causal, scale)
     weights = weights if kept is None else kept(weights)
-    return laid_out(torch.matmul(weights, _wide(v)).to(q.dtype)), lse.contiguous()
+    return to_kernel_layout(torch.matmul(weights, _wide(v)).to(q.dtype)), lse.contiguous()
 
 
 def in_full_backward(
@@ -45,7 +46,7 @@ def in_full_backward(
     weights, _ = _weights(q, k, bias, causal, scale, lse)
     of_scores = weights * (torch.matmul(grad, v.transpose(2, 3)) - (grad * out).sum(-1, keepdim=True)) * scale
     dq, dk, dv = torch.matmul(of_scores, k), torch.matmul(of_scores.transpose(2, 3), q), torch.matmul(weights.transpose(2, 3), grad)
-    return laid_out(dq), laid_out(dk), laid_out(dv)
+    return to_kernel_layout(dq), to_kernel_layout(dk), to_kernel_layout(dv)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -53,6 +54,6 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def laid_out(x: Tensor) -> Tensor:
+def to_kernel_layout(x: Tensor) -> Tensor:
     """`x` in memory order queries, then heads, as the kernels return results; copied unless it is so already."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

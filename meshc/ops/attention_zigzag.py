@@ -53,7 +53,7 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, key
     """Attention in one kernel call, without padding: both visible pairs of halves, or all of a rank's own keys."""
     if queries_of == keys_of:
         return _kernel(scale, q, k, v, None, True)
-    rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
+    rows, keys = _visible_slices(q.shape[2], queries_of, keys_of, ranks)
     part, sums = _kernel(scale, q[:, :, rows], k[:, :, keys], v[:, :, keys], None, False)
     if part.shape == q.shape:
         return part, sums
@@ -63,7 +63,7 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, scale: float, queries_of: int, key
     return out, lse
 
 
-def _seen(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
+def _visible_slices(tile: int, queries_of: int, keys_of: int, ranks: int) -> tuple[slice, slice]:
     """Slices (queries, keys) of two ranks that see each other fully: one rank's two halves are always between the other's."""
     (_, asks), (second, _) = halves(tile, queries_of, ranks)
     (first, asked), _ = halves(tile, keys_of, ranks)
@@ -135,13 +135,13 @@ def _back_at_once(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if queries_of == keys_of:
         return _backward_kernel(scale, grad, q, k, v, None, out, lse, True)
-    rows, keys = _seen(q.shape[2], queries_of, keys_of, ranks)
+    rows, keys = _visible_slices(q.shape[2], queries_of, keys_of, ranks)
     given = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], None, out[:, :, rows], lse[:, :, rows]
     dq, dk, dv = _backward_kernel(scale, *given, False)
-    return _spread(dq, rows, q), _spread(dk, keys, k), _spread(dv, keys, v)
+    return _pad_with_zeros(dq, rows, q), _pad_with_zeros(dk, keys, k), _pad_with_zeros(dv, keys, v)
 
 
-def _spread(part: Tensor, where: slice, like: Tensor) -> Tensor:
+def _pad_with_zeros(part: Tensor, where: slice, like: Tensor) -> Tensor:
     """`part` padded with zeros for the rows outside `where`, in the shape of `like`."""
     if part.shape == like.shape:
         return part

@@ -78,7 +78,7 @@ def _refuse_more(flat: Tensor, each: int, places: int, groups: int, at: str) -> 
 @torch.library.custom_op("meshc::to_places", mutates_args=())
 def to_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     _fit_to(x, place, chosen)
-    return _taken(x.unsqueeze(0).expand(place.shape[0], -1, -1, -1), place, chosen)
+    return _gather_tokens(x.unsqueeze(0).expand(place.shape[0], -1, -1, -1), place, chosen)
 
 
 @to_places.register_fake
@@ -91,7 +91,7 @@ def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
 def in_places(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     """`to_places` for tokens that each group already has: [q, b, s, h] -> [q, b, p, h]."""
     _fit_in(x, place, chosen)
-    return _taken(x, place, chosen)
+    return _gather_tokens(x, place, chosen)
 
 
 @in_places.register_fake
@@ -103,7 +103,7 @@ def _(x: Tensor, place: Tensor, chosen: int) -> Tensor:
 @torch.library.custom_op("meshc::from_places", mutates_args=())
 def from_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     _fit_from(rows, place, tokens, chosen)
-    return _put(rows, place, tokens, chosen).sum(0)
+    return _scatter_add_rows(rows, place, tokens, chosen).sum(0)
 
 
 @from_places.register_fake
@@ -116,7 +116,7 @@ def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
 def over_places(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     """`from_places` without the sum over groups: [q, b, p, h] -> [q, b, s, h]."""
     _fit_from(rows, place, tokens, chosen)
-    return _put(rows, place, tokens, chosen)
+    return _scatter_add_rows(rows, place, tokens, chosen)
 
 
 @over_places.register_fake
@@ -125,7 +125,7 @@ def _(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     return rows.new_empty(*rows.shape[:2], tokens, rows.shape[3])
 
 
-def _taken(x: Tensor, place: Tensor, chosen: int) -> Tensor:
+def _gather_tokens(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     there = (place >= 0) & (place < x.shape[2] * chosen)
     token = torch.where(there, place, 0).div(chosen, rounding_mode="floor").unsqueeze(3)
     if x.shape[2] == 0:
@@ -133,7 +133,7 @@ def _taken(x: Tensor, place: Tensor, chosen: int) -> Tensor:
     return torch.where(there.unsqueeze(3), x.gather(2, token.expand(-1, -1, -1, x.shape[3])), 0.0)
 
 
-def _put(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
+def _scatter_add_rows(rows: Tensor, place: Tensor, tokens: int, chosen: int) -> Tensor:
     made = rows.new_zeros(*rows.shape[:2], tokens, rows.shape[3])
     if tokens == 0:
         return made

@@ -39,7 +39,7 @@ def first_choices(choice: Tensor, before: Tensor, capacity: int, strict: bool, a
         _refuse_more(before + _counts(flat, experts), capacity, at)
     order = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
     nth = _nth(flat, order, experts) + before.gather(1, flat.clamp(0, experts - 1).long())
-    return _taken(flat, nth, experts, capacity).view(choice.shape)
+    return _drop_beyond_capacity(flat, nth, experts, capacity).view(choice.shape)
 
 
 @first_choices.register_fake
@@ -56,7 +56,7 @@ def heaviest_choices(choice: Tensor, weights: Tensor, experts: int, capacity: in
     if strict:
         _refuse_more(_counts(flat, experts), capacity, at)
     order = torch.sort(weights.flatten(1), dim=1, descending=True, stable=True).indices
-    return _taken(flat, _nth(flat, order, experts), experts, capacity).view(choice.shape)
+    return _drop_beyond_capacity(flat, _nth(flat, order, experts), experts, capacity).view(choice.shape)
 
 
 @heaviest_choices.register_fake
@@ -79,7 +79,7 @@ def _nth(flat: Tensor, order: Tensor, experts: int) -> Tensor:
     return torch.empty_like(places).scatter_(1, order.gather(1, within), places)
 
 
-def _taken(flat: Tensor, nth: Tensor, experts: int, capacity: int) -> Tensor:
+def _drop_beyond_capacity(flat: Tensor, nth: Tensor, experts: int, capacity: int) -> Tensor:
     return torch.where((nth < capacity) & (flat >= 0) & (flat < experts), flat, -1)
 
 

@@ -29,8 +29,8 @@ class Chunks:
     def __init__(self, k: Tensor, v: Tensor, e: Tensor, g: Tensor) -> None:
         self.lead, self.size = k.shape[:-2], k.shape[-2]
         self.length = max(1, min(LENGTH, self.size))
-        self.k, self.v, self.e = self._cut(k), self._cut(v), self._cut(e)
-        self.sum = self._cut(g.unsqueeze(-1)).squeeze(-1).cumsum(-1)
+        self.k, self.v, self.e = self._split_into_chunks(k), self._split_into_chunks(v), self._split_into_chunks(e)
+        self.sum = self._split_into_chunks(g.unsqueeze(-1)).squeeze(-1).cumsum(-1)
         apart = self.sum.unsqueeze(-1) - self.sum.unsqueeze(-2)
         later = torch.ones(self.length, self.length, dtype=torch.bool, device=k.device).triu_(1)
         self.decay = apart.masked_fill_(later, -torch.inf).exp_()  # masked before exp: other entries may overflow
@@ -45,13 +45,13 @@ class Chunks:
         self.late_k = self.k * self.left
         self.written = self.inverse @ self.v
 
-    def _cut(self, x: Tensor) -> Tensor:
+    def _split_into_chunks(self, x: Tensor) -> Tensor:
         """[..., t, width] -> [n, chunks, length, width], padded with zeros behind the last position."""
         beyond = -self.size % self.length if self.size else 1
         x = functional.pad(x, (0, 0, 0, beyond)) if beyond else x
         return x.reshape(self.lead.numel(), -1, self.length, x.shape[-1])
 
-    def _joined(self, x: Tensor) -> Tensor:
+    def _join_chunks(self, x: Tensor) -> Tensor:
         whole = x.reshape(*self.lead, -1, x.shape[-1])
         return whole if whole.shape[-2] == self.size else whole.narrow(-2, 0, self.size).contiguous()
 
@@ -78,7 +78,7 @@ class Chunks:
             after.baddbmm_(self.w[:, place].transpose(-1, -2), u, alpha=-1)
         return after
 
-    def _asked(self, q: Tensor) -> Tensor:
+    def _decayed_scores(self, q: Tensor) -> Tensor:
         return (q @ self.k.transpose(-1, -2)).mul_(self.decay)
 
     def _states(self) -> Tensor:
@@ -88,10 +88,10 @@ class Chunks:
         return state.reshape(*self.lead, *state.shape[-2:])
 
     def forward(self, q: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, states = self._cut(q), self._states()
+        q, states = self._split_into_chunks(q), self._states()
         last = self._steps(self._begin(before), self.written, states)
         out = (q * self.since) @ states
-        return self._joined(out.add_(self._asked(q) @ self.written)), self._out(last)
+        return self._join_chunks(out.add_(self._decayed_scores(q) @ self.written)), self._out(last)
 
     def through(self, before: Tensor | None) -> Tensor:
         """The state behind all chunks."""
@@ -108,15 +108,15 @@ class Chunks:
 
     def start(self, grad: Tensor, q: Tensor) -> Tensor:
         """Gradient of the state before all chunks, with gradient zero for the state behind them."""
-        grad, q = self._cut(grad), self._cut(q)
-        of_u = self._asked(q).transpose(-1, -2) @ grad
+        grad, q = self._split_into_chunks(grad), self._split_into_chunks(q)
+        of_u = self._decayed_scores(q).transpose(-1, -2) @ grad
         return self._out(self._steps_back(self._begin(None), grad, q * self.since, of_u))
 
     def backward(
         self, grad: Tensor, q: Tensor, before: Tensor | None, after: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        grad, q = self._cut(grad), self._cut(q)
-        decayed_q, asked, u = q * self.since, self._asked(q), self.written
+        grad, q = self._split_into_chunks(grad), self._split_into_chunks(q)
+        decayed_q, asked, u = q * self.since, self._decayed_scores(q), self.written
         states, behind = self._states(), self._states()
         self._steps(self._begin(before), u, states)
         of_u = asked.transpose(-1, -2) @ grad
@@ -132,7 +132,7 @@ class Chunks:
         self._within((of_v @ u.transpose(-1, -2)).neg_(), self.erased, self.e, of_e, of_late, of_sum)
         of_g = of_sum.flip(-1).cumsum(-1).flip(-1)  # c is a running sum of g
         parts = (of_q, of_late, of_v, of_e, of_g.unsqueeze(-1))
-        of_q, of_k, of_v, of_e, of_g = (self._joined(x) for x in parts)
+        of_q, of_k, of_v, of_e, of_g = (self._join_chunks(x) for x in parts)
         return of_q, of_k, of_v, of_e, of_g.squeeze(-1), self._out(of_before)
 
     def _within(self, given: Tensor, made: Tensor, x: Tensor, of_x: Tensor, of_k: Tensor, of_sum: Tensor) -> None:

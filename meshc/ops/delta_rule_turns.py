@@ -33,7 +33,7 @@ def delta_rule_turn(
     _fit_handed("delta_rule_turn", k, v, handed, along, slot, parts, ranks)
     turn = Turn(slot, parts, place, ranks, False)
     if turn.part is None:
-        return _part(v, along, parts).zero_(), _handed(k, v, along, parts).zero_()
+        return _part(v, along, parts).zero_(), _boundary_state(k, v, along, parts).zero_()
     asked, *mine = [turn.of(x, along) for x in (q, k, v, e, g)]
     out, last = Chunks(*mine).forward(asked, _begin(turn, before, handed, along))
     return out, last.unsqueeze(0)
@@ -46,7 +46,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _fit("delta_rule_turn", k, v, e, g, like_keys={"q": q}, states={"before": before})
     _fit_handed("delta_rule_turn", k, v, handed, along, slot, parts, ranks)
-    return _part(v, along, parts), _handed(k, v, along, parts)
+    return _part(v, along, parts), _boundary_state(k, v, along, parts)
 
 
 @torch.library.custom_op("meshc::delta_rule_state_turn", mutates_args=())
@@ -58,7 +58,7 @@ def delta_rule_state_turn(
     _fit_handed("delta_rule_state_turn", k, v, handed, along, slot, parts, ranks)
     turn = Turn(slot, parts, place, ranks, False)
     if turn.part is None:
-        return _handed(k, v, along, parts).zero_()
+        return _boundary_state(k, v, along, parts).zero_()
     return Chunks(*(turn.of(x, along) for x in (k, v, e, g))).through(_begin(turn, before, handed, along)).unsqueeze(0)
 
 
@@ -69,7 +69,7 @@ def _(
 ) -> Tensor:  # fmt: skip
     _fit("delta_rule_state_turn", k, v, e, g, states={"before": before})
     _fit_handed("delta_rule_state_turn", k, v, handed, along, slot, parts, ranks)
-    return _handed(k, v, along, parts)
+    return _boundary_state(k, v, along, parts)
 
 
 @torch.library.custom_op("meshc::delta_rule_backward_turn", mutates_args=())
@@ -83,7 +83,7 @@ def delta_rule_backward_turn(
     turn = Turn(slot, parts, place, ranks, True)
     if turn.part is None:
         of_q, of_k, of_v, of_e, of_g = (_part(x, along, parts).zero_() for x in (q, k, v, e, g))
-        return of_q, of_k, of_v, of_e, of_g, _handed(k, v, along, parts).zero_()
+        return of_q, of_k, of_v, of_e, of_g, _boundary_state(k, v, along, parts).zero_()
     given, asked, *mine = [turn.of(x, along) for x in (grad, q, k, v, e, g)]
     *gradients, first = Chunks(*mine).backward(given, asked, turn.of(begin, along), _begin(turn, after, handed, along))
     of_q, of_k, of_v, of_e, of_g = gradients
@@ -99,7 +99,7 @@ def _(
     _fit("delta_rule_backward_turn", k, v, e, g, like_keys={"q": q}, like_values={"grad": grad}, states=states)
     _fit_handed("delta_rule_backward_turn", k, v, handed, along, slot, parts, ranks)
     of_q, of_k, of_v, of_e, of_g = (_part(x, along, parts) for x in (q, k, v, e, g))
-    return of_q, of_k, of_v, of_e, of_g, _handed(k, v, along, parts)
+    return of_q, of_k, of_v, of_e, of_g, _boundary_state(k, v, along, parts)
 
 
 def _begin(turn: Turn, edge: Tensor | None, handed: Tensor | None, along: int) -> Tensor | None:
@@ -115,7 +115,7 @@ def _part(x: Tensor, along: int, parts: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def _handed(k: Tensor, v: Tensor, along: int, parts: int) -> Tensor:
+def _boundary_state(k: Tensor, v: Tensor, along: int, parts: int) -> Tensor:
     return _part(_state(k, v), along, parts).unsqueeze(0)
 
 
@@ -123,6 +123,6 @@ def _fit_handed(operator: str, k: Tensor, v: Tensor, handed: Tensor | None, alon
     if not 0 <= along < max(1, k.dim() - 2) or (k.dim() < 3 and parts > 1):
         raise misfit(operator, f"{along} is a dim of rows or heads, before those of positions and keys", k=k, v=v)
     fit_turns(operator, k.shape[along], slot, parts, ranks, k=k, v=v)
-    wanted = _handed(k, v, along, parts)
+    wanted = _boundary_state(k, v, along, parts)
     if handed is not None and (handed.shape, handed.dtype, handed.device) != (wanted.shape, wanted.dtype, wanted.device):
         raise misfit(operator, f"what is handed on is {list(wanted.shape)}, of the others' dtype", k=k, v=v, handed=handed)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshc.ir.functions import Function, Target
 from meshc.ops import recurrent
-from meshc.ops.random import dropout, keep_mask, keep_scale, settled
+from meshc.ops.random import dropout, dropout_without_draws, keep_mask, keep_scale
 
 functional = torch.nn.functional
 ALPHA = 1.7580993408473766
@@ -19,16 +19,18 @@ ALPHA = 1.7580993408473766
 
 
 def _raised_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
-    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else settled(input, p, training)
+    out = dropout(input, seed_step, call, p) if training and 0.0 < p < 1.0 else dropout_without_draws(input, p, training)
     return input.copy_(out) if inplace and out is not input else out
 
 
 def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
     """Dropout with one draw per channel: torch zeroes input[n, c]; an unbatched input has `whole - 1` dims (None: always batched)."""
 
-    def raised(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int) -> Tensor:
+    def drop_features(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed_step: Tensor, call: int
+    ) -> Tensor:
         if not training or not 0.0 < p < 1.0:
-            return settled(input, p, training)
+            return dropout_without_draws(input, p, training)
         shape = list(input.shape) if whole is None or input.dim() == whole else [1, *input.shape]
         shape = shape[:2] + [1] * (len(shape) - 2)
         mask = keep_mask(seed_step, call, p, shape)
@@ -36,14 +38,14 @@ def _raised_feature_dropout(whole: int | None) -> Callable[..., Tensor]:
         out = torch.where(mask, input * keep_scale(p), 0.0)
         return input.copy_(out) if inplace else out
 
-    return raised
+    return drop_features
 
 
 def _raised_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
 ) -> Tensor:
     if not training or not 0.0 < p < 1.0:
-        return settled(input, p, training)
+        return dropout_without_draws(input, p, training)
     out = _alpha(input, keep_mask(seed_step, call, p, input.shape), p)
     return input.copy_(out) if inplace else out
 
@@ -58,7 +60,7 @@ def _raised_feature_alpha_dropout(
     input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False, *, seed_step: Tensor, call: int
 ) -> Tensor:
     if not training or not 0.0 < p < 1.0:
-        return settled(input, p, training)
+        return dropout_without_draws(input, p, training)
     out = _alpha(input, keep_mask(seed_step, call, p, [*input.shape[:2], *[1] * (input.dim() - 2)]), p)
     return input.copy_(out) if inplace else out
 
@@ -81,7 +83,7 @@ def _in_place(raised: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _raised_recurrent(layer: Function) -> Function:
     """A stack of recurrent layers, one after another, with dropout between them: draws in the order of execution."""
 
-    def raised(*args: Any, seed_step: Tensor, call: int) -> tuple[Tensor, ...]:
+    def run_layers(*args: Any, seed_step: Tensor, call: int) -> tuple[Tensor, ...]:
         packed = not isinstance(args[3], bool)  # a packed sequence has its batch sizes as one more argument
         x, sizes, states, weights = (args[0], args[1:2], *args[2:4]) if packed else (args[0], (), *args[1:3])
         biases, count, p, train, both = args[4:9] if packed else args[3:8]
@@ -101,7 +103,7 @@ def _raised_recurrent(layer: Function) -> Function:
         x = x.transpose(0, 1) if turned else x
         return (x, *(torch.cat(list(same), 0) for same in zip(*ends, strict=True)))
 
-    return raised
+    return run_layers
 
 
 RAISED: dict[Target, Function] = {

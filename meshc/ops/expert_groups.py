@@ -10,7 +10,7 @@ Group i of q has the experts from i * each to (i + 1) * each, as far as there ar
 where the token has no further expert there; such a row is neither read nor counted. Where an axis splits the experts, a group is the
 experts of one rank: of `x` it needs only the tokens that chose one of them.
 
-`to_groups` and `from_groups` are each other's gradient; so are both directions of the weights, and the products of `routed.py`.
+`to_groups` and `from_groups` are each other's gradient; so are both directions of the weights, and the products of `routed_mm.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops.operands import misfit
-from meshc.ops.routed import mm_of_choices, outer_of_choices
+from meshc.ops.routed_mm import mm_of_choices, outer_of_choices
 
 INTEGERS = (torch.int64, torch.int32)
 

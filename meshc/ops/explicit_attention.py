@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshc.ops import attention_hidden, twice
+from meshc.ops import attention_masked_blocks, double_backward
 from meshc.ops.attention import _empty, _fit, _fit_backward, _like
 from meshc.ops.attention_block import _check
 from meshc.ops.attention_in_full import in_full
@@ -46,20 +46,20 @@ def explicit_attention(
     _fit_draws(q, k, seed_step, local_shape)
     real = k.shape[2] if real is None else real
     _check(k, bias, causal, window, offset, real)
-    drops = _Drops.of((seed_step, call, p, global_shape, local_shape, offsets), q, k)
-    sees = _Sees(q.shape[2], real, causal, window, start + offset - first)
+    drops = _WeightDropout.of((seed_step, call, p, global_shape, local_shape, offsets), q, k)
+    sees = _CausalWindow(q.shape[2], real, causal, window, start + offset - first)
     out, lse = _empty(q, v)
     for rows, keys in sees.blocks(q.shape[0] * q.shape[1], bias):
         asked, made, sums = q[:, :, rows], out[:, :, rows], lse[:, :, rows]
         if keys.stop == keys.start:
             made.zero_(), sums.fill_(-math.inf)
             continue
-        scores = sees.masked(_scores(asked, k[:, :, keys], bias if bias is None else _part(bias, rows, keys), scale), rows, keys)
+        scores = sees.mask_scores(_scores(asked, k[:, :, keys], bias if bias is None else _part(bias, rows, keys), scale), rows, keys)
         top = scores.amax(-1, keepdim=True)
         top = torch.where(top == -math.inf, 0.0, top)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        weights = drops.dropped(weights, rows, keys)
+        weights = drops.apply_dropout(weights, rows, keys)
         mixed = torch.matmul(weights.to(v.dtype), v[:, :, keys]).to(total.dtype)
         made.copy_(mixed / torch.where(total == 0, 1.0, total))
         sums.copy_((total.log() + top).squeeze(-1))
@@ -80,7 +80,7 @@ def _part(bias: Tensor, rows: slice, keys: slice) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Sees:
+class _CausalWindow:
     """Visibility of `real` keys to `queries`; with `causal` the first query has the position of key `at`, and sees the keys up to it."""
 
     queries: int
@@ -91,7 +91,7 @@ class _Sees:
 
     def blocks(self, heads: int, bias: Tensor | None) -> Iterator[tuple[slice, slice]]:
         """(rows of queries, range of keys that any of them sees), in order. On a CPU the range also excludes keys that a bias masks
-        (`attention_hidden.py`)."""
+        (`attention_masked_blocks.py`)."""
         looked_up = bias if bias is not None and not bias.is_cuda and bias.shape[3] > 1 else None
         step = max(16, AT_ONCE // max(1, heads * self.real))
         for begin in range(0, self.queries, step):
@@ -101,9 +101,14 @@ class _Sees:
                 end = max(0, min(self.real, self.at + rows.stop))
                 first = min(end, max(0, self.at + rows.start - self.window + 1)) if self.window else 0
             keys = slice(first, end)
-            yield rows, keys if looked_up is None or first == end else attention_hidden.narrowed(_part(looked_up, rows, keys), keys)
+            yield (
+                rows,
+                keys
+                if looked_up is None or first == end
+                else attention_masked_blocks.narrow_to_visible_keys(_part(looked_up, rows, keys), keys),
+            )
 
-    def masked(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
+    def mask_scores(self, scores: Tensor, rows: slice, keys: slice) -> Tensor:
         """`scores`, set in place to minus infinity where a query does not see a key."""
         if not self.causal or keys.stop <= self.at + rows.start + 1 and not self.window:
             return scores
@@ -114,7 +119,7 @@ class _Sees:
 
 
 @dataclass(frozen=True)
-class _Drops:
+class _WeightDropout:
     """Dropout mask of the weights [batch, heads, q, k]: drawn in parts if each is one dim of the draw, else all at once."""
 
     seed_step: Tensor | None
@@ -126,20 +131,20 @@ class _Drops:
     whole: Tensor | None
 
     @staticmethod
-    def of(draws: tuple[Any, ...], q: Tensor, k: Tensor) -> _Drops:
+    def of(draws: tuple[Any, ...], q: Tensor, k: Tensor) -> _WeightDropout:
         """`draws`: the arguments from `seed_step` on."""
         seed_step, call, p, global_shape, local_shape, offsets = draws
         shape = [*q.shape[:3], k.shape[2]]
         whole = None
         if seed_step is not None and list(local_shape) != shape:
             whole = torch.ops.meshc.keep_mask(seed_step, call, p, global_shape, local_shape, offsets).reshape(shape)
-        return _Drops(seed_step, call, p, global_shape, offsets, shape, whole)
+        return _WeightDropout(seed_step, call, p, global_shape, offsets, shape, whole)
 
-    def dropped(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
+    def apply_dropout(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
         """Apply dropout to `x`, the weights of `rows` and `keys`, in place: kept ones times 1 / (1 - p), others zero."""
-        return x if self.seed_step is None else x.mul_(keep_scale(self.p)).masked_fill_(~self._kept(rows, keys), 0.0)
+        return x if self.seed_step is None else x.mul_(keep_scale(self.p)).masked_fill_(~self._tile_keep_mask(rows, keys), 0.0)
 
-    def _kept(self, rows: slice, keys: slice) -> Tensor:
+    def _tile_keep_mask(self, rows: slice, keys: slice) -> Tensor:
         if self.whole is not None:
             return self.whole[:, :, rows, keys]
         part = [*self.shape[:2], rows.stop - rows.start, keys.stop - keys.start]
@@ -201,8 +206,8 @@ def _gradients(
     _fit_backward(grad, q, k, v, bias, out, lse)
     _check(k, bias, causal, window, offset, real)
     _fit_draws(q, k, draws[0], draws[4])
-    drops = _Drops.of(draws, q, k)
-    sees = _Sees(q.shape[2], real, causal, window, start + offset - first)
+    drops = _WeightDropout.of(draws, q, k)
+    sees = _CausalWindow(q.shape[2], real, causal, window, start + offset - first)
     dq, dk, dv = _like(q).zero_(), *(_like(x).to(lse.dtype).zero_() for x in (k, v))
     lse = torch.where(lse == -math.inf, math.inf, lse)  # a query that sees no key: all of its weights are 0
     apart = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
@@ -210,11 +215,11 @@ def _gradients(
         if keys.stop == keys.start:
             continue
         asked, here, values, given = q[:, :, rows], k[:, :, keys], v[:, :, keys], grad[:, :, rows]
-        scores = sees.masked(_scores(asked, here, bias if bias is None else _part(bias, rows, keys), scale), rows, keys)
+        scores = sees.mask_scores(_scores(asked, here, bias if bias is None else _part(bias, rows, keys), scale), rows, keys)
         weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        kept = drops.dropped(weights.clone(), rows, keys) if drops.seed_step is not None else weights
+        kept = drops.apply_dropout(weights.clone(), rows, keys) if drops.seed_step is not None else weights
         dv[:, :, keys] += torch.matmul(kept.to(v.dtype).transpose(2, 3), given)
-        dscores = drops.dropped(torch.matmul(given, values.transpose(2, 3)).to(lse.dtype), rows, keys)
+        dscores = drops.apply_dropout(torch.matmul(given, values.transpose(2, 3)).to(lse.dtype), rows, keys)
         dscores = dscores.sub_(apart[:, :, rows]).mul_(weights)
         if dbias is not None:
             part = _part(dbias, rows, keys)
@@ -253,9 +258,11 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     q, k, v, bias, seed_step, out, lse = ctx.saved_tensors
     call, p, _, _, _, causal, scale, *place = ctx.how
-    if twice.is_differentiated() and not any(place):
+    if double_backward.is_differentiated() and not any(place):
         kept = None if seed_step is None else partial(dropout, seed_step=seed_step, call=call, p=p)
-        found = twice.written_out(lambda q, k, v, b: [in_full(q, k, v, b, causal, scale, kept)[0]], (q, k, v, bias), (grad,))
+        found = double_backward.differentiable_gradients(
+            lambda q, k, v, b: [in_full(q, k, v, b, causal, scale, kept)[0]], (q, k, v, bias), (grad,)
+        )
         return *found, *[None] * 13
     back = explicit_attention_bias_backward if ctx.needs_input_grad[3] else explicit_attention_backward
     found = back(grad, q, k, v, bias, out, lse, seed_step, *ctx.how)

@@ -41,13 +41,15 @@ def flex_attention(
     """
     k, v = (_for_each_query_head(x, q) for x in (k, v))
     whole = score_mod is None and not statistics
-    seen = None if mask_mod is None or whole and causal else _mapped("mask_mod", where, mask_mod, _positions(q, k), captured_by_mask)
+    seen = (
+        None if mask_mod is None or whole and causal else _map_over_scores("mask_mod", where, mask_mod, _positions(q, k), captured_by_mask)
+    )
     if whole:
         return sdpa(q, k, v, seen, is_causal=causal, scale=scale), None, None
     working = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.matmul(q.to(working), k.to(working).transpose(-2, -1)) * scale
     if score_mod is not None:
-        scores = _mapped("score_mod", where, score_mod, _positions(q, k), captured_by_score, scores).to(working)
+        scores = _map_over_scores("score_mod", where, score_mod, _positions(q, k), captured_by_score, scores).to(working)
     if seen is not None:
         scores = torch.where(seen, scores, torch.full((), -math.inf, dtype=working, device=q.device))
     out = torch.matmul(safe_softmax(scores).to(q.dtype), v.to(q.dtype))
@@ -67,7 +69,7 @@ def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.arange(size, device=q.device) for size in (*q.shape[:3], k.shape[2]))
 
 
-def _mapped(name: str, where: str, mod: Mod, positions: tuple[Tensor, ...], captured: Sequence[Tensor], *scores: Tensor) -> Tensor:
+def _map_over_scores(name: str, where: str, mod: Mod, positions: tuple[Tensor, ...], captured: Sequence[Tensor], *scores: Tensor) -> Tensor:
     """`mod`, a function of one score and its position, mapped over all scores: [batch, heads, q, k]."""
     given = (0,) * len(scores)
     rest = (None,) * len(captured)

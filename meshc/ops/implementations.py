@@ -20,12 +20,12 @@ from meshc.ops import (
     delta_rule_turns,
     expert_groups,
     explicit_attention,
-    grouped,
+    grouped_mm,
     norm,
     recurrence,
     recurrence_turns,
     rnn,
-    routed,
+    routed_mm,
     scan_back,
     take,
     turns,
@@ -33,8 +33,8 @@ from meshc.ops import (
     used_rows,
 )
 from meshc.ops import optim as _optim  # noqa: F401 - registers the updates
-from meshc.ops import parts as _parts  # noqa: F401 - registers the sum of parts
 from meshc.ops import random as _random  # noqa: F401 - registers the draws
+from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers the sum of sum_of_parts
 from meshc.private import OpOverload
 
 aten = torch.ops.aten
@@ -60,8 +60,8 @@ def _collect() -> None:
         (recurrence_turns, ("recurrence_turn", "recurrence_backward_turn")),
         (rnn, ("rnn", "rnn_backward", "rnn_turn", "rnn_turn_backward")),
         (turns, ("in_turn",)),
-        (grouped, ("grouped_mm", "grouped_outer")),
-        (routed, ("routed_mm", "routed_outer")),
+        (grouped_mm, ("grouped_mm", "grouped_outer")),
+        (routed_mm, ("routed_mm", "routed_outer")),
         (capacity, ("counts_of_rows",)),
         (expert_groups, ("group_choices", "weights_of_groups", "weights_to_tokens", "group_mm", "group_outer")),
         (expert_groups, ("to_groups", "in_slots", "from_groups", "over_slots")),

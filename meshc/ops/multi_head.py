@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshc.errors import CompileError
-from meshc.ops.random import dropout, settled
+from meshc.ops.random import dropout, dropout_without_draws
 from meshc.ops.sdpa import sdpa
 
 functional = torch.nn.functional
@@ -35,7 +35,7 @@ def _written_out(
 ) -> tuple[Tensor, Tensor]:
     """(weights, output) of attention whose weights are requested, decomposed."""
     shares = torch.softmax(_scores(q, k, bias), -1)
-    shares = dropout(shares, seed_step, call, p) if seed_step is not None and 0.0 < p < 1.0 else settled(shares, p, True)
+    shares = dropout(shares, seed_step, call, p) if seed_step is not None and 0.0 < p < 1.0 else dropout_without_draws(shares, p, True)
     return shares, torch.matmul(shares, v)
 
 
@@ -84,9 +84,9 @@ def multi_head_attention(
         query, key, value, key_padding_mask = _as_batch_of_one(query, key, value, key_padding_mask)
     target, batch, width = query.shape
     weights = cast(_Weights, (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight)
-    q, k, v = _by_heads(_projected(query, key, value, weights, in_proj_bias), num_heads)
+    q, k, v = _by_heads(_project_inputs(query, key, value, weights, in_proj_bias), num_heads)
     causal = is_causal and key_padding_mask is None and not need_weights
-    bias = None if causal else _merged(attn_mask, key_padding_mask, q, k)
+    bias = None if causal else _merge_masks(attn_mask, key_padding_mask, q, k)
     p = dropout_p if training else 0.0
     shares = None
     if need_weights:
@@ -100,7 +100,7 @@ def multi_head_attention(
     return out, shares
 
 
-def _projected(query: Tensor, key: Tensor, value: Tensor, weights: _Weights, bias: Tensor | None) -> list[Tensor]:
+def _project_inputs(query: Tensor, key: Tensor, value: Tensor, weights: _Weights, bias: Tensor | None) -> list[Tensor]:
     """Query, key and value after their projections; one product where they are one tensor and have one weight."""
     if isinstance(weights, Tensor) and query is key and key is value:
         return list(functional.linear(query, weights, bias).chunk(3, -1))
@@ -109,20 +109,20 @@ def _projected(query: Tensor, key: Tensor, value: Tensor, weights: _Weights, bia
     return [functional.linear(x, w, b) for x, w, b in zip((query, key, value), three, biases, strict=True)]
 
 
-def _merged(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _merge_masks(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Bias of the scores [batch, heads, target, source]: the mask plus the padding of the keys, each boolean or additive."""
     batch, heads, target, source = *q.shape[:3], k.shape[2]
     found: Tensor | None = None
     if mask is not None:
-        added = _added(mask, q.dtype)
+        added = _additive_mask(mask, q.dtype)
         found = added.reshape(1, 1, target, source) if mask.dim() == 2 else added.reshape(batch, heads, target, source)
     if padding is not None:
-        row = _added(padding, q.dtype).reshape(batch, 1, 1, source)
+        row = _additive_mask(padding, q.dtype).reshape(batch, 1, 1, source)
         found = row if found is None else found + row
     return found
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)

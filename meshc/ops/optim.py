@@ -176,7 +176,7 @@ def _scalar_for_kernel(lr: Tensor) -> Tensor | float:
     return _number(lr) if lr.device.type == "cpu" else lr.to(torch.float32)
 
 
-def _split(
+def _partition_for_fused_kernel(
     columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], tensors_like_param: int, halves: bool = True
 ) -> tuple[list[list[int]], list[int]]:
     """(groups of indices for one fused call each, by device and dtype; indices that need the plain update). Without `halves` the CPU kernel
@@ -194,7 +194,7 @@ def _split(
 
 def _adam_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _Adam) -> None:
     kernel = torch._fused_adamw_ if of.decoupled else torch._fused_adam_
-    together, alone = _split(columns, grads, len(columns) - 1)
+    together, alone = _partition_for_fused_kernel(columns, grads, len(columns) - 1)
     for indices in together:
         params, exp_avgs, exp_avg_sqs, *largest = ([column[i] for i in indices] for column in columns[:-1])
         steps = [columns[-1][i] for i in indices]
@@ -220,7 +220,7 @@ def _adam_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of:
 
 def _sgd_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _SGD) -> None:
     params, buffers, firsts = columns
-    together, alone = _split(columns, grads, 2, halves=False)
+    together, alone = _partition_for_fused_kernel(columns, grads, 2, halves=False)
     undamped = _number(of.dampening) == 0
     for indices in together:
         by_first: dict[bool, list[int]] = {}
@@ -251,7 +251,7 @@ def _sgd_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: 
 
 def _sgd_plain_many(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor], of: _PlainSGD) -> None:
     params = columns[0]
-    together, alone = _split(columns, grads, 1, halves=False)
+    together, alone = _partition_for_fused_kernel(columns, grads, 1, halves=False)
     for indices in together:
         torch._fused_sgd_(
             [params[i] for i in indices],

@@ -93,7 +93,7 @@ def block(counter: Sequence[int], key: Sequence[int], compiled: bool = True) -> 
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, built if need be; None, with one warning, where it cannot be built."""
     try:
-        native = _compiled()
+        native = _compile_library()
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", "") or ""
         _warn_once(f"the CPU kernel could not be built ({error})\n{detail[-2000:]}".rstrip())
@@ -113,7 +113,7 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
 
 
-def _compiled() -> ctypes.CDLL:
+def _compile_library() -> ctypes.CDLL:
     """The library of philox.cpp, from the cache or compiled now (`meshc.files.kernel_cache`).
 
     The file name has a hash of source, compiler, flags and architecture. The library selects its vector instructions when it is loaded, so

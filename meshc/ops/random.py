@@ -40,7 +40,7 @@ FIRST_VALUES = (1 << 32) - 1
 
 def seed_step(seed: int, step: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """The int64 tensor [2] that the operators read: the 64 bits of `seed` (as torch.initial_seed() gives them) and the step."""
-    return torch.tensor([_signed(seed), _signed(step)], dtype=torch.int64, device=device)
+    return torch.tensor([_to_signed_int64(seed), _to_signed_int64(step)], dtype=torch.int64, device=device)
 
 
 def keep_threshold(keep: float) -> int:
@@ -65,7 +65,7 @@ def _tile(global_shape: Shape, local_shape: Shape, offsets: Sequence[int | SymIn
     return tile_of(tuple(map(int, global_shape)), tuple(map(int, local_shape)), tuple(map(int, offsets)))
 
 
-def _drawn(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dtype: torch.dtype) -> Tensor:
+def _draw_numbers(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Draws of one kind, in double precision if `dtype` is float64, else in single."""
     _fit_seed(kind, seed_step)
     bits = 64 if dtype == torch.float64 else 32
@@ -76,7 +76,7 @@ def _drawn(kind: str, seed_step: Tensor, call: int, tile: Tile, shape: Shape, dt
 
 @torch.library.impl("meshc::uniform", _DEVICES)
 def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    out = _drawn("uniform", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype)
+    out = _draw_numbers("uniform", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype)
     if dtype in (torch.float16, torch.bfloat16):  # rounded down to the precision of `dtype`, or the result could be 1
         unit = 2.0 / torch.finfo(dtype).eps
         return out.mul_(unit).floor_().div_(unit).to(dtype)
@@ -85,7 +85,7 @@ def _uniform(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Sha
 
 @torch.library.impl("meshc::normal", _DEVICES)
 def _normal(seed_step: Tensor, call: int, global_shape: Shape, local_shape: Shape, offsets: Shape, dtype: torch.dtype) -> Tensor:
-    return _drawn("normal", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype).to(_floating(dtype))
+    return _draw_numbers("normal", seed_step, call, _tile(global_shape, local_shape, offsets), local_shape, dtype).to(_floating(dtype))
 
 
 @torch.library.impl("meshc::keep_mask", _DEVICES)
@@ -156,7 +156,7 @@ def _floating(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _signed(value: int) -> int:
+def _to_signed_int64(value: int) -> int:
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -249,7 +249,7 @@ def bernoulli(seed_step: Tensor, call: int, probability: Tensor, tile: tuple[Sha
     return (bits >= 2.0**24 - (probability.double() * 2.0**24).round()).to(probability.dtype)
 
 
-def settled(input: Tensor, p: float, training: bool) -> Tensor:
+def dropout_without_draws(input: Tensor, p: float, training: bool) -> Tensor:
     """Dropout without draws, as in torch: not training, p = 0, or p = 1."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")

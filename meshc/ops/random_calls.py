@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from meshc.ir.functions import Function, Target
-from meshc.ops import drawing, dropout, recurrent
-from meshc.ops.signatures import filled
+from meshc.ops import dropout, raised_draws, recurrent
+from meshc.ops.signatures import bind_with_defaults
 
 _functional = torch.nn.functional
 _RECURRENT = tuple(recurrent.RAISED)
 SOMETIMES: Final = (_functional.scaled_dot_product_attention, _functional.multi_head_attention_forward, *_RECURRENT)
 """Functions that draw only if their dropout is on."""
 
-RAISED: dict[Target, Function] = {**dropout.RAISED, **drawing.RAISED}
+RAISED: dict[Target, Function] = {**dropout.RAISED, **raised_draws.RAISED}
 """Torch function, or a method's name -> the same function with two more keywords, `seed_step` and `call`, built of meshc operators."""
 
 UNKNOWN_COUNT = "how many uniform numbers one of its results takes is not known beforehand"
@@ -69,7 +69,7 @@ def draws(target: Target, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | 
     name = getattr(target, "__name__", str(target))
     if not is_random(target) and target not in SOMETIMES:
         return 0
-    given = filled(name if is_method(target) else target, args, kwargs or {})
+    given = bind_with_defaults(name if is_method(target) else target, args, kwargs or {})
     if target in _RECURRENT:
         return (given["num_layers"] - 1) if given["train"] and 0.0 < given["dropout"] < 1.0 else 0
     training = given.get("training", given.get("train", True))

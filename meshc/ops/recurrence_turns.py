@@ -29,7 +29,7 @@ def recurrence_turn(
     _fit("recurrence_turn", dim, along, slot, parts, ranks, handed, a=a, b=b)
     turn = Turn(slot, parts, place, ranks, False)
     if turn.part is None:
-        h, state = _made(a, dim, along, parts)
+        h, state = _empty_results(a, dim, along, parts)
         return h.zero_(), state.zero_()
     h = _recurrence(turn.of(a, along), turn.of(b, along), None if handed is None or not turn.link else handed[0], dim)
     return h, h.narrow(dim, h.shape[dim] - 1, 1).unsqueeze(0).clone()
@@ -40,7 +40,7 @@ def _(
     a: Tensor, b: Tensor, handed: Tensor | None, dim: int, along: int, slot: int, parts: int, place: int, ranks: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _fit("recurrence_turn", dim, along, slot, parts, ranks, handed, a=a, b=b)
-    return _made(a, dim, along, parts)
+    return _empty_results(a, dim, along, parts)
 
 
 @torch.library.custom_op("meshc::recurrence_backward_turn", mutates_args=())
@@ -51,7 +51,7 @@ def recurrence_backward_turn(
     _fit("recurrence_backward_turn", dim, along, slot, parts, ranks, handed, grad=grad, a=a, h=h, before=before)
     turn = Turn(slot, parts, place, ranks, True)
     if turn.part is None:
-        made, state = _made(a, dim, along, parts)
+        made, state = _empty_results(a, dim, along, parts)
         return made.zero_(), torch.zeros_like(made), state.zero_()
     mine, after = [turn.of(x, along) for x in (grad, a, h, before)], None if handed is None or not turn.link else handed[0]
     of_a, of_b = _backward(*mine, after, dim)
@@ -64,11 +64,11 @@ def _(
     ranks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _fit("recurrence_backward_turn", dim, along, slot, parts, ranks, handed, grad=grad, a=a, h=h, before=before)
-    made, state = _made(a, dim, along, parts)
+    made, state = _empty_results(a, dim, along, parts)
     return made, torch.empty_like(made), state
 
 
-def _made(a: Tensor, dim: int, along: int, parts: int) -> tuple[Tensor, Tensor]:
+def _empty_results(a: Tensor, dim: int, along: int, parts: int) -> tuple[Tensor, Tensor]:
     shape = list(a.shape)
     shape[along] //= parts
     return a.new_empty(shape), a.new_empty([1, *shape[:dim], 1, *shape[dim + 1 :]])
@@ -85,7 +85,7 @@ def _fit(
         rule = f"{', '.join(operands)} are of one shape and floating dtype, of which {dim} and {along} are dims, the first not empty"
         raise misfit(operator, rule, **operands)
     fit_turns(operator, first.shape[along], slot, parts, ranks, **operands)
-    narrow, whole = list(_made(first, dim, along, parts)[1].shape), list(first.shape)
+    narrow, whole = list(_empty_results(first, dim, along, parts)[1].shape), list(first.shape)
     whole[dim] = 1
     for name, edge, shape in (("handed", handed, narrow), ("before", before, whole)):
         if edge is not None and (list(edge.shape), edge.dtype, edge.device) != (shape, first.dtype, first.device):

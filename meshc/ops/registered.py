@@ -18,14 +18,14 @@ from meshc.private import OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredRule:
     """`rule` is a rule's text or a function of `(node, tensors)`; `fields` are further fields of the `Rule` that the text becomes."""
 
     rule: str | Function
     fields: Mapping[str, object]
 
 
-RULES: Final[dict[OpOverload, Registered]] = {}
+RULES: Final[dict[OpOverload, RegisteredRule]] = {}
 """Operator -> its registered rule; a later registration replaces an earlier one."""
 
 

@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from meshc.ops import twice
+from meshc.ops import double_backward
 from meshc.ops.operands import misfit
 from meshc.ops.turns import Turn, fit_turns
 
@@ -36,7 +36,7 @@ States = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class Kind:
+class CellKind:
     """
     gates, kept, made, states    sizes in multiples of h: gates of x and weight; values kept per step; gradients per step; state tensors
     step    (x, contribution of h to each gate, state) -> (state, kept, without the previous h)
@@ -102,11 +102,11 @@ def _relu_back(grads: States, kept: States) -> tuple[list[Tensor], list[Tensor],
     return [gate], [gate], [torch.zeros_like(gate)]
 
 
-KINDS: Final[Mapping[str, Kind]] = {
-    "lstm": Kind(4, 6, 4, 2, _lstm, _lstm_back),
-    "gru": Kind(3, 5, 4, 1, _gru, _gru_back),
-    "tanh": Kind(1, 2, 1, 1, _tanh, _tanh_back),
-    "relu": Kind(1, 2, 1, 1, _relu, _relu_back),
+KINDS: Final[Mapping[str, CellKind]] = {
+    "lstm": CellKind(4, 6, 4, 2, _lstm, _lstm_back),
+    "gru": CellKind(3, 5, 4, 1, _gru, _gru_back),
+    "tanh": CellKind(1, 2, 1, 1, _tanh, _tanh_back),
+    "relu": CellKind(1, 2, 1, 1, _relu, _relu_back),
 }
 """`kind`, the operators' first argument -> the cell."""
 
@@ -122,7 +122,7 @@ def _(
     kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _fit("rnn", kind, x, weight, bias, {"before": before})
-    return _made(kind, x, weight, x.shape[1])
+    return _empty_results(kind, x, weight, x.shape[1])
 
 
 @torch.library.custom_op("meshc::rnn_backward", mutates_args=())
@@ -136,7 +136,7 @@ def rnn_backward(
 @rnn_backward.register_fake
 def _(kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
     _fit_backward("rnn_backward", kind, grad, kept, weight, {"of_last": of_last})
-    return _made_back(kind, grad, weight, grad.shape[1])
+    return _empty_gradients(kind, grad, weight, grad.shape[1])
 
 
 @torch.library.custom_op("meshc::rnn_turn", mutates_args=())
@@ -200,14 +200,14 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _, of_last):  # type: ignore[no-untyped-def]
     weight, kept, *others = ctx.saved_tensors
-    if twice.is_differentiated():
+    if double_backward.is_differentiated():
         x, bias, before = others
         if ctx.before and before is None:
             states = KINDS[ctx.kind].states
             begun = kept[-1 if ctx.reverse else 0].detach().chunk(KINDS[ctx.kind].kept, -1)
             before = torch.stack(begun[: -states - 1 : -1])
         steps = partial(_written_out, ctx.kind, ctx.reverse)
-        return None, *twice.written_out(steps, (x, weight, bias, before), (grad, of_last)), None
+        return None, *double_backward.differentiable_gradients(steps, (x, weight, bias, before), (grad, of_last)), None
     h = weight.shape[1]
     grad = kept.new_zeros((*kept.shape[:-1], h)) if grad is None else grad
     gates, of_before = rnn_backward(ctx.kind, grad, of_last, kept, weight, ctx.reverse)
@@ -240,7 +240,7 @@ def _steps(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(out, kept, last)` over the first `count` positions; results at later positions are zero."""
     how, turned = KINDS[kind], weight.t()
-    out, kept, last = (torch.zeros_like(made) if count < x.shape[0] else made for made in _made(kind, x, weight, x.shape[1]))
+    out, kept, last = (torch.zeros_like(made) if count < x.shape[0] else made for made in _empty_results(kind, x, weight, x.shape[1]))
     state: States = list(torch.zeros_like(last) if before is None else before)
     for t in reversed(range(count)) if reverse else range(count):
         sums = state[0] @ turned if bias is None else torch.addmm(bias, state[0], turned)
@@ -255,7 +255,9 @@ def _steps_back(
     kind: str, grad: Tensor, of_last: Tensor | None, kept: Tensor, weight: Tensor, reverse: bool, count: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     how = KINDS[kind]
-    gates, first = (torch.zeros_like(made) if count < grad.shape[0] else made for made in _made_back(kind, grad, weight, grad.shape[1]))
+    gates, first = (
+        torch.zeros_like(made) if count < grad.shape[0] else made for made in _empty_gradients(kind, grad, weight, grad.shape[1])
+    )
     of_state = list(torch.zeros_like(first) if of_last is None else of_last)
     for t in range(count) if reverse else reversed(range(count)):
         made, to_h, rest = how.back([of_state[0] + grad[t], *of_state[1:]], kept[t].chunk(how.kept, -1))
@@ -265,23 +267,23 @@ def _steps_back(
     return gates, first
 
 
-def _made(kind: str, x: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(kind: str, x: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     how, h = KINDS[kind], weight.shape[1]
     return x.new_empty((x.shape[0], rows, h)), x.new_empty((x.shape[0], rows, how.kept * h)), x.new_empty((how.states, rows, h))
 
 
-def _made_back(kind: str, grad: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _empty_gradients(kind: str, grad: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     how, h = KINDS[kind], weight.shape[1]
     return grad.new_empty((grad.shape[0], rows, how.made * h)), grad.new_empty((how.states, rows, h))
 
 
 def _made_turn(kind: str, x: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    out, kept, last = _made(kind, x, weight, x.shape[1] // parts)
+    out, kept, last = _empty_results(kind, x, weight, x.shape[1] // parts)
     return out, kept, last.unsqueeze(0)
 
 
 def _made_turn_back(kind: str, grad: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    gates, first = _made_back(kind, grad, weight, grad.shape[1] // parts)
+    gates, first = _empty_gradients(kind, grad, weight, grad.shape[1] // parts)
     return gates, first.unsqueeze(0)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshc.ops.attention import attention
 from meshc.ops.explicit_attention import explicit_attention
-from meshc.ops.random import dropout, settled
+from meshc.ops.random import dropout, dropout_without_draws
 
 
 def sdpa(
@@ -62,7 +62,7 @@ def sdpa(
         scores = torch.where(columns <= rows, scores, torch.full((), -math.inf, dtype=q.dtype, device=q.device))
     weights = torch.softmax(scores, -1) if bias is None else safe_softmax(scores + bias)
     if not 0.0 < dropout_p < 1.0:
-        return torch.matmul(settled(weights, dropout_p, True), v)
+        return torch.matmul(dropout_without_draws(weights, dropout_p, True), v)
     if seed_step is None:
         raise ValueError("attention with dropout needs seed_step")
     return torch.matmul(dropout(weights, seed_step, call, dropout_p), v)
@@ -75,7 +75,7 @@ def safe_softmax(scores: Tensor) -> Tensor:
     return torch.where(blind, zero, torch.softmax(torch.where(blind, zero, scores), -1))
 
 
-def weighed(
+def written_out_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -45,24 +45,30 @@ class Parameter:
 Signature: TypeAlias = tuple[Parameter, ...]
 
 
-def bound(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
+def bind_arguments(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
     """The arguments of a call by torch's names, without defaults. `target`: a torch function, an operator, or the name of a method; values
     may be nodes of a graph. Raises TypeError where torch would."""
-    return _matched(target, args, kwargs)[1]
+    return _match_overload(target, args, kwargs)[1]
 
 
-def filled(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
+def bind_with_defaults(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named:
     """The arguments of a call by torch's names, with torch's defaults for omitted ones."""
-    signature, given = _matched(target, args, kwargs)
+    signature, given = _match_overload(target, args, kwargs)
     return {p.name: given.get(p.name, p.default) for p in signature if p.name in given or p.default is not REQUIRED}
 
 
-def placed(function: Function, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any], without: Collection[str] = ()) -> Placed:
+def arguments_for(
+    function: Function, target: Target, args: Sequence[Any], kwargs: Mapping[str, Any], without: Collection[str] = ()
+) -> Placed:
     """(args, kwargs) to call `function`, whose parameters have torch's names, as `target` was called: by position up to the first omitted;
     all by position if it has `*args`. `without`: names to leave out."""
     parameters = inspect.signature(function).parameters.values()
     whatever = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    named = {name: value for name, value in (filled if whatever else bound)(target, args, kwargs).items() if name not in without}
+    named = {
+        name: value
+        for name, value in (bind_with_defaults if whatever else bind_arguments)(target, args, kwargs).items()
+        if name not in without
+    }
     if whatever:
         return tuple(named.values()), {}
     first = itertools.takewhile(lambda p: p.kind is p.POSITIONAL_OR_KEYWORD and p.name in named, parameters)
@@ -92,9 +98,9 @@ def _parameters(schema: Any) -> Iterator[Parameter]:
         yield Parameter("requires_grad", False, True, "bool")
 
 
-def _matched(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, Named]:
+def _match_overload(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature, Named]:
     """(signature, arguments) of the first overload that accepts a call; types decide if number and names fit several."""
-    pairs = [(signature, given) for signature in signatures(target) if (given := _given(signature, args, kwargs)) is not None]
+    pairs = [(signature, given) for signature in signatures(target) if (given := _bind_to_overload(signature, args, kwargs)) is not None]
 
     def fits(pair: tuple[Signature, Named], numbers: bool) -> bool:
         return all(_fits(p, pair[1][p.name], numbers) for p in pair[0] if p.name in pair[1])
@@ -105,7 +111,7 @@ def _matched(target: Target, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return fitting[0]
 
 
-def _given(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named | None:
+def _bind_to_overload(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Named | None:
     """The arguments of a call by parameter name; None if the overload does not accept their number or names."""
     by_place = [p for p in signature if not p.keyword_only]
     if args and [p.kind for p in by_place] == ["List[int]"] and not isinstance(args[0], list | tuple):

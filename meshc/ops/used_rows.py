@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshc.ops.expert_groups import INTEGERS
-from meshc.ops.grouped import mm_of_runs, outer_of_runs
+from meshc.ops.grouped_mm import mm_of_runs, outer_of_runs
 from meshc.ops.operands import misfit
 
 EXACT = (torch.float32, torch.float64)
@@ -124,7 +124,7 @@ def tokens_of_rows(rows: Tensor, used: Tensor, tokens: int, chosen: int) -> Tens
     _fit_rows("tokens_of_rows", rows, used, tokens * chosen, rows.dim() == 3 and tokens >= 0 and chosen >= 1)
     if rows.dtype in EXACT and not rows.is_cuda:  # terms are accumulated in their order
         return rows.new_zeros(tokens, rows.shape[2]).index_add_(0, used[0].div(chosen, rounding_mode="floor"), rows[0])
-    return _placed(rows, used, tokens * chosen).view(tokens, chosen, rows.shape[2]).sum(1)
+    return _scatter_to_places(rows, used, tokens * chosen).view(tokens, chosen, rows.shape[2]).sum(1)
 
 
 @tokens_of_rows.register_fake
@@ -136,7 +136,7 @@ def _(rows: Tensor, used: Tensor, tokens: int, chosen: int) -> Tensor:
 @torch.library.custom_op("meshc::places_of_rows", mutates_args=())
 def places_of_rows(rows: Tensor, used: Tensor, places: int) -> Tensor:
     _fit_rows("places_of_rows", rows, used, places, rows.dim() >= 2)
-    return _placed(rows, used, places)
+    return _scatter_to_places(rows, used, places)
 
 
 @places_of_rows.register_fake
@@ -167,7 +167,7 @@ def _fit_spread(rows: Tensor, dim: int, size: int, start: int, step: int) -> lis
     return [*rows.shape[:dim], size, *rows.shape[dim + 1 :]]
 
 
-def _placed(rows: Tensor, used: Tensor, places: int) -> Tensor:
+def _scatter_to_places(rows: Tensor, used: Tensor, places: int) -> Tensor:
     return rows.new_zeros((1, places, *rows.shape[2:])).index_copy_(1, used[0], rows)
 
 

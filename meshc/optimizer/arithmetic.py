@@ -27,7 +27,7 @@ _TENSORS: Final[dict[str, Callable[..., Tensor]]] = {
 """Name of a `math` function of one or two numbers -> the same function on tensors."""
 
 
-def _either(name: str) -> Callable[..., Any]:
+def _for_number_or_tensor(name: str) -> Callable[..., Any]:
     plain, tensors = getattr(math, name), _TENSORS[name]
 
     def function(*numbers: Any) -> Any:
@@ -36,7 +36,7 @@ def _either(name: str) -> Callable[..., Any]:
     return function
 
 
-_FUNCTIONS: Final = {name: _either(name) for name in _TENSORS}
+_FUNCTIONS: Final = {name: _for_number_or_tensor(name) for name in _TENSORS}
 _BY_FUNCTION: Final = {getattr(math, name): function for name, function in _FUNCTIONS.items()}
 
 

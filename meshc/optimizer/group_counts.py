@@ -19,7 +19,7 @@ GROUP: Final = HIDDEN + "group."
 """Prefix of the number's name in the state of a parameter."""
 
 
-class Watched(dict[str, Any]):
+class WriteTrackingGroup(dict[str, Any]):
     """A parameter group that records the names of entries which were set, in `written`."""
 
     def __init__(self, entries: dict[str, Any]) -> None:

@@ -28,19 +28,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshc.errors import CompileError, StateError
 from meshc.optimizer import group_counts
-from meshc.optimizer.against_itself import check_against_itself
 from meshc.optimizer.emit import update_nodes
-from meshc.optimizer.forms import in_form, refuse_fewer_bits
-from meshc.optimizer.registered import UPDATES, adapted
-from meshc.optimizer.sets import AnyOptimizer, Optimizers, members_of
+from meshc.optimizer.optimizer_set import AnyOptimizer, Optimizers, members_of
+from meshc.optimizer.registered_updates import UPDATES, with_registered_update
 from meshc.optimizer.slots import fresh_slots, is_copy, written_numbers
 from meshc.optimizer.spec import (
     AS_IT_IS,
     FIRST,
     HIDDEN,
     GroupSpec,
-    Guard,
     Keeping,
+    NumberGuard,
     OptimizerSpec,
     Slot,
     TracedUpdate,
@@ -51,16 +49,18 @@ from meshc.optimizer.spec import (
     kind_of,
     numbers,
     rates,
-    unhooked,
+    without_hooks,
 )
-from meshc.optimizer.trace import trace_update
+from meshc.optimizer.state_formats import convert_state, refuse_fewer_bits
+from meshc.optimizer.trace_check import check_against_itself
+from meshc.optimizer.trace_update import trace_update
 
 __all__ = [
     "FIRST",
     "HIDDEN",
     "GroupSpec",
     "AnyOptimizer",
-    "Guard",
+    "NumberGuard",
     "Keeping",
     "OptimizerSpec",
     "Optimizers",
@@ -108,7 +108,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
     if type(optimizer) in UPDATES:
         return
-    parameters = list(inspect.signature(unhooked(type(optimizer).step)).parameters.values())[1:]
+    parameters = list(inspect.signature(without_hooks(type(optimizer).step)).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if needed:
         raise CompileError(f"{name}.step needs {', '.join(needed)}. A compiled step calls step() alone: give them defaults.")
@@ -129,7 +129,7 @@ def describe(optimizer: AnyOptimizer, keeping: Keeping = AS_IT_IS) -> OptimizerS
     for member in members_of(optimizer):
         _refuse(member)
         with _stepping_alone(member):
-            found = _groups(adapted(member), keeping)
+            found = _groups(with_registered_update(member), keeping)
         groups += [replace(group, index=len(groups) + i) for i, group in enumerate(found)]
     name = " and ".join(type(member).__qualname__ for member in members_of(optimizer))
     idle = optimizer.idle if isinstance(optimizer, Optimizers) else ()
@@ -167,7 +167,7 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
         flags = group_flags(optimizer, group)
         fresh: dict[tuple[tuple[int, ...], torch.dtype], tuple[Slot, ...]] = {}
         traced: dict[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = {}
-        guards: list[Guard] = [Guard("weight_decay", "!=")] if kind != "other" else []
+        guards: list[NumberGuard] = [NumberGuard("weight_decay", "!=")] if kind != "other" else []
         if kind == "other" and any(p.is_complex() for p in params):
             raise CompileError(
                 f"{type(optimizer).__qualname__}: group {i} has complex parameters, which only Adam, AdamW and SGD take here."
@@ -175,7 +175,7 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
         if kind == "other" and not is_torchs_own(optimizer):
             check_against_itself(optimizer, i, written)
         for p in params:
-            signature = (tuple(p.shape), keeping.computed(p.dtype))
+            signature = (tuple(p.shape), keeping.compute_dtype(p.dtype))
             if signature in fresh:
                 continue
             fresh[signature] = fresh_slots(optimizer, i, *signature) + group_counts.slots(written, group)
@@ -184,7 +184,7 @@ def _groups(optimizer: torch.optim.Optimizer, keeping: Keeping) -> list[GroupSpe
                 guards += [g for g in found if g not in guards]
         slots = tuple(
             _with_values(
-                keeping.kept(fresh[tuple(p.shape), keeping.computed(p.dtype)], tuple(p.shape), p.dtype),
+                keeping.stored_slots(fresh[tuple(p.shape), keeping.compute_dtype(p.dtype)], tuple(p.shape), p.dtype),
                 optimizer.state.get(p),
                 type(optimizer).__qualname__,
                 keeping,
@@ -207,8 +207,8 @@ def _with_values(
     if keeping.state is None:
         for slot in slots:
             refuse_fewer_bits(optimizer, slot, state, param)
-    values = {slot.name: in_form(slot, state if slot.name in state else here, _itself) for slot in slots}
-    present = any(values[slot.name] is not None for slot in slots if not slot.hidden)
+    values = {slot.name: convert_state(slot, state if slot.name in state else here, _identity) for slot in slots}
+    present = any(values[slot.name] is not None for slot in slots if not slot.is_hidden)
     held: list[Slot] = []
     for slot in slots:
         value = values[slot.name]
@@ -222,7 +222,7 @@ def _with_values(
     return tuple(held)
 
 
-def _itself(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 

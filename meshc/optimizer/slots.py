@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshc.errors import CompileError, MeshcError
 from meshc.ir.functions import Function
-from meshc.optimizer.group_counts import Watched
-from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, group_numbers, is_torchs_own, kind_of, numbers, unhooked
+from meshc.optimizer.group_counts import WriteTrackingGroup
+from meshc.optimizer.spec import FIRST, IMPLEMENTATION, SQUARES, Slot, group_numbers, is_torchs_own, kind_of, numbers, without_hooks
 from meshc.private import FakeTensorMode
 
 _COPIES: Final[weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakSet()
@@ -82,7 +82,7 @@ class _Inits(Protocol):
     _init_group: Function
 
 
-class _Recorder(dict):
+class _FirstValueRecorder(dict):
     """State of a parameter that records each entry's first value, in `first`."""
 
     def __init__(self, *args: object) -> None:
@@ -110,21 +110,21 @@ class _Recorder(dict):
             self[name] = value
 
 
-def _state_at_birth(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
+def _create_initial_state(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
     """State entries as the class creates them: torch's own in `_init_group`, without a step. With seed 2 the group's floats differ too."""
     others = {} if seed != 2 else {
         name: 0.75 * value
         for name, value in group_numbers(optimizer, optimizer.param_groups[index]).items()
         if not isinstance(value, int)  # for instance a block length
     }
-    twin = private_copy(optimizer, index, param, others, defaultdict(_Recorder))
+    twin = private_copy(optimizer, index, param, others, defaultdict(_FirstValueRecorder))
     generator = torch.Generator().manual_seed(1000 + seed)  # not the parameter's own draws
     param.grad = torch.empty_like(param) if seed < 0 else torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
     with torch.no_grad():
         if is_torchs_own(optimizer):
             create_state(twin)
         else:
-            unhooked(type(twin).step)(twin)
+            without_hooks(type(twin).step)(twin)
     return twin.state[param].first if param in twin.state else {}
 
 
@@ -149,9 +149,9 @@ def fresh_slots(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int, 
         values = torch.randn(small, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         param = torch.nn.Parameter(values.to(dtype))
         before = param.detach().clone()
-        born.append((before, _born(optimizer, index, param, seed)))
-    full = _born_at(optimizer, index, shape, dtype, born[0][1], small)
-    wide = _born_at(optimizer, index, (3,), dtype, {}, ()) if shape == () else full
+        born.append((before, _initial_state(optimizer, index, param, seed)))
+    full = _initial_state_at(optimizer, index, shape, dtype, born[0][1], small)
+    wide = _initial_state_at(optimizer, index, (3,), dtype, {}, ()) if shape == () else full
     known_squares = is_torchs_own(optimizer) or kind_of(optimizer, optimizer.param_groups[index]) != "other"
     slots: list[Slot] = []
     first_differs = False
@@ -193,9 +193,9 @@ def written_numbers(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
     param = torch.nn.Parameter(torch.ones(shape, dtype=first.dtype))
     param.grad = torch.ones_like(param)
     twin = private_copy(optimizer, index, param, {}, defaultdict(dict))
-    watched = twin.param_groups[0] = Watched(twin.param_groups[0])
+    watched = twin.param_groups[0] = WriteTrackingGroup(twin.param_groups[0])
     with torch.no_grad():
-        unhooked(type(twin).step)(twin)
+        without_hooks(type(twin).step)(twin)
     return [name for name in numbers(optimizer)[index] if name in watched.written]
 
 
@@ -204,14 +204,14 @@ def sample_shape(optimizer: torch.optim.Optimizer, index: int, shape: tuple[int,
     few (it splits rows into blocks). Raises CompileError if the optimizer can step neither."""
     small = tuple(min(size, 3 + i) for i, size in enumerate(shape))
     try:
-        _born(optimizer, index, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
+        _initial_state(optimizer, index, torch.nn.Parameter(torch.ones(small, dtype=dtype)), 1)
     except CompileError:
-        _born(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+        _initial_state(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
         return shape
     return small
 
 
-def _born_at(
+def _initial_state_at(
     optimizer: torch.optim.Optimizer,
     index: int,
     shape: tuple[int, ...],
@@ -224,15 +224,15 @@ def _born_at(
         return known
     if is_torchs_own(optimizer):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _born(optimizer, index, torch.nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
+            return _initial_state(optimizer, index, torch.nn.Parameter(torch.empty(shape, dtype=dtype)), -1)
     if known and all(not isinstance(v, Tensor) or tuple(v.shape) in ((), small) for v in known.values()):
         return {n: torch.empty(shape, dtype=v.dtype, device="meta") if isinstance(v, Tensor) and v.dim() else v for n, v in known.items()}
-    return _born(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
+    return _initial_state(optimizer, index, torch.nn.Parameter(torch.ones(shape, dtype=dtype)), 1)
 
 
-def _born(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
+def _initial_state(optimizer: torch.optim.Optimizer, index: int, param: Tensor, seed: int) -> dict[str, object]:
     try:
-        return _state_at_birth(optimizer, index, param, seed)
+        return _create_initial_state(optimizer, index, param, seed)
     except MeshcError:
         raise
     except Exception as error:

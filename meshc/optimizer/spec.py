@@ -17,9 +17,9 @@ from torch.fx import GraphModule
 
 from meshc.errors import StateError
 from meshc.ir.functions import Function
-from meshc.ops.coded import BLOCK, code_of, scale_shape
-from meshc.optimizer.registered import UPDATES
-from meshc.optimizer.sets import AnyOptimizer, members_of
+from meshc.ops.block_codes import BLOCK, code_of, scale_shape
+from meshc.optimizer.optimizer_set import AnyOptimizer, members_of
+from meshc.optimizer.registered_updates import UPDATES
 
 HIDDEN = "meshc."
 """Prefix of state slots that a program keeps and `optimizer.state` does not know."""
@@ -40,7 +40,7 @@ KEPT: Final = ("bf16", "8bit")
 """Formats in fewer bits in which optimizer state may be stored."""
 
 CODES, SCALE = ".codes", ".scale"
-"""Suffixes of the names under which 8-bit state is stored (`meshc/ops/coded.py`)."""
+"""Suffixes of the names under which 8-bit state is stored (`meshc/ops/block_codes.py`)."""
 
 SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
 """State of torch's own optimizers that is never negative: Adam's second moment, RMSprop's, Adadelta's two, Adagrad's sum, Adamax's norm."""
@@ -67,13 +67,13 @@ class Keeping:
     gradients: bool = False
     sums: bool = False
 
-    def computed(self, dtype: torch.dtype) -> torch.dtype:
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the update of a parameter of `dtype` computes."""
         return torch.float32 if (self.state or self.master) and dtype in HALVES else dtype
 
-    def kept(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
+    def stored_slots(self, slots: Sequence[Slot], size: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, ...]:
         """The slots of a parameter of this size and dtype as the program stores them."""
-        found = [one for slot in slots for one in (slot.coded() if self.state == "8bit" else (slot.narrowed(self.state),))]
+        found = [one for slot in slots for one in (slot.as_codes() if self.state == "8bit" else (slot.in_bfloat16(self.state),))]
         if self.master and dtype in HALVES:
             found.append(Slot(MASTER, "like_param", size, torch.float32, None))
         names = [name for name, wanted in ((GRADIENT, self.gradients), (SUM, self.sums)) if wanted and not dtype.is_complex]
@@ -118,11 +118,11 @@ class Slot:
         """Whether the slot is wide, or a wide slot stored in 16 bits."""
         return self.wide or (self.computed is not None and not self.part)
 
-    def narrowed(self, state: str | None) -> Slot:
+    def in_bfloat16(self, state: str | None) -> Slot:
         """This slot as stored with state "bf16"; unchanged unless it is wide."""
         return replace(self, dtype=torch.bfloat16, computed=self.dtype) if state == "bf16" and self.wide else self
 
-    def coded(self) -> tuple[Slot, ...]:
+    def as_codes(self) -> tuple[Slot, ...]:
         """Slots of its codes and scales, if it is wide and a row fills a block; else itself. A copy of the parameter stays too."""
         if not self.wide or self.size[-1] < BLOCK or self.fill is None:
             return (self,)
@@ -144,7 +144,7 @@ class Slot:
         return "" if not parted else CODES if self.dtype == torch.uint8 else SCALE
 
     @property
-    def hidden(self) -> bool:
+    def is_hidden(self) -> bool:
         return self.name.startswith(HIDDEN)
 
     def initial(self, param: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Guard:
+class NumberGuard:
     """Assumption of a program on one number: `number <relation> constant` has this outcome, or (relation "is") the number this value."""
 
     number: str
@@ -196,7 +196,7 @@ class GroupSpec:
     optimizer: str
     flags: tuple[tuple[str, Hashable], ...]
     numbers: tuple[str, ...]
-    guards: tuple[Guard, ...]
+    guards: tuple[NumberGuard, ...]
     params: tuple[Tensor, ...]
     slots: tuple[tuple[Slot, ...], ...]
     traced: Mapping[tuple[tuple[int, ...], torch.dtype], TracedUpdate] = field(default_factory=dict)
@@ -258,12 +258,12 @@ def token(value: object) -> Hashable:
     return repr(value) if isinstance(value, int | float | str | set | None) else id(value)
 
 
-def unhooked(function: Function) -> Function:
+def without_hooks(function: Function) -> Function:
     """A `step` without torch's hooks: `Optimizer.__init__` wraps that of each class once."""
     return getattr(function, "__wrapped__", function) if getattr(function, "hooked", False) else function
 
 
-def _undecorated(function: Function) -> Function:
+def _original_function(function: Function) -> Function:
     """A method without decorators, for comparison: the first `torch.compile` wraps the methods of each optimizer class anew."""
     while True:
         inner = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
@@ -276,8 +276,8 @@ def _follows(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer]
     kind = type(optimizer)
     return (
         isinstance(optimizer, base)
-        and _undecorated(kind.step) is _undecorated(base.step)
-        and _undecorated(kind._init_group) is _undecorated(base._init_group)  # type: ignore[attr-defined]
+        and _original_function(kind.step) is _original_function(base.step)
+        and _original_function(kind._init_group) is _original_function(base._init_group)  # type: ignore[attr-defined]
     )
 
 
@@ -364,7 +364,7 @@ def rates(optimizer: AnyOptimizer) -> list[float | None]:
     return [None if rate is None else float(rate) for rate in found]
 
 
-def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[Guard]]) -> tuple[tuple[str, Hashable], ...]:
+def guarded_key(optimizer: AnyOptimizer, guards: Sequence[Sequence[NumberGuard]]) -> tuple[tuple[str, Hashable], ...]:
     members = members_of(optimizer)
     rows = [(member, group) for member in members for group in member.param_groups]
     names = " and ".join(type(member).__qualname__ for member in members)

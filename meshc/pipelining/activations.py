@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from meshc.pipelining.schedule import Action
 
 
-def held(actions: Sequence[Action], stage_bytes: Sequence[float] | None = None) -> Iterator[float]:
+def activations_in_flight(actions: Sequence[Action], stage_bytes: Sequence[float] | None = None) -> Iterator[float]:
     """Yields the activations in flight while each action of one rank runs: a count of (stage, microbatch) pairs, or their bytes.
 
     A forward allocates the activations that its stage saves for one microbatch; B, or W where backward is split, frees them. A forward
@@ -28,4 +28,4 @@ def held(actions: Sequence[Action], stage_bytes: Sequence[float] | None = None) 
 
 def peaks(lists: Iterable[Sequence[Action]], stage_bytes: Sequence[float] | None = None) -> tuple[float, ...]:
     """Each rank's peak of `held`."""
-    return tuple(max(held(actions, stage_bytes), default=0) for actions in lists)
+    return tuple(max(activations_in_flight(actions, stage_bytes), default=0) for actions in lists)

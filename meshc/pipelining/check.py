@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from meshc.errors import ScheduleError, lines_of
-from meshc.pipelining.activations import held
-from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send
-from meshc.pipelining.waiting import circle
+from meshc.pipelining.activations import activations_in_flight
+from meshc.pipelining.deadlock import wait_cycle
+from meshc.pipelining.schedule import Action, Instruction, Message, Recv, Schedule, Send, StageLink
 
 _SHOWN = 20
 """How many faults one error lists."""
@@ -16,7 +16,7 @@ _SHOWN = 20
 
 def check(
     schedule: Schedule,
-    links: Collection[Link],
+    links: Collection[StageLink],
     stage_bytes: Sequence[float] | None = None,
     budget: float | Sequence[float] | None = None,
     *,
@@ -37,14 +37,14 @@ def check(
     stages = max([1, schedule.stages, *(1 + max(link.source, link.target) for link in links)]) if stages is None else stages
     microbatches = max(1, schedule.microbatches) if microbatches is None else microbatches
     faults = [
-        *_repeated(listing),
-        *_strangers(listing, stages, microbatches),
-        *_missing(listing, stages, microbatches, schedule.trains if trains is None else trains),
-        *_misordered(listing, links),
+        *_duplicate_instructions(listing),
+        *_misplaced_actions(listing, stages, microbatches),
+        *_missing_actions(listing, stages, microbatches, schedule.trains if trains is None else trains),
+        *_order_faults(listing, links),
     ]
     # Messages follow from actions, channels from messages, deadlocks from all of it: a fault would be reported again in each of these.
-    faults = faults or [*_messages(listing, links)]
-    faults = faults or [*_channels(listing)]
+    faults = faults or [*_message_faults(listing, links)]
+    faults = faults or [*_channel_faults(listing)]
     faults = faults or [*_deadlock(listing)]
     if not faults and stage_bytes is not None and budget is not None:
         faults += _memory(listing, stage_bytes, budget)
@@ -68,7 +68,7 @@ class _Listing:
     def place(self, item: Instruction) -> tuple[int, int]:
         return self.places[item][0]
 
-    def say(self, rank: int, position: int) -> str:
+    def place_text(self, rank: int, position: int) -> str:
         line = f" (line {self.schedule.lines[rank]})" if self.schedule.lines else ""
         return f"rank {rank}, position {position}, {self.schedule.lists[rank][position]}{line}"
 
@@ -86,29 +86,32 @@ class _Listing:
         return next((action for op in ops if self.has(action := Action(op, stage, microbatch))), None)
 
 
-def _repeated(listing: _Listing) -> Iterator[str]:
+def _duplicate_instructions(listing: _Listing) -> Iterator[str]:
     for first, *others in listing.places.values():
         for place in others:
-            yield f"{listing.say(*place)}: is there already, at rank {first[0]}, position {first[1]}; keep one"
+            yield f"{listing.place_text(*place)}: is there already, at rank {first[0]}, position {first[1]}; keep one"
 
 
-def _strangers(listing: _Listing, stages: int, microbatches: int) -> Iterator[str]:
+def _misplaced_actions(listing: _Listing, stages: int, microbatches: int) -> Iterator[str]:
     """Actions on the wrong rank, of stages or microbatches that do not exist, or half backwards beside a whole one."""
     for action in listing.actions():
         rank, position = listing.place(action)
         owner = listing.schedule.rank_of(action.stage)
         if rank != owner:
-            yield f"{listing.say(rank, position)}: stage {action.stage} is rank {owner}'s; move it there, or the stage's other actions here"
+            yield (
+                f"{listing.place_text(rank, position)}: stage {action.stage} is rank {owner}'s; "
+                "move it there, or the stage's other actions here"
+            )
         if action.stage >= stages:
-            yield f"{listing.say(rank, position)}: there are {stages} stages, 0 to {stages - 1}; drop it"
+            yield f"{listing.place_text(rank, position)}: there are {stages} stages, 0 to {stages - 1}; drop it"
         if action.microbatch >= microbatches:
-            yield f"{listing.say(rank, position)}: there are {microbatches} microbatches, 0 to {microbatches - 1}; drop it"
+            yield f"{listing.place_text(rank, position)}: there are {microbatches} microbatches, 0 to {microbatches - 1}; drop it"
         if action.op in "IW" and listing.of("B", action.stage, action.microbatch):
             whole = Action("B", action.stage, action.microbatch)
-            yield f"{listing.say(rank, position)}: {whole} is the whole backward; keep {whole}, or I and W"
+            yield f"{listing.place_text(rank, position)}: {whole} is the whole backward; keep {whole}, or I and W"
 
 
-def _missing(listing: _Listing, stages: int, microbatches: int, trains: bool) -> Iterator[str]:
+def _missing_actions(listing: _Listing, stages: int, microbatches: int, trains: bool) -> Iterator[str]:
     for stage in range(stages):
         owner = listing.owner(stage)
         if owner is None:
@@ -122,16 +125,16 @@ def _missing(listing: _Listing, stages: int, microbatches: int, trains: bool) ->
             if trains and not (whole or inputs or weights):
                 yield f"rank {owner}: B{stage}.{microbatch} is missing, the backward {which}; add it, or I and W"
             if not trains and (backward := whole or inputs or weights):
-                yield f"{listing.say(*listing.place(backward))}: nothing is trained, so there are no backwards; drop it"
+                yield f"{listing.place_text(*listing.place(backward))}: nothing is trained, so there are no backwards; drop it"
             if inputs and not (whole or weights):
-                place = listing.say(*listing.place(inputs))
+                place = listing.place_text(*listing.place(inputs))
                 yield f"rank {owner}: W{stage}.{microbatch} is missing, the other half of {place}; add it after that, or make that a B"
             if weights and not (whole or inputs):
-                place = listing.say(*listing.place(weights))
+                place = listing.place_text(*listing.place(weights))
                 yield f"rank {owner}: I{stage}.{microbatch} is missing, which {place} needs; add it before that, or make that a B"
 
 
-def _misordered(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
+def _order_faults(listing: _Listing, links: Collection[StageLink]) -> Iterator[str]:
     """Actions listed before another action of their rank that they depend on."""
     sources: dict[tuple[str, int], list[int]] = defaultdict(list)
     for link in sorted(links):
@@ -145,10 +148,10 @@ def _misordered(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
         for need in needs:
             there, after = listing.place(need) if need is not None else (rank, position)
             if there == rank and after > position:
-                yield f"{listing.say(rank, position)}: needs {need}, which comes after it, at position {after}; put {need} first"
+                yield f"{listing.place_text(rank, position)}: needs {need}, which comes after it, at position {after}; put {need} first"
 
 
-def _messages(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
+def _message_faults(listing: _Listing, links: Collection[StageLink]) -> Iterator[str]:
     """Messages that are missing, unexpected, or on the wrong side of their action."""
     schedule = listing.schedule
     expected: dict[Message, tuple[Action, Action]] = {}
@@ -162,20 +165,25 @@ def _messages(listing: _Listing, links: Collection[Link]) -> Iterator[str]:
         send, receive = Send(message), Recv(message)
         (source, after), (target, before) = listing.place(made), listing.place(user)
         if not listing.has(send):
-            awaits = f", for which {listing.say(*listing.place(receive))} waits" if listing.has(receive) else f", which {user} needs"
-            yield f"rank {source}: {send} is missing{awaits}; put it after {listing.say(source, after)}"
+            awaits = f", for which {listing.place_text(*listing.place(receive))} waits" if listing.has(receive) else f", which {user} needs"
+            yield f"rank {source}: {send} is missing{awaits}; put it after {listing.place_text(source, after)}"
         if not listing.has(receive):
-            yield f"rank {target}: {receive} is missing, which {listing.say(target, before)} needs; put it before that"
+            yield f"rank {target}: {receive} is missing, which {listing.place_text(target, before)} needs; put it before that"
         if listing.has(send) and listing.place(send)[0] == source and listing.place(send)[1] < after:
-            yield f"{listing.say(*listing.place(send))}: stands before {made} (position {after}), which makes it; put it after that"
+            yield f"{listing.place_text(*listing.place(send))}: stands before {made} (position {after}), which makes it; put it after that"
         if listing.has(receive) and listing.place(receive)[0] == target and listing.place(receive)[1] > before:
-            yield f"{listing.say(*listing.place(receive))}: stands after {user} (position {before}), which needs it; put it before that"
+            yield (
+                f"{listing.place_text(*listing.place(receive))}: stands after {user} (position {before}), "
+                "which needs it; put it before that"
+            )
     for item in list(listing.places):
-        if isinstance(item, (Send, Recv)) and (why := _unasked(listing, item, expected, links)):
-            yield f"{listing.say(*listing.place(item))}: {why}"
+        if isinstance(item, (Send, Recv)) and (why := _stray_message_reason(listing, item, expected, links)):
+            yield f"{listing.place_text(*listing.place(item))}: {why}"
 
 
-def _unasked(listing: _Listing, item: Send | Recv, expected: dict[Message, tuple[Action, Action]], links: Collection[Link]) -> str | None:
+def _stray_message_reason(
+    listing: _Listing, item: Send | Recv, expected: dict[Message, tuple[Action, Action]], links: Collection[StageLink]
+) -> str | None:
     """The reason why a send or receive is on the wrong rank, or on none; None for an expected one."""
     message = item.message
     rank, _ = listing.place(item)
@@ -194,7 +202,7 @@ def _unasked(listing: _Listing, item: Send | Recv, expected: dict[Message, tuple
     return f"rank {listing.place(user)[0]} has both stages and sends itself nothing; drop it"
 
 
-def _channels(listing: _Listing) -> Iterator[str]:
+def _channel_faults(listing: _Listing) -> Iterator[str]:
     """Channels whose receives are in another order than the sends; a channel is an ordered pair of ranks."""
     schedule = listing.schedule
     sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -208,15 +216,17 @@ def _channels(listing: _Listing) -> Iterator[str]:
     for (source, target), messages in sorted(sent.items()):
         for given, taken in zip(messages, awaited[source, target], strict=True):
             if given != taken:
-                place, send = (listing.say(*listing.place(item)) for item in (Recv(taken), Send(given)))
+                place, send = (listing.place_text(*listing.place(item)) for item in (Recv(taken), Send(given)))
                 yield f"{place}: at its turn comes {given}, which {send} gives; receive in the order of sending"
                 break
 
 
 def _deadlock(listing: _Listing) -> Iterator[str]:
-    waits = circle(listing.schedule)
+    waits = wait_cycle(listing.schedule)
     if waits:
-        lines = [f"{listing.say(*wait.place)} waits for {wait.needs}, which comes from {listing.say(*wait.made)}" for wait in waits]
+        lines = [
+            f"{listing.place_text(*wait.place)} waits for {wait.needs}, which comes from {listing.place_text(*wait.made)}" for wait in waits
+        ]
         fix = "each waits for what another has behind the place where it waits itself; move one of these to before its rank's wait"
         yield "\n    ".join(["ranks wait for each other:", *lines, fix])
 
@@ -224,10 +234,10 @@ def _deadlock(listing: _Listing) -> Iterator[str]:
 def _memory(listing: _Listing, stage_bytes: Sequence[float], budget: float | Sequence[float]) -> Iterator[str]:
     for rank, actions in enumerate(listing.schedule.actions):
         allowed = budget[rank] if isinstance(budget, Sequence) else budget
-        counts = list(held(actions))
-        for index, now in enumerate(held(actions, stage_bytes)):
+        counts = list(activations_in_flight(actions))
+        for index, now in enumerate(activations_in_flight(actions, stage_bytes)):
             if now > allowed:
-                place = listing.say(*listing.place(actions[index]))
+                place = listing.place_text(*listing.place(actions[index]))
                 what = f"{counts[index]:,} activations in flight, {now:,.0f} bytes, where {allowed:,.0f} are allowed"
                 yield f"{place}: {what}; use a schedule that holds fewer, or smaller microbatches"
                 break

@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 
 from meshc.errors import PlanError
 from meshc.files.folders import write_text
-from meshc.pipelining import trace
-from meshc.pipelining.events import Run
+from meshc.pipelining import perfetto_trace
+from meshc.pipelining.events import StageRun
 from meshc.pipelining.schedule import OPS, Action
 from meshc.pipelining.timing import Event, Timeline
 
@@ -32,9 +32,9 @@ def svg(timeline: Timeline) -> str:
     Several pipelines are drawn one below the other, each in the order of its stages' ranks.
     Stages outside a schedule (before the first microbatch, after the last one) are grey, with their names.
     """
-    events = [event for events in timeline.ran for event in events]
+    events = [event for events in timeline.stage_events for event in events]
     first_s = min((event.start_s for event in events), default=0.0)
-    lengths = sorted(event.end_s - event.start_s for events in timeline.computed if events for event in events) or sorted(
+    lengths = sorted(event.end_s - event.start_s for events in timeline.action_events if events for event in events) or sorted(
         event.end_s - event.start_s for event in events
     )
     short_s = lengths[len(lengths) // 4] if lengths else 1.0
@@ -63,7 +63,7 @@ def svg(timeline: Timeline) -> str:
 def _headline(timeline: Timeline, unit_s: float, unit: str) -> str:
     """Text of the makespan, and of the whole call's time where that is longer."""
     whole = f"{timeline.call_s / unit_s:.4g} {unit}"
-    if not any(timeline.computed):
+    if not any(timeline.action_events):
         return whole
     idle = f"{timeline.makespan_s / unit_s:.4g} {unit}, idle {100 * timeline.bubble:.1f} %"
     return idle if timeline.call_s <= timeline.makespan_s else f"a call {whole}, its microbatches {idle}"
@@ -71,8 +71,8 @@ def _headline(timeline: Timeline, unit_s: float, unit: str) -> str:
 
 def _legend(timeline: Timeline, shades: Mapping[tuple[int, int], int]) -> Iterator[tuple[float, str]]:
     """(x of the right end, SVG) of each entry of the legend."""
-    used = {_op(event) for events in timeline.ran for event in events}
-    outside = "before and after the microbatches" if any(timeline.computed) else "stage"
+    used = {_colour_key(event) for events in timeline.stage_events for event in events}
+    outside = "before and after the microbatches" if any(timeline.action_events) else "stage"
     x = float(_LEFT)
     for op, words in ((op, {**OPS, "run": outside}[op]) for op in COLOURS if op in used):
         label = f"{words} ({op})" if op in OPS else words
@@ -90,7 +90,7 @@ def _action(event: Event) -> Action:
     return event.instruction
 
 
-def _op(event: Event) -> str:
+def _colour_key(event: Event) -> str:
     return event.instruction.op if isinstance(event.instruction, Action) else "run"
 
 
@@ -101,7 +101,7 @@ def _rows(timeline: Timeline, width: float) -> Iterator[str]:
         yield f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">rank {rank}</text>'
         yield f'<rect x="{_LEFT}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="#eee"/>'
         idle = timeline.idle_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
-        if timeline.computed[rank] or not timeline.ran[rank]:
+        if timeline.action_events[rank] or not timeline.stage_events[rank]:
             yield f'<text x="{_LEFT + width + 8:.2f}" y="{y + 17}">idle {100 * idle:.1f} %, holds up to {peaks[rank]:g}</text>'
 
 
@@ -113,7 +113,7 @@ def _places(timeline: Timeline) -> Mapping[int, int]:
 
 def _shades(timeline: Timeline) -> Mapping[tuple[int, int], int]:
     """(rank, stage) -> index of the stage among the rank's stages, counted from 0."""
-    stages = [sorted({_action(event).stage for event in events}) for events in timeline.computed]
+    stages = [sorted({_action(event).stage for event in events}) for events in timeline.action_events]
     return {(rank, stage): shade for rank, mine in enumerate(stages) for shade, stage in enumerate(mine)}
 
 
@@ -127,19 +127,19 @@ def _box(event: Event, place: int, shades: Mapping[tuple[int, int], int], first_
     x, width = _LEFT + (event.start_s - first_s) * scale, (event.end_s - event.start_s) * scale
     y = _TOP + place * (_ROW + _GAP)
     shade = shades[event.rank, item.stage] if isinstance(item, Action) else 0
-    label = str(item.microbatch) if isinstance(item, Action) else _stage_label(item) if isinstance(item, Run) else ""
+    label = str(item.microbatch) if isinstance(item, Action) else _stage_label(item) if isinstance(item, StageRun) else ""
     size = min(11.0, (width - 2) / (0.64 * len(label)))
     fits = size >= (5 if isinstance(item, Action) else 8)
     text = f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle" font-size="{size:.1f}">{escape(label)}</text>' if fits else ""
     times = f"{(event.start_s - first_s) / unit_s:.4g} to {(event.end_s - first_s) / unit_s:.4g} {unit}"
-    name = str(item).removeprefix("RUN:").removesuffix(".0") if isinstance(item, Run) else str(item)
+    name = str(item).removeprefix("RUN:").removesuffix(".0") if isinstance(item, StageRun) else str(item)
     return (
         f'<g><title>{escape(name)} on rank {event.rank}, {times}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" '
-        f'fill="{_fill(_op(event), shade)}" stroke="#444" stroke-width="0.5"/>{text}</g>'
+        f'fill="{_fill(_colour_key(event), shade)}" stroke="#444" stroke-width="0.5"/>{text}</g>'
     )
 
 
-def _stage_label(run: Run) -> str:
+def _stage_label(run: StageRun) -> str:
     """`before` for `before_0`, since the row shows the rank; the microbatch's number for the stage `each`."""
     return str(run.microbatch) if run.stage == "each" else run.stage.rstrip("0123456789").removesuffix("_")
 
@@ -161,8 +161,8 @@ def text(timeline: Timeline, unit_s: float = 1.0) -> str:
     """The timeline as text: a line for each rank, three columns for each `unit_s` seconds; later stages of a rank in lower case."""
     lines = []
     shades = _shades(timeline)
-    start_s = min((event.start_s for events in timeline.computed for event in events), default=0.0)
-    for rank, events in enumerate(timeline.computed):
+    start_s = min((event.start_s for events in timeline.action_events for event in events), default=0.0)
+    for rank, events in enumerate(timeline.action_events):
         line = f"{rank}  "
         for event in events:
             label = f"{_action(event).op}{_action(event).microbatch}"
@@ -183,4 +183,4 @@ def write(timeline: Timeline, path: str | Path) -> None:
     single = path.suffix in (".svg", ".json") and not path.is_dir()
     files = [path] if single else [path / "timeline.svg", path / "timeline.json"]
     for file in files:
-        write_text(file, svg(timeline) if file.suffix == ".svg" else trace.write(timeline))
+        write_text(file, svg(timeline) if file.suffix == ".svg" else perfetto_trace.timeline_to_trace(timeline))

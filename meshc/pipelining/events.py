@@ -14,7 +14,7 @@ from meshc.pipelining.schedule import Instruction, parse_instruction
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Run:
+class StageRun:
     """A stage outside a schedule: before the first microbatch, after the last, or of a program without pipeline stages."""
 
     stage: str
@@ -25,7 +25,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Handed:
+class CallTransfer:
     """A transfer between two ranks of the pipeline axis once a call; `op` is SEND or RECV."""
 
     op: str
@@ -38,7 +38,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class There:
+class HostEvent:
     """Host work of a rank within a stage; `op` is OUT (a copy to the host), IN (a copy from the host) or HOST (an operator that runs on
     the host), `name` is `stage.node`."""
 
@@ -52,7 +52,7 @@ class There:
 THERE: Final = {"OUT": "to the host", "HOST": "on the host", "IN": "from the host"}
 """Names of the host's lanes in a trace, in the order of the lanes."""
 
-Item: TypeAlias = Instruction | Run | Handed | There
+Item: TypeAlias = Instruction | StageRun | CallTransfer | HostEvent
 """The instruction of a timeline event."""
 
 _RUN: Final = re.compile(r"RUN:(\w+)\.(\d{1,9})", re.ASCII)
@@ -63,9 +63,9 @@ _HANDED: Final = re.compile(r"(SEND|RECV):(.+)@(\d{1,9})>(\d{1,9})", re.ASCII)
 def parse_item(text: str) -> Item:
     """Parses one item, as `str` prints it. Raises ScheduleError for any other text."""
     if run := _RUN.fullmatch(text):
-        return Run(run[1], int(run[2]))
+        return StageRun(run[1], int(run[2]))
     if there := _THERE.fullmatch(text):
-        return There(there[1], there[2])
+        return HostEvent(there[1], there[2])
     if handed := _HANDED.fullmatch(text):
-        return Handed(handed[1], handed[2], int(handed[3]), int(handed[4]))
+        return CallTransfer(handed[1], handed[2], int(handed[3]), int(handed[4]))
     return parse_instruction(text)

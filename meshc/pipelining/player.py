@@ -22,13 +22,13 @@ Place: TypeAlias = tuple[int, int]
 class Observer:
     """Callbacks for the events of a schedule; this base class ignores them."""
 
-    def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
+    def record_action(self, rank: int, action: Action, read: Sequence[Message]) -> None:
         """An action whose messages have all arrived."""
 
-    def posted(self, place: Place) -> None:
+    def record_post(self, place: Place) -> None:
         """A SEND or RECV that is posted."""
 
-    def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
+    def record_transfer(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
         """A transfer of which both ends are posted. `comes` is False if the receiver expects another message, which never arrives."""
 
 
@@ -66,7 +66,7 @@ class Player:
             stuck = ", ".join(f"rank {rank} at {self.schedule.lists[rank][self.at[rank]]}" for rank in stopped)
             raise ScheduleError(f"the schedule stops before its end: {stuck}; `check` says what each of them waits for")
 
-    def awaited(self, rank: int) -> Message | None:
+    def awaited_message(self, rank: int) -> Message | None:
         """The message that the rank's current action waits for, or None."""
         item = self.schedule.lists[rank][self.at[rank]]
         needs = self._needs[rank].get(item, ()) if isinstance(item, Action) else ()
@@ -78,9 +78,9 @@ class Player:
             needs = self._needs[rank].get(item, ())
             if not self._come[rank].issuperset(needs):
                 return False
-            observer.ran(rank, item, needs)
+            observer.record_action(rank, item, needs)
         else:
-            observer.posted((rank, self.at[rank]))
+            observer.record_post((rank, self.at[rank]))
             self._post((rank, self.at[rank]), item, observer)
         return True
 
@@ -94,7 +94,7 @@ class Player:
             channel.carried += 1
             if message == wanted:
                 self._come[taken[0]].add(message)
-            observer.carried(sent, taken, message, message == wanted)
+            observer.record_transfer(sent, taken, message, message == wanted)
 
 
 class _Channel:

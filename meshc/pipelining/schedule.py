@@ -51,8 +51,8 @@ class Message:
     to: int
 
     @property
-    def link(self) -> Link:
-        return Link(self.of.direction, self.of.stage, self.to)
+    def link(self) -> StageLink:
+        return StageLink(self.of.direction, self.of.stage, self.to)
 
     @property
     def users(self) -> tuple[Action, ...]:
@@ -83,7 +83,7 @@ Instruction: TypeAlias = Action | Send | Recv
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Link:
+class StageLink:
     """A dependence, in every microbatch, of stage ``target`` on ``source``: activations (``op`` F) or gradients (``op`` B)."""
 
     op: str
@@ -150,13 +150,13 @@ class Schedule:
 # Messages.
 
 
-def chain(stages: int) -> frozenset[Link]:
+def chain(stages: int) -> frozenset[StageLink]:
     """The links of a plain chain: each stage sends activations to the next stage, and gradients to the one before."""
     pairs = list(itertools.pairwise(range(stages)))
-    return frozenset([Link("F", a, b) for a, b in pairs] + [Link("B", b, a) for a, b in pairs])
+    return frozenset([StageLink("F", a, b) for a, b in pairs] + [StageLink("B", b, a) for a, b in pairs])
 
 
-def connect(lists: Iterable[Sequence[Action]], links: Collection[Link], name: str = "") -> Schedule:
+def connect(lists: Iterable[Sequence[Action]], links: Collection[StageLink], name: str = "") -> Schedule:
     """The schedule of these actions with the messages of `links`; nothing is sent between stages of one rank.
 
     A SEND directly follows the action that computes the message. A RECV comes before the action that precedes its user, so that the
@@ -166,7 +166,7 @@ def connect(lists: Iterable[Sequence[Action]], links: Collection[Link], name: st
     place = {action: (rank, position) for rank, actions in enumerate(lists) for position, action in enumerate(actions)}
     after: dict[Action, list[Message]] = defaultdict(list)
     channels: dict[tuple[int, int], list[tuple[Message, int]]] = defaultdict(list)
-    outgoing: dict[tuple[str, int], list[Link]] = defaultdict(list)
+    outgoing: dict[tuple[str, int], list[StageLink]] = defaultdict(list)
     for link in sorted(links):
         outgoing[link.op, link.source].append(link)
     for rank, actions in enumerate(lists):
@@ -177,7 +177,7 @@ def connect(lists: Iterable[Sequence[Action]], links: Collection[Link], name: st
                 if target != rank:
                     after[action].append(message)
                     channels[rank, target].append((message, position))
-    before = _posts(channels)
+    before = _receives_by_place(channels)
     connected = []
     for rank, actions in enumerate(lists):
         items: list[Instruction] = []
@@ -187,7 +187,7 @@ def connect(lists: Iterable[Sequence[Action]], links: Collection[Link], name: st
     return Schedule(tuple(connected), name)
 
 
-def _posts(channels: Mapping[tuple[int, int], list[tuple[Message, int]]]) -> Mapping[tuple[int, int], list[Message]]:
+def _receives_by_place(channels: Mapping[tuple[int, int], list[tuple[Message, int]]]) -> Mapping[tuple[int, int], list[Message]]:
     """(rank, position) -> messages received before that action: each no later than the messages that follow it in its channel."""
     found: dict[tuple[int, int], list[tuple[int, int, int, Message]]] = defaultdict(list)
     for (source, target), sent in channels.items():
@@ -212,7 +212,7 @@ class _Fault(Exception):
         self.fix = fix
 
 
-def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> Schedule:
+def parse(text: str, links: Collection[StageLink] | None = None, name: str = "") -> Schedule:
     """Reads the text of `str(schedule)`, with blank lines and comments (``#``). Raises ScheduleError that lists every line at fault.
 
     A text with actions alone gets its messages from `connect`, for ``links`` (a plain chain if not given). A text with any message must
@@ -232,7 +232,7 @@ def parse(text: str, links: Collection[Link] | None = None, name: str = "") -> S
                 raise _Fault(0, f"rank {rank} has a list in line {found[rank][0]}: join the two")
             found[rank] = number, items
         except _Fault as fault:
-            faults.append(_shown(number, line, fault))
+            faults.append(_fault_text(number, line, fault))
     if not faults and sorted(found) != list(range(len(found))):
         absent = (str(rank) for rank in range(max(found)) if rank not in found)
         missing = ", ".join(itertools.islice(absent, 8))
@@ -285,7 +285,7 @@ def _read_token(token: str, column: int) -> Instruction:
     return (Send if post == "SEND" else Recv)(Message(action, int(to)))
 
 
-def _shown(number: int, line: str, fault: _Fault) -> str:
+def _fault_text(number: int, line: str, fault: _Fault) -> str:
     """The line, or its part around the fault, with a caret below."""
     start = max(0, fault.column - _WIDTH // 2) if len(line) > _WIDTH else 0
     part = line[start : start + _WIDTH]

@@ -16,9 +16,9 @@ from functools import cached_property
 
 from meshc.errors import ScheduleError
 from meshc.pipelining.activations import peaks
-from meshc.pipelining.events import Item, Run
+from meshc.pipelining.events import Item, StageRun
 from meshc.pipelining.player import Observer, Place, Player
-from meshc.pipelining.schedule import Action, Link, Message, Recv, Schedule, Send
+from meshc.pipelining.schedule import Action, Message, Recv, Schedule, Send, StageLink
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Costs:
     """
 
     seconds: Mapping[tuple[str, int], float]
-    send_s: Mapping[Link, float] | float = 0.0
+    send_s: Mapping[StageLink, float] | float = 0.0
 
     def of(self, item: Action | Message) -> float:
         """Seconds of an action or a message. Raises ScheduleError for an action without costs."""
@@ -42,7 +42,7 @@ class Costs:
         return sum(self.seconds[op, item.stage] for op in ops)
 
 
-def equal(stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Costs:
+def equal_costs(stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Costs:
     """Costs of equal stages, in seconds; a whole backward takes ``input + weight``, messages take 0."""
     parts = {"F": forward, "I": input, "W": weight, "B": input + weight}
     return Costs({(op, stage): seconds for op, seconds in parts.items() for stage in range(stages)})
@@ -76,33 +76,33 @@ class Timeline:
         return f"<Timeline of {self.name or 'a schedule'}: {ranks}, {len(self.events)} events, {self.call_s:.3g} s>"
 
     @cached_property
-    def ran(self) -> tuple[tuple[Event, ...], ...]:
+    def stage_events(self) -> tuple[tuple[Event, ...], ...]:
         """Each rank's actions and other stages in the order in which they ran."""
         found: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in sorted(self.events, key=lambda event: event.start_s):
-            if isinstance(event.instruction, (Action, Run)):
+            if isinstance(event.instruction, (Action, StageRun)):
                 found[event.rank].append(event)
         return tuple(map(tuple, found))
 
     @cached_property
-    def computed(self) -> tuple[tuple[Event, ...], ...]:
+    def action_events(self) -> tuple[tuple[Event, ...], ...]:
         """Each rank's actions in the order in which they ran."""
-        return tuple(tuple(event for event in events if isinstance(event.instruction, Action)) for events in self.ran)
+        return tuple(tuple(event for event in events if isinstance(event.instruction, Action)) for events in self.stage_events)
 
     @cached_property
     def call_s(self) -> float:
         """Seconds from the start of the first stage to the end of the last, with the stages before and after the microbatches."""
-        return _span([event for events in self.ran for event in events])
+        return _span([event for events in self.stage_events for event in events])
 
     @cached_property
     def makespan_s(self) -> float:
         """Seconds from the first action's start to the last one's end."""
-        return _span([event for events in self.computed for event in events])
+        return _span([event for events in self.action_events for event in events])
 
     @cached_property
     def idle_s(self) -> tuple[float, ...]:
         """Seconds of the makespan in which each rank is idle."""
-        return tuple(self.makespan_s - sum(event.end_s - event.start_s for event in events) for events in self.computed)
+        return tuple(self.makespan_s - sum(event.end_s - event.start_s for event in events) for events in self.action_events)
 
     @cached_property
     def bubble(self) -> float:
@@ -111,7 +111,7 @@ class Timeline:
 
     def peaks(self, stage_bytes: Sequence[float] | None = None) -> tuple[float, ...]:
         """Each rank's peak of activations in flight: a count of (stage, microbatch) pairs, or bytes by ``stage_bytes``."""
-        lists = [[event.instruction for event in events if isinstance(event.instruction, Action)] for events in self.computed]
+        lists = [[event.instruction for event in events if isinstance(event.instruction, Action)] for events in self.action_events]
         return peaks(lists, stage_bytes)
 
 
@@ -124,12 +124,12 @@ def simulate(schedule: Schedule, costs: Costs, start_s: Sequence[float] | None =
 
     start_s  start time of each rank; 0 if not given
     """
-    clock = _Clock(costs, start_s or [0.0] * schedule.ranks)
+    clock = _TimelineObserver(costs, start_s or [0.0] * schedule.ranks)
     Player(schedule).finish(clock)
     return Timeline(tuple(clock.events), schedule.ranks, schedule.name)
 
 
-class _Clock(Observer):
+class _TimelineObserver(Observer):
     """Computes start and end of each event of a schedule."""
 
     def __init__(self, costs: Costs, start_s: Sequence[float]) -> None:
@@ -140,15 +140,15 @@ class _Clock(Observer):
         self.arrived: dict[tuple[int, Message], float] = {}
         self.free_s: dict[tuple[int, int], float] = {}
 
-    def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
+    def record_action(self, rank: int, action: Action, read: Sequence[Message]) -> None:
         start = max([self.now[rank], *(self.arrived[rank, message] for message in read)])
         self.now[rank] = start + self.costs.of(action)
         self.events.append(Event(rank, action, start, self.now[rank]))
 
-    def posted(self, place: Place) -> None:
+    def record_post(self, place: Place) -> None:
         self.posts[place] = self.now[place[0]]
 
-    def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
+    def record_transfer(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
         channel = source, target = sent[0], taken[0]
         start = max(self.posts[sent], self.posts[taken], self.free_s.get(channel, 0.0))
         end = self.free_s[channel] = start + self.costs.of(message)

@@ -30,7 +30,7 @@ from meshc.ir.functions import Function, Target
 from meshc.ir.graph import call
 from meshc.ir.keys import is_a
 from meshc.program.packing import is_view
-from meshc.program.preparation import from_placeholder, ready
+from meshc.program.preparation import from_placeholder, move_operands_before
 from meshc.program.program import Stage
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ BUCKETS = 4
 """Gradient buckets of a model, about. A small model has fewer, but two, of `FIRST` bytes or more, where four would be below `ALONE`."""
 
 
-class _Alike(NamedTuple):
+class _BucketKey(NamedTuple):
     """The key by which collectives are grouped into buckets."""
 
     target: Target
@@ -89,19 +89,19 @@ def bucket(
     apart     collectives that are left alone
     """
     order = {node: index for index, node in enumerate(stage.graph.nodes)}
-    groups: dict[_Alike, list[Node]] = defaultdict(list)
+    groups: dict[_BucketKey, list[Node]] = defaultdict(list)
     for node in stage.graph.nodes:
         kind = _kind(node, node in together, alone) if node.target in targets and node not in apart else ""
         if kind:
             alike = record(node).phase if node.target is spmd.all_gather else node.args[-1]  # the reduction
-            groups[_Alike(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, together.get(node, 0))].append(node)
+            groups[_BucketKey(node.target, kind, tuple(node.args[1]), alike, record(node).dtype, together.get(node, 0))].append(node)
     planned: list[tuple[list[Node], int]] = []
     for alike, members in groups.items():
         size = _limit(members) if alike.kind == "gradient" else limit
         batches = _batches(members, order, size, reads=alike.kind != "stored")
         planned += [(batch, prod(sizes[axis] for axis in alike.axes)) for batch in batches if len(batch) > 1]
     given = {value for key, value in stage.results().items() if is_a(key, "output", "metric")}
-    return [_Bucket(stage.graph, batch, count, given).send() for batch, count in planned]
+    return [_BucketBuilder(stage.graph, batch, count, given).send() for batch, count in planned]
 
 
 def whole_bytes(collective: Node) -> int:
@@ -181,7 +181,7 @@ def _read_in(node: Node) -> int:
     return min((PHASES.index(records(user)[0].phase) for user in readers), default=len(PHASES))
 
 
-class _Bucket:
+class _BucketBuilder:
     """Rewrites several collectives of one kind as one: a gather in place of the first of them, a reduction in place of the last.
 
     given  results that the program returns: a member among them is cloned, since a loss that is kept must not keep the whole bucket alive
@@ -195,7 +195,7 @@ class _Bucket:
         self.scatter = members[0].target is spmd.reduce_scatter
         if self.gather:
             for node in members[1:]:
-                ready(node, members[0])
+                move_operands_before(node, members[0])
             self.place = members[0].prev
         else:
             self.place = members[-1]
@@ -218,7 +218,7 @@ class _Bucket:
         start = 0
         for node, size in zip(self.members, sizes, strict=True):
             piece = self._add(aten.slice.Tensor, apart, 1, start, start + size, like=record(node), shape=(rows, size))
-            node.replace_all_uses_with(self._unpacked(node, piece))
+            node.replace_all_uses_with(self._unpack(node, piece))
             self.graph.erase_node(node)
             start += size
         return Bucket(sent, tuple(self.members), tuple(self.cut))
@@ -252,7 +252,7 @@ class _Bucket:
             operand = self._add(aten.permute.default, operand, turn, like=like, shape=tuple(split[i] for i in turn))
         return self._add(aten.reshape.default, operand, [self.count, size], like=like, shape=(self.count, size))
 
-    def _unpacked(self, node: Node, piece: Node) -> Node:
+    def _unpack(self, node: Node, piece: Node) -> Node:
         """A member's result, from its slice of the bucket: [1 or a row for each rank, size]."""
         like = record(node)
         dim = node.args[2] if self.gather else 0

@@ -16,7 +16,7 @@ from torch.fx.node import Argument
 
 from meshc.errors import InputError
 from meshc.ir import KEY, Record
-from meshc.ir.bounds import shown
+from meshc.ir.bounds import brief_repr
 from meshc.ir.graph import copied_node
 from meshc.ir.likeness import like
 from meshc.ir.sharding import Sharding
@@ -34,16 +34,16 @@ def at(program: PlainProgram, sizes: Mapping[str, int]) -> PlainProgram:
     if not program.dynamic:
         return program
     check(program, sizes)
-    return put(program, {size.symbol: sizes[size.name] for size in program.dynamic})
+    return substitute_sizes(program, {size.symbol: sizes[size.name] for size in program.dynamic})
 
 
-def put(program: PlainProgram, values: Mapping[str, int]) -> PlainProgram:
+def substitute_sizes(program: PlainProgram, values: Mapping[str, int]) -> PlainProgram:
     """The program with these sizes, by symbol, substituted, whether the program serves them or not."""
     return replace(
         program,
-        stages={name: put_stage(stage, values) for name, stage in program.stages.items()},
-        inputs=tuple(put_port(port, values) for port in program.inputs),
-        outputs=tuple(put_port(port, values) for port in program.outputs),
+        stages={name: substitute_in_stage(stage, values) for name, stage in program.stages.items()},
+        inputs=tuple(substitute_in_port(port, values) for port in program.inputs),
+        outputs=tuple(substitute_in_port(port, values) for port in program.outputs),
         dynamic=(),
         constraints=(),
     )
@@ -74,7 +74,7 @@ def sizes_of(program: PlainProgram, shapes: Mapping[str, Sequence[int]]) -> dict
     return {name: size for name, (size, _) in found.items()}
 
 
-def fitting(program: PlainProgram, shapes: Mapping[str, Sequence[int]]) -> PlainProgram:
+def program_for_shapes(program: PlainProgram, shapes: Mapping[str, Sequence[int]]) -> PlainProgram:
     """The program for inputs of these whole shapes, by name."""
     return at(program, sizes_of(program, shapes)) if program.dynamic else program
 
@@ -84,7 +84,7 @@ def graph_at(graph: Graph, program: PlainProgram, shapes: Mapping[str, Sequence[
     if not program.dynamic:
         return graph
     sizes = sizes_of(program, shapes)
-    return put_graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
+    return substitute_in_graph(graph, {size.symbol: sizes[size.name] for size in program.dynamic})
 
 
 def check(program: PlainProgram, sizes: Mapping[str, int]) -> None:
@@ -96,12 +96,12 @@ def check(program: PlainProgram, sizes: Mapping[str, int]) -> None:
     ]
     values = {size.symbol: sizes[size.name] for size in program.dynamic}
     if not faults:
-        faults = [f"{text} does not hold at {_said(sizes)}" for text in program.constraints if not holds(text, values)]
+        faults = [f"{text} does not hold at {_sizes_text(sizes)}" for text in program.constraints if not holds(text, values)]
     if faults:
         raise InputError("sizes do not fit the program:\n  " + "\n  ".join(faults))
 
 
-def _said(sizes: Mapping[str, int]) -> str:
+def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
@@ -119,16 +119,16 @@ def relation(text: str) -> tuple[str, str, str]:
             try:
                 ast.parse(left, mode="eval"), ast.parse(right, mode="eval")
             except (SyntaxError, RecursionError, MemoryError) as error:
-                raise ValueError(f"{shown(text)} relates no two sizes: {error}") from None
+                raise ValueError(f"{brief_repr(text)} relates no two sizes: {error}") from None
             return left, sign, right
-    raise ValueError(f"{shown(text)} relates no two sizes")
+    raise ValueError(f"{brief_repr(text)} relates no two sizes")
 
 
-def put_stage(stage: Stage, values: Mapping[str, int]) -> Stage:
-    return replace(stage, graph=put_graph(stage.graph, values))
+def substitute_in_stage(stage: Stage, values: Mapping[str, int]) -> Stage:
+    return replace(stage, graph=substitute_in_graph(stage.graph, values))
 
 
-def put_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
+def substitute_in_graph(open_graph: Graph, values: Mapping[str, int]) -> Graph:
     graph = Graph()
     copies: dict[Node, Node] = {}
 
@@ -158,7 +158,7 @@ def sharding_at(sharding: Sharding, values: Mapping[str, int]) -> Sharding:
     return replace(sharding, dims=dims)
 
 
-def put_port(port: Port, values: Mapping[str, int]) -> Port:
+def substitute_in_port(port: Port, values: Mapping[str, int]) -> Port:
     sharding = None if port.sharding is None else sharding_at(port.sharding, values)
     return replace(port, shape=tuple(number_at(extent, values) for extent in port.shape), sharding=sharding)
 

@@ -32,9 +32,9 @@ def _as_stored(value: Node) -> bool:
     return lays_out and all(map(_as_stored, value.all_input_nodes))
 
 
-def ready(node: Node, before: Node) -> None:
+def move_operands_before(node: Node, before: Node) -> None:
     """Moves a node's ancestors before `before`, those that are not there yet."""
     for operand in node.all_input_nodes:
         if operand.op != "placeholder" and not operand < before:
-            ready(operand, before)
+            move_operands_before(operand, before)
             before.prepend(operand)

@@ -18,7 +18,7 @@ from meshc.ir.keys import PortKind, key_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Sharding
 from meshc.ir.sizes import Dynamic
-from meshc.pipelining.cut import Pipeline
+from meshc.pipelining.pipeline_stages import Pipeline
 from meshc.plan.plan import Plan
 
 BACKENDS = ("eager", "inductor")

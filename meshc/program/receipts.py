@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshc.pipelining.cut import slot
+from meshc.pipelining.pipeline_stages import slot
 from meshc.program.program import Instruction, Stage
 
 

@@ -10,8 +10,8 @@ from meshc.cost import memory
 from meshc.cost.devices import Device, for_mesh
 from meshc.cost.predict import costs_of, flow_bytes, saved_bytes
 from meshc.ir import calls, records
-from meshc.pipelining.activations import held
-from meshc.pipelining.cut import Pipeline
+from meshc.pipelining.activations import activations_in_flight
+from meshc.pipelining.pipeline_stages import Pipeline
 from meshc.pipelining.timing import Costs
 from meshc.program.program import PlainProgram
 
@@ -61,7 +61,7 @@ def stage_accounts(program: PlainProgram, device: Device | None = None) -> list[
         here = [port for port in program.inputs if program.owns(port.key, {pipeline.axis: rank})]
         mine = [port for port in here if port.kind == "parameter" and port.key in read]
         actions = [action for action in schedule.actions[rank] if action.stage == stage]
-        in_flight = int(max(held(actions), default=0))
+        in_flight = int(max(activations_in_flight(actions), default=0))
         size = sum(memory.port_bytes(port, program.axis_sizes) for port in mine)
         forward, backward = (_seconds(costs, stage, ops) for ops in ("F", "BIW"))
         found.append(StageAccount(stage, rank, tuple(names[stage]), size, forward, backward, kept[stage], in_flight))

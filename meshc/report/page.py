@@ -16,7 +16,7 @@ from meshc.cost.devices import Device, for_mesh, named
 from meshc.cost.program import program_seconds
 from meshc.ir import PHASES
 from meshc.pipelining import draw
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.weighed import Weighed
 from meshc.program.program import PlainProgram
 from meshc.report import held, offloaded, searched
@@ -142,7 +142,7 @@ def head(program: PlainProgram, name: str, device: str | None = None, budget: in
 
 def page(
     program: PlainProgram, name: str, device: str | None = None, budget: int | None = None,
-    weighed: Sequence[Weighed] | None = None, tried: Sequence[Tried] | None = None,
+    weighed: Sequence[Weighed] | None = None, tried: Sequence[PipelineCandidate] | None = None,
 ) -> Page:  # fmt: skip
     """All of it; arguments as `head` has them."""
     on = _device(program, device)

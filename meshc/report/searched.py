@@ -23,7 +23,7 @@ from typing import Final
 
 from tabulate import tabulate
 
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.weighed import Weighed
 from meshc.report.tables import bytes_text, seconds_text
 
@@ -33,7 +33,7 @@ SHOWN: Final = 20
 HEADERS: Final = ("microbatches", "parameters gathered", "schedule", "stages", "recomputed", "predicted", "a rank holds", "")
 
 
-def searched(tried: Sequence[Tried]) -> str:
+def searched(tried: Sequence[PipelineCandidate]) -> str:
     """The table; nothing, if there was no choice. What fits stands before what does not."""
     if not tried:
         return ""
@@ -46,7 +46,7 @@ def searched(tried: Sequence[Tried]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tried_rows(tried: Sequence[Tried]) -> tuple[list[str], list[list[str]]]:
+def tried_rows(tried: Sequence[PipelineCandidate]) -> tuple[list[str], list[list[str]]]:
     """Headers, and the first rows. Columns that say the same everywhere are left out."""
     best = sorted(tried, key=lambda each: (bool(each.dropped), each.seconds is None, each.seconds or 0.0))
     rows = [_row(each) for each in best[:SHOWN]]
@@ -56,7 +56,7 @@ def tried_rows(tried: Sequence[Tried]) -> tuple[list[str], list[list[str]]]:
     return [HEADERS[column] for column in keep], [[row[column] for column in keep] for row in rows]
 
 
-def _row(one: Tried) -> list[str]:
+def _row(one: PipelineCandidate) -> list[str]:
     return [
         str(one.microbatches),
         ("once a call" if one.gather_once else "as they are read") if one.microbatches > 1 else "",

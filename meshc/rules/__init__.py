@@ -14,12 +14,10 @@ from meshc.rules import (
     attention,
     contraction,
     convolution,
-    copies,
     creation,
     delta_rule,
     diagonal,
     elementwise,
-    experts,
     explicit_attention,
     fourier,
     index,
@@ -34,6 +32,7 @@ from meshc.rules import (
     reduction,
     resize,
     rnn,
+    routed_experts,
     scan,
     scatter,
     segments,
@@ -43,22 +42,23 @@ from meshc.rules import (
     spatial,
     statistics,
     turns,
+    view_copies,
 )
-from meshc.rules.bounds import only_moves, ranges
-from meshc.rules.linear import linear_in
-from meshc.rules.orders import in_any_order
+from meshc.rules.index_bounds import only_moves, ranges
+from meshc.rules.linear_operators import linear_in
 from meshc.rules.partial import deferrals
-from meshc.rules.registered import registered
+from meshc.rules.registered import registered_rule
 from meshc.rules.rule import Rule
+from meshc.rules.tile_order import in_any_order
 
 FAMILIES = (
     elementwise,
-    experts,
+    routed_experts,
     contraction,
     reduction,
     layout,
     slices,
-    copies,
+    view_copies,
     rearrange,
     index,
     normalisation,
@@ -95,7 +95,7 @@ def rule_of(node: Node, tensors: list[Node]) -> Rule | None:
             made = found(node, tensors)
             positions = () if made is None or made.linear else linear_in(node, len(made.operands))
             return replace(made, linear=positions) if made is not None and positions else made
-    return registered(node, tensors) or elementwise.tagged(node, tensors)
+    return registered_rule(node, tensors) or elementwise.pointwise_rule(node, tensors)
 
 
 __all__ = ["FAMILIES", "Rule", "deferrals", "in_any_order", "only_moves", "ranges", "rule_of"]

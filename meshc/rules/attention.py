@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from meshc.ops import attention as _attention_operators  # noqa: F401 - registers them
 from meshc.rules.ring import Ring, mask_of, place_of
-from meshc.rules.rule import Made, Passing, Rule, RuleFunction, einsum
+from meshc.rules.rule import Made, RingLetter, Rule, RuleFunction, einsum
 from meshc.rules.split_keys import SplitKeys
 from meshc.rules.zigzag import Zigzag
 
@@ -30,15 +30,15 @@ ROLES = {"h": "heads", "d": "head", "q": "queries"}
 
 def _attention(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, K, K] + [BIAS] * (len(tensors) - 3)
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", Passing("k", (1, 2), zigzag=True, apart=True))
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {ROW}", RingLetter("k", (1, 2), zigzag=True, apart=True))
 
 
 def _attention_backward(node: Node, tensors: list[Node]) -> Rule:
     operands = [Q, Q, K, K] + [BIAS] * (len(tensors) - 6) + [Q, ROW]
-    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", Passing("k", (2, 3), (1, 2), zigzag=True, apart=True))
+    return _rule(node, tensors, f"{', '.join(operands)} -> {Q} | {K} +q | {K} +q", RingLetter("k", (2, 3), (1, 2), zigzag=True, apart=True))
 
 
-def _rule(node: Node, tensors: list[Node], text: str, keys: Passing) -> Rule:
+def _rule(node: Node, tensors: list[Node], text: str, keys: RingLetter) -> Rule:
     major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
     return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
 
@@ -54,7 +54,7 @@ def _lower(local: Local) -> Made:
     node = local.node
     causal = place_of(node, "causal")
     if local.axes("k"):
-        ring = (Zigzag if local.balanced else Ring if local.axes("q") == local.axes("k") else SplitKeys)(local)
+        ring = (Zigzag if local.uses_zigzag else Ring if local.axes("q") == local.axes("k") else SplitKeys)(local)
         return ring.forward() if node.target is meshc.attention.default else ring.backward()
     if not local.axes("q") or not node.args[causal]:
         return local.call(*local.operands)

@@ -40,12 +40,12 @@ def _lower_new(local: Local) -> Node:
     return local.emit(local.node.target, x, list(local.out_shape(0)), *local.node.args[2:], **local.node.kwargs)
 
 
-def _strided(node: Node, tensors: list[Node]) -> Rule:
+def _empty(node: Node, tensors: list[Node]) -> Rule:
     """Uninitialised memory; its strides are dropped, since values of a program have none."""
-    return replace(_new(node, tensors) if tensors else _fill(node, tensors), lower=_lower_strided)
+    return replace(_new(node, tensors) if tensors else _fill(node, tensors), lower=_lower_empty)
 
 
-def _lower_strided(local: Local) -> Node:
+def _lower_empty(local: Local) -> Node:
     shape = list(local.out_shape(0))
     if local.operands:
         return local.emit(aten.new_empty.default, local.operands[0], shape, **local.node.kwargs)
@@ -83,9 +83,9 @@ RULES: dict[object, RuleFunction] = {
     aten.new_zeros.default: _new,
     aten.new_ones.default: _new,
     aten.new_full.default: _new,
-    aten.empty_strided.default: _strided,
-    aten.empty_permuted.default: _strided,
-    aten.new_empty_strided.default: _strided,
+    aten.empty_strided.default: _empty,
+    aten.empty_permuted.default: _empty,
+    aten.new_empty_strided.default: _empty,
     aten.new_empty.default: _new,
     aten.arange.default: _arange,
     aten.arange.start: _arange,

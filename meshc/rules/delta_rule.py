@@ -19,8 +19,8 @@ from torch.fx import Node
 from meshc.ir import is_getitem
 from meshc.ops import delta_rule as _operators  # noqa: F401 - registers them
 from meshc.ops import delta_rule_turns as _turns  # noqa: F401 - likewise
-from meshc.rules.rule import Made, Rule, RuleFunction, Stepping, einsum, integer, shape_of
-from meshc.rules.turns import in_turns, together
+from meshc.rules.rule import Made, RecurrentLetter, Rule, RuleFunction, einsum, integer, shape_of
+from meshc.rules.turns import call_in_turns, join_turns
 
 if TYPE_CHECKING:
     from meshc.ir.functions import Target
@@ -45,7 +45,7 @@ def _rule(node: Node, tensors: list[Node], operands: list[str], results: str, lo
     rows = [f"*{index}" for index in range(len(shape_of(tensors[0])) - 3)]
     return einsum(
         f"{text} -> {results}", node, tensors, lower=lower, clean=tuple(range(len(tensors))), major=frozenset("t"), roles={"h": "heads"},
-        steps=Stepping("t", (*rows, "h"), joins=True),
+        steps=RecurrentLetter("t", (*rows, "h"), joins=True),
     )
 
 
@@ -58,8 +58,8 @@ def _lower(local: Local) -> Made:
     if local.turns is not None:
         operands = q, k, v, e, g, before
         out, states = _in_turns(local, axes, False, meshc.delta_rule_turn.default, operands, 2)
-        return [out, _everywhere(local, axes, states, 1, False)]
-    products, ends = _of_all(local, axes, meshc.delta_rule_end.default, k, v, e, g)
+        return [out, _broadcast_last_state(local, axes, states, 1, False)]
+    products, ends = _gather_ends(local, axes, meshc.delta_rule_end.default, k, v, e, g)
     begin, last = _states(local, axes, products, ends, before, False)
     return [local.item(local.emit(meshc.delta_rule.default, q, k, v, e, g, begin), 0), last]
 
@@ -77,8 +77,8 @@ def _lower_backward(local: Local) -> Made:
             begin = local.emit(aten.add.Tensor, begin, local.keep_end(before, axes, True))
         operands = grad, q, k, v, e, g, begin, after
         *gradients, starts = _in_turns(local, axes, True, meshc.delta_rule_backward_turn.default, operands, 6)
-        return [*gradients, _everywhere(local, axes, starts, 5, True)]
-    products, ends, starts = _of_all(local, axes, meshc.delta_rule_ends.default, grad, q, k, v, e, g)
+        return [*gradients, _broadcast_last_state(local, axes, starts, 5, True)]
+    products, ends, starts = _gather_ends(local, axes, meshc.delta_rule_ends.default, grad, q, k, v, e, g)
     begin, _ = _states(local, axes, products, ends, before, False)
     behind, first = _states(local, axes, products, starts, after, True)
     made = local.emit(meshc.delta_rule_backward.default, grad, q, k, v, e, g, begin, behind)
@@ -87,12 +87,12 @@ def _lower_backward(local: Local) -> Made:
 
 def _in_turns(local: Local, axes: Sequence[str], back: bool, turn: Target, operands: Sequence[Node | None], count: int) -> list[Node]:
     """The results of a call for each turn, joined over the turns; the last one is the state and keeps its first dim."""
-    along, one = _along(local), count == 1
-    made = in_turns(local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, along, *at), count, one)
-    return [together(local, axes, each, along + (index == count - 1), back) for index, each in enumerate(made)]
+    along, one = _parts_dim(local), count == 1
+    made = call_in_turns(local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, along, *at), count, one)
+    return [join_turns(local, axes, each, along + (index == count - 1), back) for index, each in enumerate(made)]
 
 
-def _along(local: Local) -> int:
+def _parts_dim(local: Local) -> int:
     """The dim of rows or heads of which a turn takes a part."""
     assert local.turns is not None
     letter, lead = local.turns.letter, len(local.shape(local.operands[1])) - 2
@@ -103,7 +103,7 @@ def _without_first(local: Local, x: Node) -> Node:
     return local.emit(aten.reshape.default, x, list(local.shape(x))[1:])
 
 
-def _everywhere(local: Local, axes: Sequence[str], states: Node, index: int, back: bool) -> Node | None:
+def _broadcast_last_state(local: Local, axes: Sequence[str], states: Node, index: int, back: bool) -> Node | None:
     """The state at the end of the chain, broadcast from its last rank to all ranks. None if nobody reads it."""
     if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
         return None
@@ -117,7 +117,7 @@ def _edges(local: Local) -> tuple[Node | None, Node | None]:
     return (next(rest) if before is not None else None), (next(rest) if after is not None else None)
 
 
-def _of_all(local: Local, axes: Sequence[str], end: Target, *operands: Node) -> list[Node]:
+def _gather_ends(local: Local, axes: Sequence[str], end: Target, *operands: Node) -> list[Node]:
     """Gathers each rank's product and end (or ends) in one message, in rank order."""
     made = local.emit(end, *operands)
     parts = [local.item(made, index) for index in range(2 if end is meshc.delta_rule_end.default else 3)]

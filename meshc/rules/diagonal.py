@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, dtype_of, integer, result_shapes, shape_of, together
+from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, all_operands, dtype_of, integer, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -66,7 +66,7 @@ def _lower_diagonal_backward(local: Local) -> Node:
 
 def _diagonal_scatter(node: Node, tensors: list[Node]) -> Rule:
     matrix, line, whole = _letters(node, shape_of(tensors[0]), 2)
-    return Rule((matrix, _line(line, shape_of(tensors[1]))), (matrix,), ({},), whole, kind="carry", linear=together(2), defers=True)
+    return Rule((matrix, _line(line, shape_of(tensors[1]))), (matrix,), ({},), whole, kind="carry", linear=all_operands(2), defers=True)
 
 
 def _diag_embed(node: Node, tensors: list[Node]) -> Rule:
@@ -85,7 +85,7 @@ def _block_diag(node: Node, tensors: list[Node]) -> Rule:
     operands = tuple(_line(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))), shape_of(t)) for k, t in enumerate(tensors))
     out = _line(("r", "c"), result_shapes(node)[0])
     whole = frozenset(letter for dims in (*operands, out) for letter in dims) - {ONE}
-    return Rule(operands, (out,), ({},), whole, linear=together(len(operands)), defers=True)
+    return Rule(operands, (out,), ({},), whole, linear=all_operands(len(operands)), defers=True)
 
 
 def _trace(node: Node, tensors: list[Node]) -> Rule:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import random as _random_operators  # noqa: F401 - registers them
-from meshc.rules.linear import defers, linear_in
+from meshc.rules.linear_operators import defers, linear_in
 from meshc.rules.rule import Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def is_pointwise(node: Node) -> bool:
     return target in UNTAGGED or torch.Tag.pointwise in target.tags
 
 
-def tagged(node: Node, tensors: list[Node]) -> Rule | None:
+def pointwise_rule(node: Node, tensors: list[Node]) -> Rule | None:
     """The rule of a pointwise operator; None for others."""
     if not is_pointwise(node):
         return None

@@ -18,7 +18,7 @@ from torch.fx import Node
 from meshc.ir import spmd
 from meshc.ops import explicit_attention as _operators  # noqa: F401 - registers them
 from meshc.rules.ring import Ring, mask_of, place_of
-from meshc.rules.rule import ONE, Made, Passing, Rule, RuleFunction, einsum, shape_of
+from meshc.rules.rule import ONE, Made, RingLetter, Rule, RuleFunction, einsum, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -38,32 +38,32 @@ def _optional(node: Node) -> tuple[list[str], list[str]]:
 
 def _forward(node: Node, tensors: list[Node]) -> Rule:
     bias, seed = _optional(node)
-    return _rule(node, tensors, [Q, K, K, *bias, *seed], [Q, ROW], Passing("k", (1, 2)))
+    return _rule(node, tensors, [Q, K, K, *bias, *seed], [Q, ROW], RingLetter("k", (1, 2)))
 
 
 def _backward(node: Node, tensors: list[Node]) -> Rule:
     bias, seed = _optional(node)
     results = [Q, f"{K} +q", f"{K} +q"]
     if node.target is meshc.explicit_attention_bias_backward.default:
-        results.append(_of_bias(shape_of(tensors[4]), shape_of(tensors[1])))
-    return _rule(node, tensors, [Q, Q, K, K, *bias, Q, ROW, *seed], results, Passing("k", (2, 3), (1, 2)))
+        results.append(_bias_gradient_text(shape_of(tensors[4]), shape_of(tensors[1])))
+    return _rule(node, tensors, [Q, Q, K, K, *bias, Q, ROW, *seed], results, RingLetter("k", (2, 3), (1, 2)))
 
 
-def _of_bias(shape: Sequence[int], queries: Sequence[int]) -> str:
+def _bias_gradient_text(shape: Sequence[int], queries: Sequence[int]) -> str:
     """The text of a bias's gradient, which is summed over the dims along which the bias broadcasts."""
     same = [letter for letter, size, all_of_them in zip("bhq", shape, queries, strict=False) if size == 1 != all_of_them]
     return " ".join([*(ONE if token in same else token for token in BIAS.split()), *(f"+{letter}" for letter in same)])
 
 
-def _rule(node: Node, tensors: list[Node], operands: list[str], results: list[str], keys: Passing) -> Rule:
+def _rule(node: Node, tensors: list[Node], operands: list[str], results: list[str], keys: RingLetter) -> Rule:
     text = f"{', '.join(operands)} -> {' | '.join(results)}"
     if len(node.args) > place_of(node, "first"):
-        return einsum(_of_block(text), node, tensors)
+        return einsum(_block_text(text), node, tensors)
     major = frozenset("q") if mask_of(node)[0] else frozenset[str]()
     return einsum(text, node, tensors, lower=_lower, major=major, roles=ROLES, rings={"q": keys})
 
 
-def _of_block(text: str) -> str:
+def _block_text(text: str) -> str:
     """The rule's text for a block of the keys: queries are the rank's own, so they are whole and no gradient is partial."""
     return " ".join({"q": "q!", "q,": "q!,", "+q": ""}.get(letter, letter) for letter in text.split())
 
@@ -75,10 +75,10 @@ def _lower(local: Local) -> Made:
         return ring.forward() if forward else ring.backward()
     given = iter(local.operands)
     tensors = local.node.args[: place_of(local.node, "call")]
-    return local.emit(local.node.target, *(None if one is None else next(given) for one in tensors), *_numbers(local, 0))
+    return local.emit(local.node.target, *(None if one is None else next(given) for one in tensors), *_call_numbers(local, 0))
 
 
-def _numbers(local: Local, back: int) -> tuple[object, ...]:
+def _call_numbers(local: Local, back: int) -> tuple[object, ...]:
     """The arguments from `call` to the start of the queries; where keys are split, for those of the rank `back` places before this one."""
     node = local.node
     call, how = place_of(node, "call"), mask_of(node)
@@ -95,26 +95,26 @@ class ExplicitRing(Ring):
         self.seed = local.operands[-1] if drops else None
         self.of_bias: list[Node] = []
 
-    def attended(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
-        return self.local.emit(meshc.explicit_attention.default, q, keys, values, bias, self.seed, *self.where(step))
+    def attend_block(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
+        return self.local.emit(meshc.explicit_attention.default, q, keys, values, bias, self.seed, *self.block_arguments(step))
 
-    def where(self, step: int) -> tuple[object, ...]:
+    def block_arguments(self, step: int) -> tuple[object, ...]:
         """The numbers of a block's call, with the block's tile for dropout."""
-        return *_numbers(self.local, step), self.local.start("k", step), self.local.count("k", step)
+        return *_call_numbers(self.local, step), self.local.start("k", step), self.local.count("k", step)
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
         grad, out, lse = known
         target = self.local.node.target
-        made = self.local.emit(target, grad, q, keys, values, bias, out, lse, self.seed, *self.where(step))
+        made = self.local.emit(target, grad, q, keys, values, bias, out, lse, self.seed, *self.block_arguments(step))
         if target is meshc.explicit_attention_bias_backward.default:
             self.of_bias.append(self.local.item(made, 3))
         return [self.local.item(made, index) for index in range(3)]
 
     def backward(self) -> list[Node]:
         found = super().backward()
-        return [*found, self.all_columns()] if self.of_bias else found
+        return [*found, self.bias_gradient()] if self.of_bias else found
 
-    def all_columns(self) -> Node:
+    def bias_gradient(self) -> Node:
         """The bias's gradient, put together from the columns of each block's keys."""
         emit, shape = self.local.emit, self.local.shape
         if shape(self.of_bias[0])[3] == 1:

@@ -37,7 +37,7 @@ def _unfold(node: Node, tensors: list[Node]) -> Rule:
     if not source:
         return Rule(((),), (tuple(_letters(target)),), ({},), frozenset(_letters(target)) - {ONE}, kind="layout")
     inside, out = _windows(integer(node.args[1]), source, target)
-    return Rule((inside,), (out,), ({},), _moved(inside, out), kind="layout")
+    return Rule((inside,), (out,), ({},), _whole_letters(inside, out), kind="layout")
 
 
 def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
@@ -46,7 +46,7 @@ def _unfold_backward(node: Node, tensors: list[Node]) -> Rule:
     if not target:
         return Rule((tuple(_letters(source)),), ((),), ({},), frozenset(_letters(source)) - {ONE}, linear=ALONE, defers=True)
     out, inside = _windows(integer(node.args[2]), target, source)
-    return Rule((inside,), (out,), ({},), _moved(inside, out), linear=ALONE, defers=True, lower=_lower_unfold_backward)
+    return Rule((inside,), (out,), ({},), _whole_letters(inside, out), linear=ALONE, defers=True, lower=_lower_unfold_backward)
 
 
 def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -57,7 +57,7 @@ def _windows(dim: int, long: tuple[int, ...], cut: tuple[int, ...]) -> tuple[tup
     return tuple(letters), tuple(parts)
 
 
-def _moved(inside: tuple[str, ...], out: tuple[str, ...]) -> frozenset[str]:
+def _whole_letters(inside: tuple[str, ...], out: tuple[str, ...]) -> frozenset[str]:
     return frozenset({"n", "w", "s"} & {*inside, *out})
 
 

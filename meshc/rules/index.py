@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ops import take as _take_operators  # noqa: F401 - registers them
-from meshc.rules.rule import ALONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, undivided
+from meshc.rules.rule import ALONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, whole_rule
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -119,7 +119,7 @@ def _flat_take(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{x}, {rows} -> {rows}", node, tensors, clean=(1,))
 
 
-def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
+def gather_letters(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
     """(dim, letters of x, letters of index): other dims may be split where both have one size; where the index is shorter, not."""
     shape, short = shape_of(x), shape_of(index)
     dim = integer(node.args[1]) % len(shape)
@@ -132,8 +132,8 @@ def along(node: Node, x: Node, index: Node) -> tuple[int, list[str], list[str]]:
 def _gather(node: Node, tensors: list[Node]) -> Rule | None:
     """Like `take`, with any number of entries for each row."""
     if not shape_of(tensors[0]) or not shape_of(tensors[1]):
-        return undivided(node, tensors)
-    _, left, right = along(node, *tensors)
+        return whole_rule(node, tensors)
+    _, left, right = gather_letters(node, *tensors)
     index = " ".join(right)
     text = f"{' '.join(left)}, {index} -> {index} +v"
     if dtype_of(tensors[0]) == torch.bool:  # no sum of truths
@@ -153,7 +153,7 @@ def _lower_gather(local: Local) -> Node:
 def _index_select(node: Node, tensors: list[Node]) -> Rule | None:
     shape = shape_of(tensors[0])
     if not shape or shape_of(tensors[1]) == ():
-        return undivided(node, tensors)
+        return whole_rule(node, tensors)
     dim = integer(node.args[1]) % len(shape)
     before, after = [" ".join(f"a{d}" for d in range(*ends)) for ends in ((0, dim), (dim + 1, len(shape)))]
     summed = dtype_of(tensors[0]) != torch.bool
@@ -180,7 +180,7 @@ def index_tensors(node: Node) -> list[Node | None]:
     return [index if isinstance(index, Node) else None for index in given]
 
 
-def indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
+def advanced_index_letters(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]], list[str]] | None:
     """Letters of x, of each index tensor, and of x[indices], where the indices' dims replace the indexed dims; None for masks."""
     indices = index_tensors(node)
     if any(index is not None and dtype_of(index) in (torch.bool, torch.uint8) for index in indices):
@@ -198,7 +198,7 @@ def indexed(node: Node, tensors: list[Node]) -> tuple[list[str], list[list[str]]
 
 
 def _index(node: Node, tensors: list[Node]) -> Rule | None:
-    found = indexed(node, tensors)
+    found = advanced_index_letters(node, tensors)
     if found is None:
         return None
     x, letters, out = found

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import is_getitem, operands, value_of
-from meshc.rules.rule import ONE, Relation, Rule, RuleFunction, dtype_of, integer, integers, result_shapes, shape_of, together
+from meshc.rules.rule import ONE, Relation, Rule, RuleFunction, all_operands, dtype_of, integer, integers, result_shapes, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -182,7 +182,7 @@ def _cat(node: Node, tensors: list[Node]) -> Rule:
         inside.append(tuple(letters))
     if not relations and len(tensors) > 1:
         whole |= {out[dim]}
-    linear = together(len(tensors))
+    linear = all_operands(len(tensors))
     return Rule(tuple(inside), (tuple(out),), ({},), frozenset(whole), tuple(relations), kind="carry", linear=linear, defers=True)
 
 
@@ -192,7 +192,7 @@ def _stack(node: Node, tensors: list[Node]) -> Rule:
     dim = integer(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
     letters = dims_of("d", shape_of(tensors[0]))
     out = (*letters[:dim], "n" if shape[dim] != 1 else ONE, *letters[dim:])
-    return Rule((letters,) * len(tensors), (out,), ({},), frozenset("n"), kind="carry", linear=together(len(tensors)), defers=True)
+    return Rule((letters,) * len(tensors), (out,), ({},), frozenset("n"), kind="carry", linear=all_operands(len(tensors)), defers=True)
 
 
 def _unbind(node: Node, tensors: list[Node]) -> Rule:

@@ -58,7 +58,7 @@ class Local(Protocol):
     def local_size(self, letter: str) -> int:
         """Positions of a tile of the letter, padding included."""
 
-    def lies_together(self, letter: str, count: int) -> bool:
+    def has_whole_groups(self, letter: str, count: int) -> bool:
         """Whether each group of `count` consecutive positions of a letter is on one rank, without padding in between."""
 
     def start(self, letter: str, back: int = 0) -> Node | int:
@@ -93,19 +93,19 @@ class Local(Protocol):
     def ring_shift(self, x: Node, axes: Sequence[str], steps: int) -> Node:
         """The x of the rank `steps` places before this one in the ring."""
 
-    def reordered(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
+    def reorder_tiles(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
         """Converts x from natural to zigzag order along a dim; with `home`, from zigzag to natural order."""
 
     @property
-    def arranged(self) -> MutableMapping[tuple[Node, object], Node]:
+    def reordered_values(self) -> MutableMapping[tuple[Node, object], Node]:
         """Reordered values, memoised over all operators: (value, order) -> reordered value."""
 
     @property
-    def balanced(self) -> bool:
+    def uses_zigzag(self) -> bool:
         """Whether the ring uses zigzag order, in which every rank has equal work."""
 
     @property
-    def lies_balanced(self) -> bool:
+    def is_in_zigzag(self) -> bool:
         """Whether the operands are in zigzag order already, and the results must be."""
 
     @property

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch.fx import Node
 
-from meshc.ops import coded as _coding_operators  # noqa: F401 - registers them
-from meshc.ops import keep as _keeping_operators  # noqa: F401 - registers them
+from meshc.ops import block_codes as _coding_operators  # noqa: F401 - registers them
 from meshc.ops import norm as _norm_operators  # noqa: F401 - registers them
 from meshc.ops import optim as _update_operators  # noqa: F401 - registers them
+from meshc.ops import state_rounding as _keeping_operators  # noqa: F401 - registers them
 from meshc.rules.rule import Rule, RuleFunction, result_shapes, shape_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import operands, records
-from meshc.rules.linear import BLANKS, PICKS, SCALES, blanked, overloads
+from meshc.rules.linear_operators import BLANKS, PICKS, SCALES, overloads, retained_operand
 from meshc.rules.rule import Rule, dtype_of
 
 aten = torch.ops.aten
@@ -172,7 +172,7 @@ def _extremes(node: Node, rule: Rule, count: int) -> list[Deferral]:
     elif target is aten.lerp.Scalar and 0 <= _weight(node, "weight") <= 1:
         found = [Deferral((place,), how, how) for place, how in itertools.product((0, 1), EXTREMES)]
     elif target in BLANKS:
-        found = [Deferral((blanked(node),), how, how) for how in EXTREMES]
+        found = [Deferral((retained_operand(node),), how, how) for how in EXTREMES]
     elif target in RISES_IN_EACH or target in JOINS:
         found = [Deferral((position,), how, how) for position, how in itertools.product(data, EXTREMES)]
     elif target in (aten.sub.Tensor, aten.rsub.Tensor):

@@ -106,7 +106,7 @@ def _lower_max_pool(local: Local) -> Made:
     if not any(local.axes(letter) for letter in pool.y):
         return made
     here = list(local.shape(x)[-pool.count :])
-    return [local.item(made, 0), _moved(local, pool, local.item(made, 1), here, list(pool.inputs), 1)]
+    return [local.item(made, 0), _remap_positions(local, pool, local.item(made, 1), here, list(pool.inputs), 1)]
 
 
 def _max_pool_backward(node: Node, tensors: list[Node]) -> Rule:
@@ -119,14 +119,14 @@ def _max_pool_backward(node: Node, tensors: list[Node]) -> Rule:
 def _lower_max_pool_backward(local: Local) -> Node:
     grad, x, indices = local.operands
     pool = _backward(local.node)
-    x, split = _like_window(local, pool, grad, x)
+    x, split = _window_shaped(local, pool, grad, x)
     if split:
-        indices = _moved(local, pool, indices, list(pool.inputs), list(local.shape(x)[-pool.count :]), -1)
+        indices = _remap_positions(local, pool, indices, list(pool.inputs), list(local.shape(x)[-pool.count :]), -1)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.dilation, pool.ceil_mode]
-    return _sum_back(local, pool, local.emit(local.node.target, grad, x, *settings, indices))
+    return _sum_windows(local, pool, local.emit(local.node.target, grad, x, *settings, indices))
 
 
-def _moved(local: Local, pool: _Pool, indices: Node, sizes: list[int], target: list[int], sign: int) -> Node:
+def _remap_positions(local: Local, pool: _Pool, indices: Node, sizes: list[int], target: list[int], sign: int) -> Node:
     """Converts flat positions in a space of `sizes` to flat positions in one of `target`: window to global (sign 1) or back (-1)."""
     found: Node | None = None
     for index in reversed(range(pool.count)):
@@ -174,12 +174,12 @@ def _avg_pool_backward(node: Node, tensors: list[Node]) -> Rule:
 def _lower_avg_pool_backward(local: Local) -> Node:
     grad, x = local.operands
     pool = _backward(local.node)
-    x, _ = _like_window(local, pool, grad, x)
+    x, _ = _window_shaped(local, pool, grad, x)
     counts = _counts(local, pool)
     if counts is not None:
         grad = local.emit(aten.div.Tensor, grad, counts)
     settings = [pool.kernel, pool.stride, pool.local_padding(local), pool.ceil_mode, pool.include]
-    return _sum_back(local, pool, local.emit(local.node.target, grad, x, *settings, pool.divisor if counts is None else 1))
+    return _sum_windows(local, pool, local.emit(local.node.target, grad, x, *settings, pool.divisor if counts is None else 1))
 
 
 def _counts(local: Local, pool: _Pool) -> Node | None:
@@ -202,7 +202,7 @@ def _counts(local: Local, pool: _Pool) -> Node | None:
 # --------------------------------------------------------------------------------------------------------------------------- both
 
 
-def _like_window(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, bool]:
+def _window_shaped(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, bool]:
     """(a tensor with the shape of the rank's window of x, whether it differs from x)."""
     lengths = {
         pool.place(index): pool.windows()[letter][1].length(local.local_size(letter))
@@ -215,7 +215,7 @@ def _like_window(local: Local, pool: _Pool, grad: Node, x: Node) -> tuple[Node, 
     return local.emit(aten.new_zeros.default, grad, shape), True
 
 
-def _sum_back(local: Local, pool: _Pool, x: Node) -> Node:
+def _sum_windows(local: Local, pool: _Pool, x: Node) -> Node:
     for index, letter in enumerate(pool.y):
         x = local.sum_of_windows(x, pool.place(index), letter)
     return x

@@ -19,8 +19,8 @@ from meshc.ir.functions import Target
 from meshc.ops import recurrence as _operators  # noqa: F401 - registers them
 from meshc.ops import recurrence_turns as _turns  # noqa: F401 - likewise
 from meshc.rules.reduction import argument
-from meshc.rules.rule import Made, Rule, RuleFunction, Stepping, einsum, integer, shape_of
-from meshc.rules.turns import in_turns, together
+from meshc.rules.rule import Made, RecurrentLetter, Rule, RuleFunction, einsum, integer, shape_of
+from meshc.rules.turns import call_in_turns, join_turns
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -38,7 +38,7 @@ def _forward(node: Node, tensors: list[Node]) -> Rule | None:
         return None
     dim = integer(argument(node, 3, "dim", 0))
     dims, letter = _letters(tensors[0], dim)
-    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **_how(dims, letter))
+    return einsum(f"{dims}, {dims} -> {dims}", node, tensors, lower=lambda local: _lower(local, letter, dim), **_step_fields(dims, letter))
 
 
 def _backward(node: Node, tensors: list[Node]) -> Rule | None:
@@ -47,12 +47,12 @@ def _backward(node: Node, tensors: list[Node]) -> Rule | None:
     dim = integer(argument(node, 5, "dim", 0))
     dims, letter = _letters(tensors[0], dim)
     text = f"{dims}, {dims}, {dims} -> {dims} | {dims}"
-    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **_how(dims, letter))
+    return einsum(text, node, tensors, lower=lambda local: _lower_backward(local, letter, dim), **_step_fields(dims, letter))
 
 
-def _how(dims: str, letter: str) -> dict[str, Any]:
+def _step_fields(dims: str, letter: str) -> dict[str, Any]:
     others = tuple(each for each in dims.split() if each != letter)
-    return {"self_masked": True, "major": frozenset({letter}), "steps": Stepping(letter, others, joins=True)}
+    return {"self_masked": True, "major": frozenset({letter}), "steps": RecurrentLetter(letter, others, joins=True)}
 
 
 def _lower(local: Local, letter: str, dim: int) -> Node:
@@ -63,8 +63,8 @@ def _lower(local: Local, letter: str, dim: int) -> Node:
     a, b = local.neutralise(a, letter, 1.0), local.neutralise(b, letter, 0.0)
     if local.turns is not None:
         return _in_turns(local, axes, dim, False, meshc.recurrence_turn.default, (a, b), 1)[0]
-    products, ends = _of_all(local, axes, dim, *_end(local, a, b, dim, False))
-    return local.emit(meshc.recurrence.default, a, b, _come_to(local, axes, dim, products, ends, aten.lt.Scalar), dim)
+    products, ends = _gather_ends(local, axes, dim, *_end(local, a, b, dim, False))
+    return local.emit(meshc.recurrence.default, a, b, _state_after(local, axes, dim, products, ends, aten.lt.Scalar), dim)
 
 
 def _lower_backward(local: Local, letter: str, dim: int) -> Made:
@@ -75,12 +75,12 @@ def _lower_backward(local: Local, letter: str, dim: int) -> Made:
     else:
         grad, a = local.neutralise(grad, letter, 0.0), local.neutralise(a, letter, 1.0)
         if local.turns is not None:
-            before = _before(local, h, letter, axes, dim)
+            before = _state_before(local, h, letter, axes, dim)
             return _in_turns(local, axes, dim, True, meshc.recurrence_backward_turn.default, (grad, a, h, before), 2)
         product, end = _end(local, a, local.emit(aten.mul.Tensor, a, grad), dim, True)
-        products, ends, starts, lasts = _of_all(local, axes, dim, product, end, *_last(local, h, letter, dim))
-        after = _come_to(local, axes, dim, products, ends, aten.gt.Scalar)
-        before = _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
+        products, ends, starts, lasts = _gather_ends(local, axes, dim, product, end, *_last(local, h, letter, dim))
+        after = _state_after(local, axes, dim, products, ends, aten.gt.Scalar)
+        before = _state_after(local, axes, dim, starts, lasts, aten.lt.Scalar)
         made = local.emit(meshc.recurrence_backward.default, grad, a, h, before, after, dim)
     return [local.item(made, 0), local.item(made, 1)]
 
@@ -89,19 +89,19 @@ def _in_turns(local: Local, axes: Sequence[str], dim: int, back: bool, turn: Tar
     """The results of a call for each turn, joined over the turns."""
     assert local.turns is not None
     along = int(local.turns.letter[1:])
-    made = in_turns(
+    made = call_in_turns(
         local, axes, local.parts, back, lambda handed, at: local.emit(turn, *operands, handed, dim, along, *at), count + 1
     )  # fmt: skip
-    return [together(local, axes, one, along, back) for one in made[:count]]
+    return [join_turns(local, axes, one, along, back) for one in made[:count]]
 
 
-def _before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -> Node:
+def _state_before(local: Local, h: Node, letter: str, axes: Sequence[str], dim: int) -> Node:
     """The last h before this rank's tile: that of the previous rank if no tile has padding, since a whole tile may be padding."""
     real = local.neutralise(h, letter, 0.0)
     if real is h:
         return local.hand_on(_at_end(local, h, dim), axes, dim, False)
-    starts, lasts = _of_all(local, axes, dim, *_as_steps(local, h, real, letter, dim))
-    return _come_to(local, axes, dim, starts, lasts, aten.lt.Scalar)
+    starts, lasts = _gather_ends(local, axes, dim, *_as_steps(local, h, real, letter, dim))
+    return _state_after(local, axes, dim, starts, lasts, aten.lt.Scalar)
 
 
 def _last(local: Local, h: Node, letter: str, dim: int) -> tuple[Node, Node]:
@@ -127,14 +127,14 @@ def _end(local: Local, a: Node, b: Node, dim: int, reverse: bool) -> tuple[Node,
     return local.item(made, 0), local.item(made, 1)
 
 
-def _of_all(local: Local, axes: Sequence[str], dim: int, *each: Node) -> list[Node]:
+def _gather_ends(local: Local, axes: Sequence[str], dim: int, *each: Node) -> list[Node]:
     """Gathers these values of all ranks in one message, in rank order along the dim."""
     rows = local.emit(aten.stack.default, list(each), 0)
     found = local.all_gather(rows, axes, dim + 1)
     return [local.emit(aten.select.int, found, 0, index) for index in range(len(each))]
 
 
-def _come_to(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, side: Target) -> Node:
+def _state_after(local: Local, axes: Sequence[str], dim: int, products: Node, ends: Node, side: Target) -> Node:
     """The state after the steps of the ranks on one side of this one; the others' steps are the identity."""
     shape = local.shape(ends)
     places = local.emit(aten.arange.default, shape[dim], dtype=torch.int64, device=torch.device("cpu"))

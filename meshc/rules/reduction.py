@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from meshc.ops import parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
+from meshc.ops import sum_of_parts as _parts_operators  # noqa: F401 - registers meshc::sum_of_parts
 from meshc.rules.rule import ALONE, ONE, Rule, RuleFunction, integer, pointwise, result_shapes, shape_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from meshc.errors import CompileError, MeshcError
 from meshc.ir import leaves, op_name, operands, records
 from meshc.ops.registered import RULES
 from meshc.private import OpOverload
-from meshc.rules.rule import ALONE, ROLES, Made, Rule, einsum, shape_of, together
+from meshc.rules.rule import ALONE, ROLES, Made, Rule, all_operands, einsum, shape_of
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -24,24 +24,26 @@ if TYPE_CHECKING:
 ADVICE: Final = "  what to do: docs/add-a-rule.md says how a rule is written; meshc.testing.prove_rule tries one on samples"
 
 
-def registered(node: Node, tensors: list[Node]) -> Rule | None:
+def registered_rule(node: Node, tensors: list[Node]) -> Rule | None:
     """The rule that a user registered for the node's operator, or None. Raises CompileError if the rule does not fit the shapes."""
     found = RULES.get(node.target)  # type: ignore[call-overload]
     if found is None:
         return None
     try:
         if isinstance(found.rule, str):
-            made: object = einsum(fitting(found.rule, node), node, tensors, **found.fields)
+            made: object = einsum(text_for_call(found.rule, node), node, tensors, **found.fields)
         else:
             made = found.rule(node, tensors)
-        rule = None if made is None else _with_positions(_checked(made, node, tensors))
+        rule = None if made is None else _with_positions(_check_rule(made, node, tensors))
     except MeshcError:
         raise
     except Exception as error:  # a rule written as a function is the user's code
-        raise CompileError(f"the rule of {op_name(node)} does not fit this call: {error}\n  {_call(node, tensors)}\n{ADVICE}") from error
+        raise CompileError(
+            f"the rule of {op_name(node)} does not fit this call: {error}\n  {_call_text(node, tensors)}\n{ADVICE}"
+        ) from error
     if rule is None:
         return None
-    return rule if rule.lower is None else replace(rule, lower=_named(rule.lower, node))
+    return rule if rule.lower is None else replace(rule, lower=_with_error_context(rule.lower, node))
 
 
 def _with_positions(rule: Rule) -> Rule:
@@ -49,23 +51,23 @@ def _with_positions(rule: Rule) -> Rule:
     said: object = rule.linear
     if not isinstance(said, str):
         return rule
-    positions = {"": (), "each": ALONE, "all": together(len(rule.operands))}[said]
+    positions = {"": (), "each": ALONE, "all": all_operands(len(rule.operands))}[said]
     return replace(rule, linear=positions, defers=bool(positions))
 
 
-def _named(lower: Callable[[Local], Made], node: Node) -> Callable[[Local], Made]:
+def _with_error_context(lower: Callable[[Local], Made], node: Node) -> Callable[[Local], Made]:
     """A user's `lower`, whose exceptions become a CompileError that names the operator and the call."""
 
-    def lowered(local: Local) -> Made:
+    def lower_with_context(local: Local) -> Made:
         try:
             return lower(local)
         except MeshcError:
             raise
         except Exception as error:
             why = f"the lower of {op_name(node)}'s rule raised {type(error).__name__}: {error}"
-            raise CompileError(f"{why}\n  {_call(node, operands(node))}\n{ADVICE}") from error
+            raise CompileError(f"{why}\n  {_call_text(node, operands(node))}\n{ADVICE}") from error
 
-    return lowered
+    return lower_with_context
 
 
 def tensor_arguments(op: OpOverload) -> list[tuple[str, str]]:
@@ -80,7 +82,7 @@ def parts_of(text: str) -> tuple[list[str], list[str]]:
     return [part.strip() for part in left.split(",")] if left.strip() else [], [part.strip() for part in right.split("|")]
 
 
-def fitting(text: str, node: Node) -> str:
+def text_for_call(text: str, node: Node) -> str:
     """The text for one call: a part for each of its tensors, in the order in which the call names them."""
     op = node.target
     assert isinstance(op, OpOverload)
@@ -91,7 +93,7 @@ def fitting(text: str, node: Node) -> str:
     return f"{', '.join(part[name] for name in given if name in part)} -> {' | '.join(results)}"
 
 
-def _checked(made: object, node: Node, tensors: list[Node]) -> Rule:
+def _check_rule(made: object, node: Node, tensors: list[Node]) -> Rule:
     if not isinstance(made, Rule):
         raise ValueError(f"it returned {type(made).__name__}, no Rule")
     shapes = [shape_of(tensor) for tensor in tensors], [found.shape for found in records(node)]
@@ -104,7 +106,7 @@ def _checked(made: object, node: Node, tensors: list[Node]) -> Rule:
     return made
 
 
-def _call(node: Node, tensors: list[Node]) -> str:
+def _call_text(node: Node, tensors: list[Node]) -> str:
     shapes = ", ".join(str(list(shape_of(tensor))) for tensor in tensors)
     results = ", ".join(str(list(found.shape)) for found in records(node))
     source = records(node)[0].source

@@ -41,7 +41,7 @@ def _whole(node: Node, tensors: list[Node]) -> Rule:
     return einsum(f"{', '.join(operands)} -> {' | '.join(results)}", node, tensors)
 
 
-def _windowed(node: Node, tensors: list[Node], small: tuple[int, ...], large: tuple[int, ...], text: str, lower: Lower) -> Rule:
+def _window_rule(node: Node, tensors: list[Node], small: tuple[int, ...], large: tuple[int, ...], text: str, lower: Lower) -> Rule:
     """`text` names the dims of the two sides `small` and `large`: each position of `small` maps to the same number of `large`."""
     lead = _lead(small, 2 + ("3d" in str(node.target)) if "adaptive" in str(node.target) else len(small) - 2)
     sides = {"small": [*lead], "large": [*lead]}
@@ -66,14 +66,14 @@ def _places(local: Local) -> list[tuple[int, str]]:
     return [(rank - space + int(letter[1:]), letter) for letter in local.rule.windows]
 
 
-def _reached(local: Local, large: Node) -> Node:
+def _gather_window(local: Local, large: Node) -> Node:
     """The window of the larger side that belongs to the rank's tile of the smaller side."""
     for dim, letter in _places(local):
         large = local.window(large, dim, letter)
     return large
 
 
-def _back(local: Local, large: Node) -> Node:
+def _sum_windows(local: Local, large: Node) -> Node:
     """Sums the ranks' windows of the larger side into its tiles."""
     for dim, letter in _places(local):
         large = local.sum_of_windows(large, dim, letter)
@@ -81,34 +81,34 @@ def _back(local: Local, large: Node) -> Node:
 
 
 def _upsample(node: Node, tensors: list[Node]) -> Rule:
-    return _windowed(node, tensors, shape_of(tensors[0]), result_shapes(node)[0], "small -> large", _lower_upsample)
+    return _window_rule(node, tensors, shape_of(tensors[0]), result_shapes(node)[0], "small -> large", _lower_upsample)
 
 
 def _lower_upsample(local: Local) -> Node:
-    return _back(local, local.emit(local.node.target, *local.operands, *local.node.args[1:]))
+    return _sum_windows(local, local.emit(local.node.target, *local.operands, *local.node.args[1:]))
 
 
 def _upsample_backward(node: Node, tensors: list[Node]) -> Rule:
-    return _windowed(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_upsample_backward)
+    return _window_rule(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_upsample_backward)
 
 
 def _lower_upsample_backward(local: Local) -> Node:
-    return local.emit(local.node.target, _reached(local, local.operands[0]), *local.node.args[1:])
+    return local.emit(local.node.target, _gather_window(local, local.operands[0]), *local.node.args[1:])
 
 
 def _adaptive_mean(node: Node, tensors: list[Node]) -> Rule:
-    return _windowed(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_adaptive_mean)
+    return _window_rule(node, tensors, result_shapes(node)[0], shape_of(tensors[0]), "large -> small", _lower_adaptive_mean)
 
 
 def _lower_adaptive_mean(local: Local) -> Node:
-    x = _reached(local, local.operands[0])
+    x = _gather_window(local, local.operands[0])
     count = len(integers(local.node.args[1]))
     return local.emit(local.node.target, x, list(local.out_shape(0))[-count:])
 
 
 def _adaptive_mean_backward(node: Node, tensors: list[Node]) -> Rule:
     """(grad, x): of x only the shape matters."""
-    return _windowed(node, tensors, shape_of(tensors[0]), shape_of(tensors[1]), "small, large -> large", _lower_adaptive_mean_backward)
+    return _window_rule(node, tensors, shape_of(tensors[0]), shape_of(tensors[1]), "small, large -> large", _lower_adaptive_mean_backward)
 
 
 def _lower_adaptive_mean_backward(local: Local) -> Node:
@@ -119,7 +119,7 @@ def _lower_adaptive_mean_backward(local: Local) -> Node:
             shape[dim] = local.rule.windows[letter][1].length(local.local_size(letter))
     if shape != list(local.shape(x)):
         x = local.emit(aten.new_zeros.default, grad, shape)
-    return _back(local, local.emit(local.node.target, grad, x))
+    return _sum_windows(local, local.emit(local.node.target, grad, x))
 
 
 def _torch_upsample_backward(node: Node, tensors: list[Node]) -> Rule:

@@ -42,7 +42,7 @@ LAYOUT = {
 """Layout operators that may expand keys and values before attention."""
 
 
-def steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, window: int, offset: int) -> int:
+def ring_steps(queries: int, keys: int, tile: int, ranks: int, causal: bool, window: int, offset: int) -> int:
     """How often a block of keys is passed on: to all ranks, or as far as a window reaches if sizes are static."""
     if not causal or not window or offset or queries != keys or any(isinstance(size, Size) for size in (queries, tile)):
         return ranks - 1
@@ -71,22 +71,22 @@ class Ring:
         self.biased = node.args[place_of(node, "bias")] is not None
         sizes = local.global_size("q"), local.global_size("k"), local.local_size("k")
         self.ranks = local.ranks(self.axes)
-        self.steps = steps(*sizes, self.ranks, causal, window, offset)
-        shared = {index: heads_added_up(node, index) for index in (1, 2)}
-        self.shared = {index: heads if local.lies_together("h", heads) else 1 for index, heads in shared.items()}
+        self.steps = ring_steps(*sizes, self.ranks, causal, window, offset)
+        shared = {index: heads_summed_together(node, index) for index in (1, 2)}
+        self.shared = {index: heads if local.has_whole_groups("h", heads) else 1 for index, heads in shared.items()}
 
     def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
         """Yields keys and values of each block, the rank's own first; the next block's transfer starts before each yield."""
-        travelling = _Travelling(self, k), _Travelling(self, v)
+        travelling = _TravellingBlock(self, k), _TravellingBlock(self, v)
         for step in range(self.steps + 1):
             here = [one.start(last=step == self.steps) for one in travelling]
-            keys, values = (one.made_of(small) for one, small in zip(travelling, here, strict=True))
+            keys, values = (one.expand(small) for one, small in zip(travelling, here, strict=True))
             yield keys, values
 
     def shift(self, x: Node, by: int) -> Node:
         return self.local.ring_shift(x, self.axes, by)
 
-    def where(self, step: int) -> tuple[object, ...]:
+    def block_arguments(self, step: int) -> tuple[object, ...]:
         """The numbers of a block's call: mask settings, starts of queries and keys, number of keys without padding."""
         return *self.how, self.local.start("q"), self.local.start("k", step), self.local.count("k", step)
 
@@ -99,17 +99,17 @@ class Ring:
             bias = self.local.emit(aten.constant_pad_nd.default, bias, [0, tiled - length], 0)
         return self.local.emit(spmd.shard, bias, 3, self.ranks, self.local.place(self.axes[0], step))
 
-    def wide(self, x: Node) -> Node:
+    def cast_for_sum(self, x: Node) -> Node:
         """x in the dtype in which parts are added up, at least float32."""
         return self._cast(x, torch.float32) if self.local.dtype(x).itemsize < 4 else x
 
-    def narrow(self, x: Node, like: Node) -> Node:
+    def cast_like(self, x: Node, like: Node) -> Node:
         return self._cast(x, self.local.dtype(like)) if self.local.dtype(x) != self.local.dtype(like) else x
 
     def _cast(self, x: Node, dtype: torch.dtype) -> Node:
         return self.local.emit(aten._to_copy.default, x, dtype=dtype)
 
-    def fewer(self, gradient: Node, index: int) -> Node:
+    def sum_shared_heads(self, gradient: Node, index: int) -> Node:
         """A gradient of keys or values for transfer: summed over heads that share keys, if their gradients are only ever summed."""
         heads = self.shared[index]
         if heads == 1:
@@ -118,7 +118,7 @@ class Ring:
         grouped = self.local.emit(aten.reshape.default, gradient, [rows, all_heads // heads, heads, keys, size])
         return self.local.emit(aten.sum.dim_IntList, grouped, [2])
 
-    def at_home(self, total: Node, index: int) -> Node:
+    def spread_over_heads(self, total: Node, index: int) -> Node:
         """The sum of `fewer` as gradients of all heads: the first head of a group has the sum, the others have zero."""
         heads = self.shared[index]
         if heads == 1:
@@ -131,21 +131,21 @@ class Ring:
     def forward(self) -> list[Node]:
         q, k, v, *rest = self.local.operands
         bias = rest[0] if self.biased else None
-        parts = (self.attended(q, keys, values, self.bias(bias, step), step) for step, (keys, values) in enumerate(self.blocks(k, v)))
-        out, lse = self.joined(parts)
-        return [self.narrow(out, q), lse]
+        parts = (self.attend_block(q, keys, values, self.bias(bias, step), step) for step, (keys, values) in enumerate(self.blocks(k, v)))
+        out, lse = self.join_blocks(parts)
+        return [self.cast_like(out, q), lse]
 
-    def attended(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
+    def attend_block(self, q: Node, keys: Node, values: Node, bias: Node | None, step: int) -> Node:
         """Attention to one block of the keys: (output, log-sum-exp)."""
-        return self.local.emit(meshc.attention_block.default, q, keys, values, bias, *self.where(step))
+        return self.local.emit(meshc.attention_block.default, q, keys, values, bias, *self.block_arguments(step))
 
     def gradients(self, q: Node, keys: Node, values: Node, bias: Node | None, known: Sequence[Node], step: int) -> list[Node]:
         """Gradients of the queries, and of a block's keys and values. `known`: gradient of the output, the output, log-sum-exp."""
         grad, out, lse = known
-        made = self.local.emit(meshc.attention_block_backward.default, grad, q, keys, values, bias, out, lse, *self.where(step))
+        made = self.local.emit(meshc.attention_block_backward.default, grad, q, keys, values, bias, out, lse, *self.block_arguments(step))
         return [self.local.item(made, index) for index in range(3)]
 
-    def joined(self, parts: Iterable[Node]) -> tuple[Node, Node]:
+    def join_blocks(self, parts: Iterable[Node]) -> tuple[Node, Node]:
         """Merges attention to each block of the keys, one after the other: (output, log-sum-exp)."""
         emit, item = self.local.emit, self.local.item
         found: tuple[Node, Node] | None = None
@@ -168,23 +168,23 @@ class Ring:
         travelling: list[Node] = []
         for step, (keys, values) in enumerate(self.blocks(k, v)):
             part, *given = self.gradients(q, keys, values, self.bias(bias, step), known, step)
-            dq = self.wide(part) if dq is None else emit(aten.add.Tensor, dq, part)
+            dq = self.cast_for_sum(part) if dq is None else emit(aten.add.Tensor, dq, part)
             if step == 0:
                 own = given
                 continue
-            given = [self.fewer(one, index) for index, one in enumerate(given, 1)]
+            given = [self.sum_shared_heads(one, index) for index, one in enumerate(given, 1)]
             if travelling:
                 given = [emit(aten.add.Tensor, there, here) for there, here in zip(travelling, given, strict=True)]
             far = self.ranks - self.steps if step == self.steps else 1
             travelling = [self.shift(one, far) for one in given]
         assert dq is not None
         if travelling:
-            home = [self.at_home(one, index) for index, one in enumerate(travelling, 1)]
+            home = [self.spread_over_heads(one, index) for index, one in enumerate(travelling, 1)]
             own = [emit(aten.add.Tensor, here, there) for here, there in zip(own, home, strict=True)]
-        return [self.narrow(dq, q), *own]
+        return [self.cast_like(dq, q), *own]
 
 
-def heads_added_up(backward: Node, index: int) -> int:
+def heads_summed_together(backward: Node, index: int) -> int:
     """Heads in a group that shares keys, if all readers of gradient `index` of an attention sum over each group; else 1."""
     read = [user for user in backward.users if is_getitem(user) and user.args[1] == index]
     views = [user for gradient in read for user in gradient.users]
@@ -204,7 +204,7 @@ def _group_of(view: Node) -> int:
     return shape[2] if sums else 1
 
 
-class _Travelling:
+class _TravellingBlock:
     """Keys or values that pass round the ring, in their smallest form: before layout operators expand them."""
 
     def __init__(self, ring: Ring, x: Node) -> None:
@@ -226,7 +226,7 @@ class _Travelling:
             self.small = self.ring.shift(here, 1)
         return here
 
-    def made_of(self, small: Node) -> Node:
+    def expand(self, small: Node) -> Node:
         """A block expanded to the form that attention reads."""
         if small is self.first:
             return self.own

@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from meshc.ir import is_getitem
 from meshc.ops import rnn as _operators  # noqa: F401 - registers them
-from meshc.rules.rule import Made, Rule, RuleFunction, Stepping, einsum
-from meshc.rules.turns import in_turns, together
+from meshc.rules.rule import Made, RecurrentLetter, Rule, RuleFunction, einsum
+from meshc.rules.turns import call_in_turns, join_turns
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 meshc = torch.ops.meshc
 
 H, STATE = "t b h!", "s! b h!"
-HOW = {"self_masked": True, "major": frozenset("t"), "steps": Stepping("t", ("b",), joins=False)}
+HOW = {"self_masked": True, "major": frozenset("t"), "steps": RecurrentLetter("t", ("b",), joins=False)}
 
 
 def _forward(node: Node, tensors: list[Node]) -> Rule:
@@ -43,11 +43,11 @@ def _lower(local: Local) -> Made:
     x, weight, *rest = local.operands
     bias, before = (rest.pop(0) if node.args[index] is not None else None for index in (3, 4))
     kind, reverse, steps, parts = node.args[0], bool(node.args[5]), local.count("t"), local.parts
-    made = in_turns(
+    made = call_in_turns(
         local, axes, parts, reverse,
         lambda handed, turn: local.emit(meshc.rnn_turn.default, kind, x, weight, bias, before, handed, reverse, steps, *turn), 3,
     )  # fmt: skip
-    out, kept = (together(local, axes, one, 1, reverse) for one in made[:2])
+    out, kept = (join_turns(local, axes, one, 1, reverse) for one in made[:2])
     return [out, kept, _end(local, axes, made[2], reverse, 2)]
 
 
@@ -60,18 +60,18 @@ def _lower_backward(local: Local) -> Made:
     kept, weight = rest
     kind, reverse, steps, parts = node.args[0], bool(node.args[5]), local.count("t"), local.parts
     how = kept, weight, reverse, steps
-    made = in_turns(
+    made = call_in_turns(
         local, axes, parts, not reverse,
         lambda handed, turn: local.emit(meshc.rnn_turn_backward.default, kind, grad, of_last, handed, *how, *turn), 2,
     )  # fmt: skip
-    return [together(local, axes, made[0], 1, not reverse), _end(local, axes, made[1], not reverse, 1)]
+    return [join_turns(local, axes, made[0], 1, not reverse), _end(local, axes, made[1], not reverse, 1)]
 
 
 def _end(local: Local, axes: tuple[str, ...], states: list[Node], back: bool, index: int) -> Node | None:
     """The state at the end of the chain on its last rank, zeros elsewhere: a partial sum. None if nobody reads it."""
     if not any(is_getitem(user) and user.args[1] == index for user in local.node.users):
         return None
-    found = together(local, axes, states, 2, back)
+    found = join_turns(local, axes, states, 2, back)
     found = local.emit(torch.ops.aten.reshape.default, found, list(local.shape(found))[1:])
     return local.keep_end(found, axes, back)
 

@@ -46,7 +46,7 @@ ROLES: Final[Mapping[str, str]] = {
 """Roles of letters in a model, by which `place/name_factors.py` finds the factors that a plan calls `heads`, `ffn` or `vocab`."""
 
 
-def together(count: int) -> Positions:
+def all_operands(count: int) -> Positions:
     """`linear` of an operator that is linear in all of its operands together."""
     return (tuple(range(count)),)
 
@@ -66,7 +66,7 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class Passing:
+class RingLetter:
     """A letter whose blocks may pass round a ring of ranks: `lower` handles one block at a time.
 
     operands  positions of operands that pass round, split by the axis that splits the queries
@@ -83,7 +83,7 @@ class Passing:
 
 
 @dataclass(frozen=True)
-class Stepping:
+class RecurrentLetter:
     """A letter whose positions are steps of a recurrence.
 
     letter  the steps; where it is split, ranks may run their tiles in turns (`turns.py`)
@@ -112,7 +112,7 @@ class Rule:
     sums     for each result, letters whose sharding leaves that result partial, with the reduction
     whole    letters that may not be sharded
     linear   sets of operand positions; the operator is additive in those of each set, together, while the others are whole. If empty,
-             `linear.py` decides
+             `linear_operators.py` decides
     defers   whether `propagate` defers reductions of sums past the operator, in the operands of the first set of `linear`
     roles    letter -> role in a model (`ROLES`), for names of factors
     lower    builds the per-rank code; None: the same operator on local operands
@@ -151,16 +151,16 @@ class Rule:
     accumulates: bool = False
     zigzag: frozenset[str] = frozenset()
     windows: dict[str, tuple[str, Window]] = field(default_factory=dict)
-    rings: Mapping[str, Passing] = field(default_factory=dict)
-    steps: Stepping | None = None
+    rings: Mapping[str, RingLetter] = field(default_factory=dict)
+    steps: RecurrentLetter | None = None
 
     @property
-    def passing(self) -> tuple[int, ...]:
+    def ring_operands(self) -> tuple[int, ...]:
         """Positions of the operands that may pass round a ring."""
         return tuple(position for passing in self.rings.values() for position in passing.operands)
 
     @property
-    def coming_home(self) -> tuple[int, ...]:
+    def ring_results(self) -> tuple[int, ...]:
         """Positions of the results that travel with them and return to their rank."""
         return tuple(position for passing in self.rings.values() for position in passing.results)
 
@@ -265,7 +265,7 @@ def by_text(text: str, clean: Sequence[int] = (), roles: Mapping[str, str] | Non
     return lambda node, tensors: einsum(text, node, tensors, clean=tuple(clean), roles=roles or {})
 
 
-def undivided(node: Node, tensors: Sequence[Node]) -> Rule:
+def whole_rule(node: Node, tensors: Sequence[Node]) -> Rule:
     """A rule with all dims whole: for calls on scalars of operators whose rule needs a dim."""
     operands = tuple(tuple(f"x{k}.{d}" for d in range(len(shape_of(t)))) for k, t in enumerate(tensors))
     results = tuple(tuple(f"y{k}.{d}" for d in range(len(shape))) for k, shape in enumerate(result_shapes(node)))

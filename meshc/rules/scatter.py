@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.rules.index import along, index_tensors, indexed
+from meshc.rules.index import advanced_index_letters, gather_letters, index_tensors
 from meshc.rules.reduction import argument
-from meshc.rules.rule import ONE, Rule, RuleFunction, dtype_of, einsum, integer, shape_of, together, undivided
+from meshc.rules.rule import ONE, Rule, RuleFunction, all_operands, dtype_of, einsum, integer, shape_of, whole_rule
 
 if TYPE_CHECKING:
     from meshc.rules.local import Local
@@ -26,10 +26,10 @@ def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
     """scatter, scatter_add, scatter_reduce: an index for each entry. Dims in which x, index and source differ must be whole."""
     x, index, *sources = tensors
     if not shape_of(x) or not shape_of(index):
-        return undivided(node, tensors)
+        return whole_rule(node, tensors)
     if any(shape_of(t) and len(shape_of(t)) != len(shape_of(x)) for t in sources):
         return None
-    dim, left, right = along(node, x, index)
+    dim, left, right = gather_letters(node, x, index)
     written = []
     for source in sources:
         row = []
@@ -39,17 +39,17 @@ def _scatter(node: Node, tensors: list[Node]) -> Rule | None:
                 left[d] = "v" if d == dim else f"x{d}!"
             row.append(d if have == used else -1 - d)
         written.append(row)
-    right[dim] = _written(node, x, right[dim].rstrip("!"), all(d >= 0 for row in written for d in row))
+    right[dim] = _written_letter(node, x, right[dim].rstrip("!"), all(d >= 0 for row in written for d in row))
     rows = [" ".join(right[d].lstrip("+") if d >= 0 else f"s{-1 - d}!" for d in row) for row in written]
-    return _writing(node, tensors, " ".join(left), " ".join(right), rows)
+    return _write_rule(node, tensors, " ".join(left), " ".join(right), rows)
 
 
-def _written(node: Node, x: Node, letter: str, fits: bool) -> str:
+def _written_letter(node: Node, x: Node, letter: str, fits: bool) -> str:
     """The letter of the written entries: summed where entries add up, else whole."""
     return f"+{letter}" if node.target in ADDS and fits and dtype_of(x) != torch.bool else f"{letter}!"
 
 
-def _writing(node: Node, tensors: list[Node], x: str, index: str, written: list[str]) -> Rule:
+def _write_rule(node: Node, tensors: list[Node], x: str, index: str, written: list[str]) -> Rule:
     sums = " ".join(letter for letter in index.split() if letter.startswith("+"))
     operands = [x, index.replace("+", ""), *(row.replace("+", "") for row in written)]
     text = f"{', '.join(operands)} -> {x} {sums}"
@@ -60,14 +60,14 @@ def _index_add(node: Node, tensors: list[Node]) -> Rule | None:
     """index_add, index_copy, index_fill, index_reduce: an index for each row."""
     shape = shape_of(tensors[0])
     if not shape or shape_of(tensors[1]) == ():
-        return undivided(node, tensors)
+        return whole_rule(node, tensors)
     if any(len(shape_of(t)) not in (0, len(shape)) for t in tensors[2:]):
         return None
     dim = integer(node.args[1]) % len(shape)
     row = [f"a{d}" for d in range(len(shape))]
-    place = _written(node, tensors[0], "j", True)
+    place = _written_letter(node, tensors[0], "j", True)
     x, rows = [" ".join([*row[:dim], at, *row[dim + 1 :]]) for at in ("v", place)]
-    return _writing(node, tensors, x, place, [rows if shape_of(t) else "" for t in tensors[2:]])
+    return _write_rule(node, tensors, x, place, [rows if shape_of(t) else "" for t in tensors[2:]])
 
 
 def _lower_writing(local: Local) -> Node:
@@ -76,12 +76,12 @@ def _lower_writing(local: Local) -> Node:
     if not local.axes("v"):
         return local.call(x, index, *written)
     dim = integer(local.node.args[1]) % len(local.shape(x))
-    index, size = _or_behind(local, index, "v"), local.shape(x)[dim]
-    made = local.call(_one_longer(local, x, dim), index, *written)
+    index, size = _tile_index(local, index, "v"), local.shape(x)[dim]
+    made = local.call(_append_row(local, x, dim), index, *written)
     return local.emit(aten.slice.Tensor, made, dim, 0, size)
 
 
-def _or_behind(local: Local, index: Node, letter: str) -> Node:
+def _tile_index(local: Local, index: Node, letter: str) -> Node:
     """Converts global indices (from the end where negative) to local ones; those outside the tile point to the row behind it."""
     negative = local.emit(aten.lt.Scalar, index, 0)
     index = local.emit(aten.where.self, negative, local.emit(aten.add.Tensor, index, local.global_size(letter)), index)
@@ -90,7 +90,7 @@ def _or_behind(local: Local, index: Node, letter: str) -> Node:
     return local.emit(aten.where.ScalarOther, local.emit(aten.logical_and.default, low, high), shifted, local.local_size(letter))
 
 
-def _one_longer(local: Local, x: Node, dim: int) -> Node:
+def _append_row(local: Local, x: Node, dim: int) -> Node:
     return local.emit(aten.cat.default, [x, local.emit(aten.slice.Tensor, x, dim, 0, 1)], dim)
 
 
@@ -111,7 +111,7 @@ def _masked_put(node: Node, tensors: list[Node]) -> Rule | None:
 
 def _index_put(node: Node, tensors: list[Node]) -> Rule | None:
     """Rows that overwrite each other must be whole; rows that add up may be split, and x then counts once."""
-    found = indexed(node, tensors)
+    found = advanced_index_letters(node, tensors)
     if found is None:
         return _masked_put(node, tensors)
     x, letters, out = found
@@ -143,7 +143,9 @@ def _part(node: Node, tensors: list[Node]) -> Rule:
     else:
         part = tuple("p" if i == dim else letter for i, letter in enumerate(letters))
         part = tuple(ONE if size == 1 else letter for letter, size in zip(part, shape_of(tensors[1]), strict=True))
-    return Rule((letters, part), (letters,), ({},), frozenset({letters[dim], "p"}) - {ONE}, kind="carry", linear=together(2), defers=True)
+    return Rule(
+        (letters, part), (letters,), ({},), frozenset({letters[dim], "p"}) - {ONE}, kind="carry", linear=all_operands(2), defers=True
+    )
 
 
 RULES: dict[object, RuleFunction] = {

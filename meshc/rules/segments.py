@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from meshc.ops import grouped as _grouped_operators  # noqa: F401 - registers them
-from meshc.ops import routed as _routed_operators  # noqa: F401 - registers them
+from meshc.ops import grouped_mm as _grouped_operators  # noqa: F401 - registers them
+from meshc.ops import routed_mm as _routed_operators  # noqa: F401 - registers them
 from meshc.rules.contraction import WEIGHT
 from meshc.rules.reduction import argument
 from meshc.rules.rule import Rule, RuleFunction, by_text, dtype_of, einsum, integer, result_shapes, shape_of
@@ -90,17 +90,17 @@ def _lower_grouped_mm(local: Local) -> Node:
         return local.call(a, b, *ends)
     unit = 16 // local.dtype(a).itemsize
     inner, columns = (-local.local_size(letter) % unit if letter in local.letters() else 0 for letter in "kn")
-    a = _filled(local, a, [0, inner])
-    b = _filled(local, b, [0, columns, 0, inner])
+    a = _pad_zeros(local, a, [0, inner])
+    b = _pad_zeros(local, b, [0, columns, 0, inner])
     made = local.call(a, b, *ends)
     return local.emit(aten.slice.Tensor, made, -1, 0, local.out_shape(0)[-1]) if columns else made
 
 
-def _filled(local: Local, x: Node, amounts: list[int]) -> Node:
+def _pad_zeros(local: Local, x: Node, amounts: list[int]) -> Node:
     return local.emit(aten.constant_pad_nd.default, x, amounts, 0.0) if any(amounts) else x
 
 
-def _searched(node: Node, tensors: list[Node]) -> Rule | None:
+def _searchsorted(node: Node, tensors: list[Node]) -> Rule | None:
     """searchsorted(sorted rows, values): values may be split, the rows are whole."""
     rows, values = (shape_of(tensor) for tensor in tensors[:2])
     if len(tensors) != 2 or dtype_of(node) not in (torch.int64, torch.int32):
@@ -139,6 +139,6 @@ RULES: dict[object, RuleFunction] = {
     meshc.grouped_outer.default: by_text("r! k, r! n, g! -> g! k n"),
     meshc.routed_mm.default: by_text("r k, g! k n, r -> r n +k", (2,), WEIGHT),
     meshc.routed_outer.default: by_text("r k, r n, r -> g! k n +r", clean=(2,)),
-    aten.searchsorted.Tensor: _searched,
+    aten.searchsorted.Tensor: _searchsorted,
     aten.bucketize.Tensor: _bucketize,
 }

@@ -77,7 +77,7 @@ def _places(local: Local, letters: list[str]) -> Node:
     return found
 
 
-def _ordered(dim: int, default: int) -> RuleFunction:
+def _sort_rule(dim: int, default: int) -> RuleFunction:
     """sort, topk: the sorted dim is whole, and may be shorter in the result."""
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
@@ -108,9 +108,9 @@ def _quantile_of_all(node: Node, tensors: list[Node]) -> Rule:
 
 RULES: dict[object, RuleFunction] = {
     **{op: _extreme_place for op in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)},
-    aten.sort.default: _ordered(1, -1),
-    aten.sort.stable: _ordered(2, -1),
-    aten.topk.default: _ordered(2, -1),
+    aten.sort.default: _sort_rule(1, -1),
+    aten.sort.stable: _sort_rule(2, -1),
+    aten.topk.default: _sort_rule(2, -1),
     aten.median.default: _quantile_of_all,
     aten.nanmedian.default: _quantile_of_all,
     aten.median.dim: _quantile(1, 2),

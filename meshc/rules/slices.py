@@ -88,7 +88,7 @@ def pad_windows(amounts: Sequence[int], rank: int) -> dict[int, tuple[int, int]]
     return {rank - 1 - i: (-before, 1) for i, (before, after) in enumerate(pairs) if before or after}
 
 
-def _cropped(node: Node, tensors: list[Node]) -> Rule:
+def _crop_rule(node: Node, tensors: list[Node]) -> Rule:
     found = crop_of(node)
     source, target = shape_of(tensors[0]), result_shapes(node)[0]
     inside = dims_of("d", source)
@@ -128,10 +128,10 @@ def _tile(node: Node, found: Crop, inside: Sequence[str], out: Sequence[str]) ->
         if large % small or start % small:
             return None
         parts = (f"#{large // small}", part)
-    return Relation((whole,), parts, soft=source == small or not _tiled_by_siblings(node))
+    return Relation((whole,), parts, soft=source == small or not _siblings_tile_dim(node))
 
 
-def _tiled_by_siblings(node: Node) -> bool:
+def _siblings_tile_dim(node: Node) -> bool:
     """Whether slices of the same value take all such tiles of the dim: only then are they a split."""
     dim, _, length, step = slice_bounds(node)
     (x,) = node.all_input_nodes
@@ -148,21 +148,21 @@ WINDOWED = {*convolution.RULES, *pooling.WINDOWED}
 
 def beside_windows(node: Node, dims: Iterable[int]) -> bool:
     """Whether these dims of a crop are spatial dims of a windowed operator, with only crops, transpositions and casts in between."""
-    return all(_before(operands(node)[0], dim) or _after(node, dim) for dim in dims)
+    return all(_is_window_result(operands(node)[0], dim) or _is_window_operand(node, dim) for dim in dims)
 
 
-def _before(value: Node, dim: int) -> bool:
+def _is_window_result(value: Node, dim: int) -> bool:
     """Whether `dim` of a value is a spatial dim of the windowed operator that computes it."""
     producer = value_of(value)[0]
     while producer.op == "call_function" and producer.target not in WINDOWED:
-        inner = _turned(producer, dim, back=True)
+        inner = _map_dim(producer, dim, back=True)
         if inner is None:
             return False
         dim, producer = inner, value_of(operands(producer)[0])[0]
     return producer.op == "call_function" and dim >= 2
 
 
-def _after(node: Node, dim: int) -> bool:
+def _is_window_operand(node: Node, dim: int) -> bool:
     """Whether `dim` of a value is a spatial dim of a windowed operator that reads it."""
     work, seen = [(node, dim)], {node}
     while work:
@@ -170,14 +170,14 @@ def _after(node: Node, dim: int) -> bool:
         for user in value.users:
             if user.target in WINDOWED and place >= 2:
                 return True
-            outer = _turned(user, place, back=False) if user.op == "call_function" and user not in seen else None
+            outer = _map_dim(user, place, back=False) if user.op == "call_function" and user not in seen else None
             if outer is not None:
                 work.append((user, outer))
                 seen.add(user)
     return False
 
 
-def _turned(node: Node, dim: int, back: bool) -> int | None:
+def _map_dim(node: Node, dim: int, back: bool) -> int | None:
     """The result's dim for a dim of the operand (or `back`), for a transposition, crop or cast; None for other operators."""
     if node.target in RULES or node.target in layout.SAME:
         return dim
@@ -207,10 +207,10 @@ def _lower_split(local: Local, windows: Mapping[int, tuple[int, int]], split: li
         if windows[dim][1] != 1:
             x = local.emit(aten.slice.Tensor, x, dim, 0, local.shape(x)[dim], windows[dim][1])
     rest = {dim: start for dim, (start, _) in windows.items() if dim not in split}
-    return _padded(local, x, rest, value) if rest else x
+    return _pad_whole_dims(local, x, rest, value) if rest else x
 
 
-def _padded(local: Local, x: Node, rest: dict[int, int], value: float) -> Node:
+def _pad_whole_dims(local: Local, x: Node, rest: dict[int, int], value: float) -> Node:
     """Pads the dims that are not split; `rest`: dim -> start."""
     amounts: list[int] = []
     for dim, size in reversed(list(enumerate(local.shape(x)))):
@@ -259,4 +259,4 @@ PLAIN: Mapping[object, Callable[[Local], Node]] = {
     aten.slice_backward.default: _lower_slice_backward,
     aten.constant_pad_nd.default: lambda local: local.call(*local.operands),
 }
-RULES: dict[object, RuleFunction] = dict.fromkeys(PLAIN, _cropped)
+RULES: dict[object, RuleFunction] = dict.fromkeys(PLAIN, _crop_rule)

@@ -35,15 +35,15 @@ class SplitKeys(Ring):
     def forward(self) -> list[Node]:
         q, k, v, *rest = self.local.operands
         emit, item = self.local.emit, self.local.item
-        made = self.attended(q, k, v, self.bias(rest[0] if self.biased else None, 0), 0)
+        made = self.attend_block(q, k, v, self.bias(rest[0] if self.biased else None, 0), 0)
         sums = emit(aten.unsqueeze.default, item(made, 1), -1)
-        part = emit(aten.cat.default, [self.wide(item(made, 0)), sums], 3)
+        part = emit(aten.cat.default, [self.cast_for_sum(item(made, 0)), sums], 3)
         parts = self.local.all_gather(emit(aten.unsqueeze.default, part, 0), self.axes, 0)
         joined = emit(meshc.attention_join.default, parts)
-        return [self.narrow(item(joined, 0), q), item(joined, 1)]
+        return [self.cast_like(item(joined, 0), q), item(joined, 1)]
 
     def backward(self) -> list[Node]:
         grad, q, k, v, *rest = self.local.operands
         bias = rest.pop(0) if self.biased else None
         part, *given = self.gradients(q, k, v, self.bias(bias, 0), (grad, *rest[:2]), 0)
-        return [self.narrow(self.local.all_reduce(self.wide(part), self.axes, "sum"), q), *given]
+        return [self.cast_like(self.local.all_reduce(self.cast_for_sum(part), self.axes, "sum"), q), *given]

@@ -25,7 +25,7 @@ Combine = Callable[["Local", Node, list[int], Sequence[str]], Node]
 
 def _vector_norm(dim: int, keep: int) -> RuleFunction:
     """Norms of order 0 and 1 are partial sums, infinite orders a partial maximum or minimum; others are completed in `lower`."""
-    finish = _finished(_norm, dim, keep)
+    finish = _whole_result_rule(_norm, dim, keep)
 
     def rule(node: Node, tensors: list[Node]) -> Rule | None:
         how = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}.get(_number(argument(node, 1, "p", None), 2.0))
@@ -38,7 +38,7 @@ def _vector_norm(dim: int, keep: int) -> RuleFunction:
     return rule
 
 
-def _finished(combine: Combine, dim: int, keep: int) -> RuleFunction:
+def _whole_result_rule(combine: Combine, dim: int, keep: int) -> RuleFunction:
     """The rule of a reduction completed by `combine`. `dim`, `keep`: positions of these arguments; -1: all dims, or none kept."""
 
     def rule(node: Node, tensors: list[Node]) -> Rule:
@@ -58,7 +58,7 @@ def _finished(combine: Combine, dim: int, keep: int) -> RuleFunction:
     return rule
 
 
-def _masked(local: Local, x: Node, dims: Sequence[int], value: float) -> Node:
+def _mask_padding(local: Local, x: Node, dims: Sequence[int], value: float) -> Node:
     for dim in dims:
         x = local.neutralise(x, f"d{dim}", value)
     return x
@@ -69,15 +69,15 @@ def _count(local: Local, dims: Sequence[int]) -> int:
 
 
 def _prod(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
-    mine = local.call(_masked(local, x, dims, 1.0))
+    mine = local.call(_mask_padding(local, x, dims, 1.0))
     return local.emit(aten.prod.dim_int, local.all_gather(local.emit(aten.unsqueeze.default, mine, 0), axes, 0), 0)
 
 
 def _centred_squares(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     """The sum of squared distances from the mean of all ranks."""
-    total = local.all_reduce(local.emit(aten.sum.dim_IntList, _masked(local, x, dims, 0.0), dims, True), axes, "sum")
+    total = local.all_reduce(local.emit(aten.sum.dim_IntList, _mask_padding(local, x, dims, 0.0), dims, True), axes, "sum")
     mean = local.emit(aten.div.Tensor, total, _count(local, dims))
-    centred = _masked(local, local.emit(aten.sub.Tensor, x, mean), dims, 0.0)
+    centred = _mask_padding(local, local.emit(aten.sub.Tensor, x, mean), dims, 0.0)
     if local.dtype(x).is_complex:
         centred = local.emit(aten.abs.default, centred)
     squares = local.emit(aten.mul.Tensor, centred, centred)
@@ -108,7 +108,7 @@ def _std(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
 
 def _norm(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> Node:
     p = _number(argument(local.node, 1, "p", None), 2.0)
-    x = _masked(local, x, dims, inf if p < 0 else 0.0)
+    x = _mask_padding(local, x, dims, inf if p < 0 else 0.0)
     mine = local.emit(aten.linalg_vector_norm.default, x, p, dims, True, **_result_dtype(local))
     total = local.all_reduce(local.emit(aten.pow.Tensor_Scalar, mine, p), axes, "sum")
     return local.emit(aten.pow.Tensor_Scalar, total, 1.0 / p)
@@ -124,7 +124,7 @@ def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> N
     wanted = dtype_of(local.node)
     if local.dtype(x) != wanted:
         x = local.emit(aten._to_copy.default, x, dtype=wanted)
-    x = _masked(local, x, dims, -inf)
+    x = _mask_padding(local, x, dims, -inf)
     peak = local.all_reduce(local.emit(aten.amax.default, x, dims, True), axes, "max")
     endless = local.emit(aten.eq.Scalar, local.emit(aten.abs.default, peak), inf)
     peak = local.emit(aten.masked_fill.Scalar, peak, endless, 0.0)
@@ -133,14 +133,14 @@ def _logsumexp(local: Local, x: Node, dims: list[int], axes: Sequence[str]) -> N
 
 
 RULES: dict[object, RuleFunction] = {
-    aten.prod.default: _finished(_prod, -1, -1),
-    aten.prod.dim_int: _finished(_prod, 1, 2),
-    aten.var.correction: _finished(_var, 1, 3),
-    aten.var.dim: _finished(_var, 1, 3),
-    aten.std.correction: _finished(_std, 1, 3),
-    aten.std.dim: _finished(_std, 1, 3),
+    aten.prod.default: _whole_result_rule(_prod, -1, -1),
+    aten.prod.dim_int: _whole_result_rule(_prod, 1, 2),
+    aten.var.correction: _whole_result_rule(_var, 1, 3),
+    aten.var.dim: _whole_result_rule(_var, 1, 3),
+    aten.std.correction: _whole_result_rule(_std, 1, 3),
+    aten.std.dim: _whole_result_rule(_std, 1, 3),
     aten.linalg_vector_norm.default: _vector_norm(2, 3),
     aten.norm.ScalarOpt_dim: _vector_norm(2, 3),
     aten.norm.Scalar: _vector_norm(-1, -1),
-    aten.logsumexp.default: _finished(_logsumexp, 1, 2),
+    aten.logsumexp.default: _whole_result_rule(_logsumexp, 1, 2),
 }

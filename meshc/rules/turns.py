@@ -34,7 +34,7 @@ Taken = Callable[[Node | None, Sequence[object]], Node]
 """Emits the call of one turn, from the state of the previous rank, or None, and (slot, parts, place, ranks)."""
 
 
-def in_turns(
+def call_in_turns(
     local: Local, axes: Sequence[str], parts: int, back: bool, call: Taken, count: int, alone: bool = False
 ) -> list[list[Node]]:  # fmt: skip
     """For each of a call's `count` results, its value at each turn. The last is the state that is handed on, with a first dim of size 1.
@@ -52,7 +52,7 @@ def in_turns(
     return results
 
 
-def together(local: Local, axes: Sequence[str], made: Sequence[Node], dim: int, back: bool) -> Node:
+def join_turns(local: Local, axes: Sequence[str], made: Sequence[Node], dim: int, back: bool) -> Node:
     """This rank's parts among the turns' results, concatenated along `dim`. With rows in one part, the results of the other turns are zeros
     and all are added."""
     ranks = local.ranks(axes)

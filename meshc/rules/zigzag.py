@@ -48,25 +48,25 @@ class Zigzag(Ring):
         super().__init__(local)
         self.scale = self.how[1]
 
-    def exchanged(self, x: Node, dim: int = 2) -> Node:
+    def to_zigzag(self, x: Node, dim: int = 2) -> Node:
         """Converts x from natural to zigzag order. Backward reuses the values that forward converted."""
-        if self.local.lies_balanced:
+        if self.local.is_in_zigzag:
             return x
-        known, key = self.local.arranged, (x, (dim, *self.axes))
+        known, key = self.local.reordered_values, (x, (dim, *self.axes))
         if key not in known:
-            known[key] = self.local.reordered(x, self.axes, dim, home=False)
+            known[key] = self.local.reorder_tiles(x, self.axes, dim, home=False)
         return known[key]
 
-    def home(self, x: Node) -> Node:
+    def from_zigzag(self, x: Node) -> Node:
         """Converts x from zigzag to natural order."""
-        return x if self.local.lies_balanced else self.local.reordered(x, self.axes, 2, home=True)
+        return x if self.local.is_in_zigzag else self.local.reorder_tiles(x, self.axes, 2, home=True)
 
-    def place(self, step: int) -> tuple[object, ...]:
+    def block_position(self, step: int) -> tuple[object, ...]:
         return self.local.place(self.axes[0], 0), self.local.place(self.axes[0], step), self.ranks, self.local.global_size("k")
 
     def blocks(self, k: Node, v: Node) -> Iterator[tuple[Node, Node]]:
         (keys, larger_keys), (values, larger_values) = (self._before_heads(x) for x in (k, v))
-        keys, values = (self.exchanged(x, len(self.local.shape(x)) - 2) for x in (keys, values))
+        keys, values = (self.to_zigzag(x, len(self.local.shape(x)) - 2) for x in (keys, values))
         for step in range(self.ranks):
             here = larger_keys(keys), larger_values(values)
             if step < self.ranks - 1:
@@ -93,30 +93,30 @@ class Zigzag(Ring):
 
     def forward(self) -> list[Node]:
         q, k, v, *_ = self.local.operands
-        asked = self.exchanged(q)
+        asked = self.to_zigzag(q)
         parts = (
-            self.local.emit(meshc.attention_zigzag.default, asked, keys, values, self.scale, *self.place(step))
+            self.local.emit(meshc.attention_zigzag.default, asked, keys, values, self.scale, *self.block_position(step))
             for step, (keys, values) in enumerate(self.blocks(k, v))
         )
-        out, lse = self.joined(parts)
-        home = [self.home(self.narrow(out, q)), self.home(lse)]
-        if not self.local.lies_balanced:
-            self.local.arranged[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
+        out, lse = self.join_blocks(parts)
+        home = [self.from_zigzag(self.cast_like(out, q)), self.from_zigzag(lse)]
+        if not self.local.is_in_zigzag:
+            self.local.reordered_values[home[1], (2, *self.axes)] = lse  # nothing but backward reads it
         return home
 
     def backward(self) -> list[Node]:
         grad, q, k, v, *_, out, lse = self.local.operands
         emit, item = self.local.emit, self.local.item
-        known = [self.exchanged(x) for x in (grad, q)]
-        whole = [self.exchanged(x) for x in (out, lse)]
+        known = [self.to_zigzag(x) for x in (grad, q)]
+        whole = [self.to_zigzag(x) for x in (out, lse)]
         dq: Node | None = None
         own: list[Node] = []
         travelling: list[Node] = []
         for step, (keys, values) in enumerate(self.blocks(k, v)):
-            made = emit(meshc.attention_zigzag_backward.default, *known, keys, values, *whole, self.scale, *self.place(step))
+            made = emit(meshc.attention_zigzag_backward.default, *known, keys, values, *whole, self.scale, *self.block_position(step))
             part, *given = (item(made, index) for index in range(3))
-            dq = self.wide(part) if dq is None else emit(aten.add.Tensor, dq, part)
-            given = [self.fewer(one, index) for index, one in enumerate(given, 1)]
+            dq = self.cast_for_sum(part) if dq is None else emit(aten.add.Tensor, dq, part)
+            given = [self.sum_shared_heads(one, index) for index, one in enumerate(given, 1)]
             if step == 0:
                 own = given
                 continue
@@ -125,4 +125,7 @@ class Zigzag(Ring):
             travelling = [self.shift(one, 1) for one in given]
         assert dq is not None
         total = [emit(aten.add.Tensor, here, there) for here, there in zip(own, travelling, strict=True)]
-        return [self.home(self.narrow(dq, q)), *(self.at_home(self.home(one), index) for index, one in enumerate(total, 1))]
+        return [
+            self.from_zigzag(self.cast_like(dq, q)),
+            *(self.spread_over_heads(self.from_zigzag(one), index) for index, one in enumerate(total, 1)),
+        ]

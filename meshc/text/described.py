@@ -22,9 +22,9 @@ from meshc.ir import Record, bounds
 from meshc.ir.keys import KINDS, PortKind
 from meshc.ir.mesh import Mesh
 from meshc.ir.sizes import parse as parse_size
-from meshc.pipelining import written
+from meshc.pipelining import pipeline_text
 from meshc.plan.plan import Plan
-from meshc.program.complete import refuse_incomplete
+from meshc.program.completeness import refuse_incomplete
 from meshc.program.instance import relation
 from meshc.program.program import Info, Instruction, PlainProgram, Port
 from meshc.text.allowed import name_of
@@ -53,7 +53,7 @@ class Described(TypedDict, total=False):
     outputs: list[PortRow]
     stages: list[str]
     schedule: list[dict[str, object]]
-    pipeline: written.Described
+    pipeline: pipeline_text.PipelineJson
     notes: list[str]
     sizes: str
     constraints: list[str]
@@ -74,7 +74,7 @@ def described(program: PlainProgram) -> Described:
         "outputs": [_port_row(port) for port in program.outputs],
         "stages": list(program.stages),
         "schedule": [_without_defaults(instruction) for instruction in program.schedule],
-        **({"pipeline": written.described(program.pipeline)} if program.pipeline is not None else {}),
+        **({"pipeline": pipeline_text.pipeline_to_json(program.pipeline)} if program.pipeline is not None else {}),
         "notes": list(program.notes),
         **({"sizes": print_sizes(program.dynamic), "constraints": list(program.constraints)} if program.dynamic else {}),
         "info": cast(Info, {name: value for name, value in program.info.items() if _is_json(value)}),
@@ -104,7 +104,7 @@ def read(
     stages = {}
     for name in told["stages"]:
         if name in stages:
-            raise ArtifactError(f"{where} names the stage {bounds.shown(name)} twice")
+            raise ArtifactError(f"{where} names the stage {bounds.brief_repr(name)} twice")
         text, file = text_of(name)
         stages[name] = parse_stage(text, told["side_table"].get(name), file)
         if stages[name].name != name:
@@ -137,7 +137,7 @@ def read(
 
 def _with_pipeline(program: PlainProgram, told: Described, where: str) -> PlainProgram:
     try:
-        program.pipeline = written.read(told["pipeline"])
+        program.pipeline = pipeline_text.pipeline_from_json(told["pipeline"])
         refuse_incomplete(program)
     except ScheduleError as error:
         raise ArtifactError(f"{where}, pipeline: {error}") from None
@@ -154,7 +154,7 @@ def _instruction(row: Any) -> Instruction:
     one = Instruction(**{**row, "keys": tuple(row.get("keys", ()))})
     for name, kind in (("op", str), ("stage", str), ("microbatch", int), ("value", str), ("into", str), ("peer", int), ("during", str)):
         if type(getattr(one, name)) is not kind:
-            raise ArtifactError(f"an instruction's {name} is {bounds.shown(getattr(one, name))}, and must be of type {kind.__name__}")
+            raise ArtifactError(f"an instruction's {name} is {bounds.brief_repr(getattr(one, name))}, and must be of type {kind.__name__}")
     if not all(isinstance(key, str) for key in one.keys):
         raise ArtifactError("an instruction's keys are texts")
     return one
@@ -191,7 +191,9 @@ def _port(row: PortRow, hints: Mapping[str, int], types: dict[str, Record]) -> P
         raise ArtifactError(f"{row['kind']}:{row['name']} is no port: kinds are {', '.join(KINDS)}, and a port is a tensor")
     name, of = row["name"], row.get("of", "")
     if not isinstance(name, str) or not isinstance(of, str):
-        raise ArtifactError(f"a port's name and what it is of are texts, not {bounds.shown(name)} and {bounds.shown(row.get('of'))}")
+        raise ArtifactError(
+            f"a port's name and what it is of are texts, not {bounds.brief_repr(name)} and {bounds.brief_repr(row.get('of'))}"
+        )
     requires_grad = bool(row.get("requires_grad", False))
     return Port(row["kind"], name, record.shape, record.dtype, record.sharding, of, requires_grad, record.host, record.disk)
 

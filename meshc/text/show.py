@@ -25,7 +25,7 @@ A type is the dtype, a dim at a time the factors with the axes that split them, 
     ... local(4, 128)                            a shape that does not follow from the sharding
     ... host                                     lies on the host: `f32[8, 128] host`
     ... disk                                     lies there in a file: `f32[8, 128] disk`
-    ... used(1)                                  of dim 1 the used positions alone are there (`meshc/ir/used_rows.py`)
+    ... used(1)                                  of dim 1 the used positions alone are there (`meshc/ir/used_rows_dims.py`)
     ... whole                                    has a sharding although no dim shows one: `f32[] whole` is equal on all ranks
     f32[batch n_batch/dp, seq {n_seq + 1}]       sizes that calls choose: a symbol, or an expression of symbols in braces
     int                                          no tensor
@@ -62,8 +62,8 @@ from meshc.ir import Record, Source, regions
 from meshc.ir.graph import placeholders
 from meshc.ir.sharding import Sharding, local_shape
 from meshc.ir.sharing import sharing_of
-from meshc.ir.sizes import Dynamic, Ratio, Size, braced
-from meshc.pipelining import written
+from meshc.ir.sizes import Dynamic, Ratio, Size, braced_text
+from meshc.pipelining import pipeline_text
 from meshc.program.program import PlainProgram, Port, Stage, sizes
 from meshc.text import allowed
 
@@ -198,7 +198,7 @@ def print_program(program: PlainProgram, *, comments: bool = True) -> str:
         blocks.append(_listing("schedule", [_instruction(vars(instruction)) for instruction in program.schedule]))
     else:
         blocks.append(f"pipeline = {quote(program.pipeline.axis)}")
-        blocks += [_listing(title, items) for title, items in written.listings(program.pipeline)]
+        blocks += [_listing(title, items) for title, items in pipeline_text.listings(program.pipeline)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -231,7 +231,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
         raise ArtifactError(f"values of {value.dtype} have no type in a program's text")
     sharding = value.sharding
     if sharding is None:
-        return f"{dtype}[{', '.join(map(braced, value.shape))}]" + _place(value)
+        return f"{dtype}[{', '.join(map(braced_text, value.shape))}]" + _place(value)
     for word in (*(part.factor for _, _, part in sharding.parts()), *sharding.axes()):
         if not WORD.fullmatch(word) or "~" in word and word in sharding.axes():
             raise ArtifactError(f"{word!r} cannot stand in a type: a factor or axis has none of the characters , * / ( ) [ ] : ; or space, "
@@ -244,7 +244,7 @@ def print_type(value: Record | tuple[Record, ...], axis_sizes: Mapping[str, int]
     if not any(sharding.dims) and not sharding.partial and not sharding.zero:
         text += " whole"
     if value.shape != _implied(value, axis_sizes):
-        text += f" local({', '.join(map(braced, value.shape))})"
+        text += f" local({', '.join(map(braced_text, value.shape))})"
     return text + _place(value)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from meshc.ir import Record, exactly, op_name, records
+from meshc.ir import Record, comparison_key, op_name, records
 from meshc.passes.depth.blocks import Blocks
 from meshc.passes.depth.call_argument import call_argument, with_call
 from meshc.passes.depth.mentions import Mentions
@@ -102,14 +102,16 @@ def string_arguments(node: Node) -> list[str]:
 def _without_nodes(node: Node) -> object:
     """The arguments without nodes and strings; strings are compared by the layers that they mention."""
     args = tuple("" if isinstance(argument, str) else argument for argument in node.args)
-    return exactly(map_arg((args, node.kwargs), lambda operand: None))
+    return comparison_key(map_arg((args, node.kwargs), lambda operand: None))
 
 
 def _numbers_apart(one: Node, other: Node) -> int:
     place = call_argument(one)
     if place is None or place >= len(one.args) or place >= len(other.args):
         raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
-    blank = [exactly(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)]  # these take no texts
+    blank = [
+        comparison_key(map_arg((with_call(node, 0), node.kwargs), lambda operand: None)) for node in (one, other)
+    ]  # these take no texts
     if blank[0] != blank[1]:
         raise Unequal(f"{_describe_operator(one)} and {_describe_operator(other)} of the next layer have other arguments")
     return int(other.args[place]) - int(one.args[place])  # type: ignore[arg-type]

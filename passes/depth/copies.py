@@ -69,7 +69,7 @@ class GraphGrower:
         self.sequence = NumberSteps((one.meta.get(SEQUENCE), twin.other.meta.get(SEQUENCE)) for one, twin in self.twins.items())
         self.calls = NumberSteps((_call(one), _call(twin.other)) for one, twin in self.twins.items())
 
-    def run(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> GrownGraph:
+    def build_graph(self, inputs: Sequence[Port], outputs: Sequence[Port]) -> GrownGraph:
         self._refuse_readers()
         ports = dict(zip(placeholders(self.graph), inputs, strict=True))
         pairs = [(one, twin.other) for one, twin in self.twins.items() if one in ports]

@@ -67,7 +67,7 @@ def _grow_stretch(local: GrownGraph, joint: Joint, stretch: Stretch, count: int)
     by_name = {node.name: blocks.get(node) for node in joint.graph.nodes}
     local_blocks = local_blocks_of(local.graph, local.inputs, by_name, mentions)
     mentions = Mentions(stretch, _find_unnamed_factors(local.graph, local_blocks, count, stretch.left_out))
-    made = GraphGrower(local.graph, local_blocks, mentions, pairs).run(local.inputs, local.outputs)
+    made = GraphGrower(local.graph, local_blocks, mentions, pairs).build_graph(local.inputs, local.outputs)
     return replace(made, draws=made.draws + local.draws), count + len(mentions.unnamed.next) * stretch.left_out
 
 

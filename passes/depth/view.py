@@ -27,7 +27,7 @@ def _grow_view(joint: Joint, depth: Depth) -> Joint:
     for stretch in reversed(depth.stretches):
         mentions = Mentions(stretch)
         plain = replace(joint, inputs=_without_shardings(joint.inputs), outputs=_without_shardings(joint.outputs))
-        made = GraphGrower(plain.graph, blocks_of(plain, mentions), mentions).run(plain.inputs, plain.outputs)
+        made = GraphGrower(plain.graph, blocks_of(plain, mentions), mentions).build_graph(plain.inputs, plain.outputs)
         updates = {made.kept[node]: mentions.later().text(name) for node, name in joint.updates.items()}
         for node, row in made.copies.items():
             if node in joint.updates:

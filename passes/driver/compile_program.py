@@ -243,7 +243,7 @@ def _compile_by_plan(placed: PlacedModel, hook: Hook | None, following: PassRepl
         program = finish(left)
         if left.opened is None:
             return program, left
-        return instance.put(program, left.opened.values), settle(left)
+        return instance.substitute_sizes(program, left.opened.values), settle(left)
 
 
 def specialise_backward(program: PlainProgram, left: LoweredProgram, received: Collection[str]) -> PlainProgram:

@@ -23,7 +23,7 @@ from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import GROW
-from meshc.program.parts import Parts
+from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port, Stage
 from meshc.text.show import print_program, print_stage
 
@@ -45,7 +45,7 @@ class Checker(Protocol):
     ) -> None:
         """The global view that the pass `name` has left."""
 
-    def check_program(self, name: str, program: PlainProgram, parts: Parts | None) -> None:
+    def check_program(self, name: str, program: PlainProgram, parts: MicrobatchSplit | None) -> None:
         """What each rank runs, as far as that pass has come."""
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
-from meshc.ir.graph import copied
+from meshc.ir.graph import copy_graph
 from meshc.passes import pipeline
 from meshc.passes.driver.pass_history import PassHistory
 from meshc.passes.pass_runner import run_pass, run_passes
@@ -71,7 +71,7 @@ class PassMemo:
         self.kept = [one, *(each for each in self.kept if each is not one)]
         one.heard.replay(hook)
         left, request = one.left, placed.request
-        stages = {name: replace(stage, graph=copied(stage.graph)) for name, stage in left.stages.items()}
+        stages = {name: replace(stage, graph=copy_graph(stage.graph)) for name, stage in left.stages.items()}
         return replace(left, request=request, placed=replace(left.placed, request=request), stages=stages)
 
 

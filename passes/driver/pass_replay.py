@@ -28,7 +28,7 @@ from meshc.frontend.skipped_work import collect_garbage
 from meshc.ir import KEY, Record, Source
 from meshc.ir.graph import copied_node
 from meshc.ir.likeness import like
-from meshc.ir.trail import NotAlike, Trail, is_followed
+from meshc.ir.trail import Trail, TrailMismatch, is_tracked
 from meshc.passes.depth.grow import pairs_of
 from meshc.passes.depth.mentions import Mentions
 from meshc.passes.driver.pipeline_search import has_choice
@@ -64,10 +64,10 @@ class PassReplay:
             return rest(partitioned)
         apart = _separate_numbers(partitioned)
         for one in self.followed:
-            with contextlib.suppress(NotAlike):
+            with contextlib.suppress(TrailMismatch):
                 return one.at(partitioned, apart)
         if len(self.followed) < MOST:
-            with contextlib.suppress(NotAlike, MeshcError):  # run plainly they say what is wrong
+            with contextlib.suppress(TrailMismatch, MeshcError):  # run plainly they say what is wrong
                 near = self.near(partitioned)
                 if near is not None:
                     one = _RecordedPasses(partitioned, apart, _separate_numbers(near), rest)
@@ -92,7 +92,7 @@ class _RecordedPasses:
         """Raises NotAlike."""
         self.apart, self.trail = apart, Trail()
         if apart.skeleton != near.skeleton:
-            raise NotAlike("near sizes leave another program")
+            raise TrailMismatch("near sizes leave another program")
         opened: dict[tuple[Any, Any], int] = {}
         for pair in zip(apart.numbers, near.numbers, strict=True):
             if not _same(*pair):
@@ -107,11 +107,11 @@ class _RecordedPasses:
         """What the passes would leave of what `partition` has left at another size. Raises NotAlike, or Unequal of layers."""
         start = time.process_time()
         if apart.skeleton != self.apart.skeleton:
-            raise NotAlike("partition leaves another program")
+            raise TrailMismatch("partition leaves another program")
         values: dict[int, Any] = {}
         for before, now, place in zip(self.apart.numbers, apart.numbers, self.open, strict=True):
             if not _same(now, before if place is None else values.setdefault(place, now)):
-                raise NotAlike(f"{before} is {now}")
+                raise TrailMismatch(f"{before} is {now}")
         if partitioned.depth is not None:
             for stretch in partitioned.depth.stretches:
                 pairs_of(partitioned.placed.joint, Mentions(stretch))
@@ -268,7 +268,7 @@ class _ReplayTemplate:
         graph, there = Graph(), dict[Node, Node]()
 
         def leaf(argument: Any) -> Any:
-            return there[argument] if type(argument) is Node else put.number(argument) if is_followed(argument) else argument
+            return there[argument] if type(argument) is Node else put.number(argument) if is_tracked(argument) else argument
 
         for node in stage.graph.nodes:
             made = there[node] = copied_node(graph, node, there.__getitem__, leaf if node in self.args else None)
@@ -294,12 +294,12 @@ class _NumberSubstitution:
 
     def _other(self, value: Any) -> Any:
         if id(value) not in self._known:  # what is put into is there as long as this is
-            self._known[id(value)] = _replace_numbers(value, self.number, is_followed)
+            self._known[id(value)] = _replace_numbers(value, self.number, is_tracked)
         return self._known[id(value)]
 
 
 def _has_followed_number(value: Any) -> bool:
     """Whether there is a followed number in it."""
     found: list[Any] = []
-    _replace_numbers(value, found.append, is_followed)
+    _replace_numbers(value, found.append, is_tracked)
     return bool(found)

@@ -45,9 +45,9 @@ from meshc.passes.stages.attempt import Refusal, attempt
 from meshc.passes.stages.cut_stages import UncutProgram
 from meshc.passes.stages.pipeline_memory import DoesNotFit, MemoryNeed, append_need, budget_of, least_need, memory_need
 from meshc.passes.stages.pipeline_shape import PipelineShape, PipelineShapes
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.pipelining.schedule import parse
 from meshc.pipelining.timing import simulate
-from meshc.pipelining.tried import Tried
 
 Answer = TypeVar("Answer")
 
@@ -154,7 +154,7 @@ def _likely_count(placed: PlacedModel, counts: list[int]) -> int:
     return min((n for n in counts if n > 1), key=lambda n: (n + axis.size - 1) * (work_s / min(n, rows) + launched_s))
 
 
-def _mark_dropped(tried: list[Tried], taken: FittingCandidate) -> Iterator[Tried]:
+def _mark_dropped(tried: list[PipelineCandidate], taken: FittingCandidate) -> Iterator[PipelineCandidate]:
     for each in sorted(tried, key=lambda each: each.microbatches):
         yield replace(each, dropped=SLOWER) if not each.dropped and each is not taken.tried else each
 
@@ -164,7 +164,7 @@ class FittingCandidate:
     """A candidate that fits, and the passes that led to it."""
 
     lowered: LoweredProgram
-    tried: Tried
+    tried: PipelineCandidate
     seconds: float
     heard: PassHistory
 
@@ -183,9 +183,9 @@ class CountEstimate:
     def least(self) -> float:
         return self.shapes.can[0][1] if isinstance(self.shapes, PipelineShapes) else 0.0
 
-    def candidates(self, count: int) -> Iterator[Tried]:
+    def candidates(self, count: int) -> Iterator[PipelineCandidate]:
         if isinstance(self.shapes, Refusal):
-            yield Tried(count, self.gathered, dropped=str(self.shapes))
+            yield PipelineCandidate(count, self.gathered, dropped=str(self.shapes))
             return
         assert self.shapes is not None
         yield from refused_candidates(self.shapes, count, self.gathered)
@@ -193,13 +193,13 @@ class CountEstimate:
             yield estimated_candidate(count, self.gathered, shape, seconds)
 
 
-def estimated_candidate(count: int, once: bool, shape: PipelineShape, seconds: float) -> Tried:
+def estimated_candidate(count: int, once: bool, shape: PipelineShape, seconds: float) -> PipelineCandidate:
     """A candidate that has not been cut."""
-    return Tried(count, once, shape.name, shape.cuts, seconds, None, SLOWER, estimated=True)
+    return PipelineCandidate(count, once, shape.name, shape.cuts, seconds, None, SLOWER, estimated=True)
 
 
-def refused_candidates(shapes: PipelineShapes, count: int, once: bool) -> list[Tried]:
-    return [Tried(count, once, schedule, dropped=str(why)) for schedule, why in shapes.cannot.items()]
+def refused_candidates(shapes: PipelineShapes, count: int, once: bool) -> list[PipelineCandidate]:
+    return [PipelineCandidate(count, once, schedule, dropped=str(why)) for schedule, why in shapes.cannot.items()]
 
 
 @dataclass
@@ -215,7 +215,7 @@ class PipelineSearch:
     placed: PlacedModel
     budget: int | None
     beaten_s: float = inf
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[PipelineCandidate] = field(default_factory=list)
     needs: list[MemoryNeed] = field(default_factory=list)
     last: PassHistory = field(default_factory=PassHistory)
     _lowered: UncutProgram | None = None
@@ -262,7 +262,7 @@ class PipelineSearch:
             self.last = PassHistory()
             uncut = attempt(partial(self._uncut, replace(request, gather_once=once)))
             if isinstance(uncut, Refusal):
-                return self._note(Tried(count, once, dropped=str(uncut)), uncut)
+                return self._note(PipelineCandidate(count, once, dropped=str(uncut)), uncut)
             if self._lowered is None:
                 self._lowered, self._asked = uncut, count
             answer = self._best_of_shapes(uncut, bound)
@@ -330,7 +330,7 @@ class PipelineSearch:
         """One candidate: cut, predicted, held against the budget. `heard`: the passes that led to it; `again`: how many values it makes
         again."""
         request = uncut.lowered.request
-        tried = Tried(request.count, uncut.gathered, shape.name, shape.cuts, again=again)
+        tried = PipelineCandidate(request.count, uncut.gathered, shape.name, shape.cuts, again=again)
         stages = replace(pipeline.STAGES, run=lambda lowered: uncut.cut(shape))
         lowered = attempt(partial(run_pass, stages, uncut.lowered, heard.hook))
         if isinstance(lowered, Refusal):
@@ -343,7 +343,7 @@ class PipelineSearch:
         tried = replace(tried, seconds=seconds, holds=None if need is None else need.most.total)
         return self._note(tried, FittingCandidate(lowered, tried, seconds, heard))
 
-    def _note(self, tried: Tried, answer: Answer) -> Answer:
+    def _note(self, tried: PipelineCandidate, answer: Answer) -> Answer:
         self.tried.append(tried)
         return answer
 

@@ -9,7 +9,7 @@
 
 and so backward. There is a row for each choice that a token could have made in the group. The rows of actual choices are gathered once,
 sorted by expert, and the operators between run on them alone. Their number is data: types keep the bound, and say `used`
-(`meshc/ir/used_rows.py`). A layer with an operator that does not treat each row by itself stays as it is.
+(`meshc/ir/used_rows_dims.py`). A layer with an operator that does not treat each row by itself stays as it is.
 
 A backend that compiles needs sizes: operators on these rows are outside its regions. On CUDA the host would wait for the sizes, so layers
 are changed only where rows are dispatched, which the host waits for in any case (`dispatch_and_combine.py`); elsewhere a step may be
@@ -31,7 +31,7 @@ from meshc.ir import is_getitem, record, records, spmd
 from meshc.ir.graph import call
 from meshc.ir.nodes import KEY, Record, is_tensor
 from meshc.ir.sharding import Sharding
-from meshc.ir.used_rows import rows_dim, with_open_rows
+from meshc.ir.used_rows_dims import rows_dim, with_open_rows
 from meshc.ops import used_rows as _used_rows  # noqa: F401 - registers them
 from meshc.passes.phases.lowered_program import LoweredProgram
 

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, record, records, spmd
-from meshc.ir.graph import call, made_of, read_by
+from meshc.ir.graph import ancestors_of, call, descendants_of
 from meshc.ir.nodes import Record
 
 aten, meshc = torch.ops.aten, torch.ops.meshc
@@ -111,10 +111,12 @@ def _make_order(weights: RoutingWeights, point: Node) -> bool:
     impossible."""
     order = {node: number for number, node in enumerate(point.graph.nodes)}
     at = order[point]
-    late = [node for node in made_of([weights.local], lambda node: order[node] > at) if order[node] >= at]
-    early = [node for node in read_by([weights.whole], lambda node: order[node] < at) if order[node] < at and node is not weights.whole]
+    late = [node for node in ancestors_of([weights.local], lambda node: order[node] > at) if order[node] >= at]
+    early = [
+        node for node in descendants_of([weights.whole], lambda node: order[node] < at) if order[node] < at and node is not weights.whole
+    ]
     first = min((order[node] for node in early), default=at)
-    read = made_of([point], lambda node: order[node] > first)
+    read = ancestors_of([point], lambda node: order[node] > first)
     if point in late or not _are_movable(late, point) or not _are_movable(early, point) or not read.keys().isdisjoint(early):
         return False
     for node in sorted(late, key=order.__getitem__):

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from meshc.ir import KEY, Record, is_integer, is_tensor, local_bytes, record, records, set_record, spmd, update
-from meshc.ir.graph import read_by
+from meshc.ir.graph import descendants_of
 from meshc.ir.sharding import Part, Sharding
 from meshc.passes.lower.whole_chains import Chain, ChainOperand, stored_sharding
 from meshc.passes.partition.builder import Builder
@@ -126,7 +126,7 @@ class ChainGroup:
         """Nodes that depend on results of the chains."""
         kept = {one.kept for chain in self.own for one in chain.leaving}
         own = {node for chain in self.own for node in (*chain.nodes, *(x for one in chain.leaving for x in one.way))}
-        return read_by(kept) - own
+        return descendants_of(kept) - own
 
     # ------------------------------------------------------------------------------------------------------------------- what
 

@@ -20,12 +20,12 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.ir import has_record, is_getitem, local_bytes, record, records, runs_on_host, spmd
-from meshc.ir.graph import made_of, read_by
+from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ops import norm as _norm  # noqa: F401 - registers meshc::square_sum
 from meshc.ops.optim import MANY, WRITTEN
 from meshc.passes.lower.low_precision_state import WIDENS
 from meshc.passes.lower.prefetch_windows import LEAST, WINDOW, WINDOWS
-from meshc.program import flying
+from meshc.program import in_flight
 from meshc.program.packing import is_view, may_view
 
 REDUCTIONS: Final = (spmd.all_reduce, spmd.reduce_scatter)
@@ -52,7 +52,7 @@ def updates_amid_backward(graph: Graph) -> set[Node]:
     order, goes_on = {node: index for index, node in enumerate(graph.nodes)}, False
     for node in reversed(graph.nodes):
         if node.target in FUSED and goes_on and not runs_on_host(node):
-            gradients = made_of(node.all_input_nodes, through=lambda operand: is_view(operand) or _moves(operand))
+            gradients = ancestors_of(node.all_input_nodes, through=lambda operand: is_view(operand) or _moves(operand))
             reductions = [gradient for gradient in gradients if gradient.target in REDUCTIONS]
             found |= {node, *sorted(reductions, key=order.__getitem__)[-1:]}
         goes_on |= node.op == "call_function" and not is_view(node) and not spmd.is_collective(node.target) and _of_backward(node)
@@ -70,7 +70,7 @@ class UpdatePlaces:
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.index = {node: index for index, node in enumerate(self.nodes)}
         self.first = max((index for node, index in self.index.items() if node.op == "placeholder"), default=0)
-        self.until = flying.waits(graph.nodes)
+        self.until = in_flight.waits(graph.nodes)
         self.reductions = [node for node in self.nodes if node.target in REDUCTIONS]
         self.behind = list(self.nodes)
         """By position of each node, the last node that was moved right behind it, or the node itself."""
@@ -94,7 +94,7 @@ class UpdatePlaces:
 
     def position_of(self, member: Node) -> int:
         """The position behind which a member may be placed."""
-        own = {*self._own(member), *read_by([member])}
+        own = {*self._own(member), *descendants_of([member])}
         return max(self._ready_position(member), *(self._last_read_position(root, own) for root in _written_memory(member)))
 
     def bring(self, members: Sequence[Node]) -> None:

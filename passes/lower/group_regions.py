@@ -23,8 +23,8 @@ from itertools import groupby, pairwise
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
-from meshc.ir.graph import copied, placeholders
-from meshc.ir.regions import changing, is_number, set_region
+from meshc.ir.graph import copy_graph, placeholders
+from meshc.ir.regions import is_number, microbatch_integers, set_region
 from meshc.passes.lower.layer_regions import layer_parts
 from meshc.passes.lower.levels import levels, runs_alone
 from meshc.passes.lower.low_precision_state import is_for_updates_only
@@ -47,7 +47,7 @@ def group_regions(lowered: LoweredProgram) -> LoweredProgram:
 def group_stage(stage: Stage, sizes: Mapping[str, int], window: int | None = None, sums: Collection[str] = ()) -> Stage:
     """A copy of the stage in regions. `sizes`: of the mesh's axes; `window`: bytes, as in `levels`; `sums`: keys of sums over microbatches
     that are complete before the stage runs."""
-    graph = copied(stage.graph)
+    graph = copy_graph(stage.graph)
     stage = replace(stage, graph=graph)
     level = levels(stage, window)
     for one in bucket(stage, sizes, level, targets=[spmd.all_reduce], apart=frozenset(reductions(stage, sums))):
@@ -63,7 +63,7 @@ def group_stage(stage: Stage, sizes: Mapping[str, int], window: int | None = Non
 
 def _place(graph: Graph, level: Mapping[Node, int], widened: Collection[Node]) -> None:
     """Sorts the nodes by level, within a level the region first, and numbers the regions. Nodes in `widened` are in no region."""
-    varying = changing(graph)
+    varying = microbatch_integers(graph)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     alone = {node for node in calls if is_number(node) or node in widened or runs_alone(node, varying)}
     order = sorted(calls, key=lambda node: (0, True) if is_number(node) else (1 + level[node], node in alone))

@@ -27,9 +27,9 @@ from typing import Final
 from torch.fx import Graph, Node
 
 from meshc.ir import is_getitem, record, records, runs_on_host, spmd
-from meshc.ir.graph import made_of, made_only_of
+from meshc.ir.graph import ancestors_of, computable_from
 from meshc.ir.keys import is_a
-from meshc.ir.regions import changing, is_number, why_alone, writes
+from meshc.ir.regions import is_number, microbatch_integers, why_alone, writes
 from meshc.passes.lower.early_updates import updates_amid_backward
 from meshc.passes.lower.prefetch_windows import prefetch_windows
 from meshc.program.packing import fills_alone, grows_alone, is_view, stays
@@ -90,7 +90,7 @@ def runs_alone(node: Node, changing: set[Node]) -> bool:
 def _parameter_values(stage: Stage) -> set[Node]:
     """Parameters on the device, and values computed from them alone up to and including their gathers."""
     parameters = [node for node, key in stage.keys().items() if is_a(key, "parameter") and not record(node).host]
-    return made_only_of(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
+    return computable_from(stage.graph, parameters, through=lambda node: node.target is not spmd.all_gather)
 
 
 class _Levels:
@@ -107,7 +107,7 @@ class _Levels:
 
     def __init__(self, stage: Stage, window: int | None) -> None:
         self.stored = _parameter_values(stage)
-        self.changing = changing(stage.graph)
+        self.changing = microbatch_integers(stage.graph)
         self.borders = updates_amid_backward(stage.graph)
         self.windows = {gather: number for number, gathers in enumerate(prefetch_windows(stage.graph, window)) for gather in gathers}
         self.starts: dict[int, int] = {}
@@ -170,4 +170,4 @@ def _written_memory(node: Node) -> dict[Node, None]:
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if argument.alias_info is not None and argument.alias_info.is_write:
             work += [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
-    return made_of(work)
+    return ancestors_of(work)

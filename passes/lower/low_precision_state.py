@@ -19,7 +19,7 @@ from torch.fx.node import Argument, map_arg
 
 from meshc.ir import Record, is_getitem, local_bytes, record
 from meshc.ir.graph import call
-from meshc.ops import keep
+from meshc.ops import state_rounding
 from meshc.ops.in_place import WRITERS
 from meshc.ops.optim import WRITTEN
 
@@ -52,7 +52,7 @@ def widening_nodes(member: Node) -> list[Node]:
 
 def narrowing_nodes(member: Node) -> list[Node]:
     """The nodes that round a member's results to their stored form."""
-    return [user for result in member.users if is_getitem(result) for user in result.users if user.target in keep.IN_PLACE]
+    return [user for result in member.users if is_getitem(result) for user in result.users if user.target in state_rounding.IN_PLACE]
 
 
 def is_for_updates_only(node: Node) -> bool:
@@ -68,7 +68,7 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
     order = {node: float(place) for place, node in enumerate(graph.nodes)}
     kept: dict[Node, Argument] = {}
     behind: dict[Node, Node] = {}
-    for node in [node for node in graph.nodes if node.target in keep.IN_PLACE]:
+    for node in [node for node in graph.nodes if node.target in state_rounding.IN_PLACE]:
         old = node.args[0]
         assert isinstance(old, Node)
         readers = [reader for reader in old.users if reader.op == "call_function" and reader in order]
@@ -80,7 +80,7 @@ def keep_in_place(graph: Graph, narrowed: Mapping[Node, Node]) -> None:
             behind[after] = one
         _bring(node, after, order, between)
         with graph.inserting_after(behind.get(after, after)):
-            behind[after] = call(graph, Record(phase="update"), keep.IN_PLACE[node.target], *node.args)
+            behind[after] = call(graph, Record(phase="update"), state_rounding.IN_PLACE[node.target], *node.args)
         kept[node] = old
         node.args = ()  # so that what it read may go before it
     read_operands(graph, kept)

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
 from meshc.ir import has_record, is_integer, local_bytes, record, records, spmd
-from meshc.ir.graph import made_of
+from meshc.ir.graph import ancestors_of
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import SMALL
 from meshc.program.packing import is_view
@@ -156,7 +156,7 @@ def _move_product_behind(exchange: Node, covered: set[Node]) -> None:
 
 def _independent_product(exchange: Node, covered: set[Node]) -> Node | None:
     """The product before the last one that the exchange depends on, if both share an operand and it may run later; else None."""
-    makes = made_of([exchange], through=lambda node: node is exchange or not spmd.is_collective(node.target))
+    makes = ancestors_of([exchange], through=lambda node: node is exchange or not spmd.is_collective(node.target))
     last: Node | None = None
     node = exchange.prev
     while node.op == "call_function":

@@ -27,12 +27,12 @@ from torch.fx import Graph, Node
 
 from meshc.ir import is_integer, record, spmd
 from meshc.ir.functions import Function
-from meshc.ir.graph import made_of, placeholders
+from meshc.ir.graph import ancestors_of, placeholders
 from meshc.passes.lower.prefetch_windows import prefetch_windows, window_bytes
 from meshc.passes.lower.start_reductions_early import reductions, sums_of_late_stages
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.bucket import Bucket, bucket, whole_bytes
-from meshc.program.preparation import is_preparation, ready
+from meshc.program.preparation import is_preparation, move_operands_before
 from meshc.program.program import Stage
 
 ALONE: Final = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
@@ -149,12 +149,12 @@ def _place(window: _PrefetchWindow, before: _PrefetchWindow | None) -> None:
             start = before.cut[0]
     elif before is not None and before.last.op != "output":
         start = min(start, before.last.next)
-        own = made_of(window.gathers)
+        own = ancestors_of(window.gathers)
         while start in own and start not in window.gathers:
             start = start.next
     for gather in window.gathers:
         if gather is not start:
-            ready(gather, start)
+            move_operands_before(gather, start)
             start.prepend(gather)
     for node in window.cut:
         window.first.prepend(node)

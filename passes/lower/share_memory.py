@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import spmd
-from meshc.ir.graph import copied
+from meshc.ir.graph import copy_graph
 from meshc.ir.sharing import KEPT, OVER_OPERAND, PARTS_INSIDE, set_sharing
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.program.packing import adds_over, may_hold_its_parts, may_overwrite, may_stay, stays, writes_in_place
@@ -34,7 +34,7 @@ def share_memory(lowered: LoweredProgram) -> LoweredProgram:
 
 def share_stage_memory(stage: Stage, has_cache: bool = False) -> Stage:
     """A copy of the stage with the marks. `has_cache`: its call passes a cache in, whose buffers are written in place."""
-    stage = replace(stage, graph=copied(stage.graph))
+    stage = replace(stage, graph=copy_graph(stage.graph))
     written = writes_in_place(stage) if has_cache else set()
     for node in stage.graph.nodes:
         set_sharing(node, (OVER_OPERAND,) if node in written else possible_sharing(node))

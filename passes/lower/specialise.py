@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.ir import Record, record
-from meshc.ir.graph import call, entering
+from meshc.ir.graph import add_placeholder, call
 from meshc.ir.keys import is_a, key_of
 from meshc.passes.phases.splitter import Splitter
 from meshc.program.program import Stage
@@ -58,7 +58,7 @@ class _PrunedGraph:
         if node in self.behind and key not in self.received:
             self.absent.add(node)
             return
-        self.made[node] = entering(self.graph, node)
+        self.made[node] = add_placeholder(self.graph, node)
 
     def call(self, node: Node) -> None:
         linear = [operand for operand in node.all_input_nodes if operand in self.behind]

@@ -25,15 +25,15 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
-from meshc.ir.graph import copied_node, entering, made_of, made_only_of
+from meshc.ir.graph import add_placeholder, ancestors_of, computable_from, copied_node
 from meshc.ir.keys import key_of
 from meshc.ir.regions import REGION, blocks, writes
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.pipelining.cut import Start
+from meshc.pipelining.pipeline_stages import Start
 from meshc.pipelining.schedule import Action
 from meshc.program.accumulate import WAYS, is_added, whole_of
 from meshc.program.program import Instruction, Stage
-from meshc.program.steps import items_of, ranks_of, steps_of
+from meshc.program.rank_instructions import items_of, ranks_of, steps_of
 
 BEHIND_A_RUN = frozenset(op for op, _ in WAYS.values())
 """Instructions that may stand between a run and its starts."""
@@ -86,7 +86,7 @@ def whole_sums(stages: Mapping[str, Stage], steps: Sequence[Instruction]) -> dic
 def reductions(late: Stage, sums: Collection[str]) -> list[Node]:
     """The collectives whose operands depend on these sums alone."""
     whole = [node for node, key in late.keys().items() if key in sums]
-    made = made_only_of(late.graph, whole, through=lambda node: not spmd.is_collective(node.target))
+    made = computable_from(late.graph, whole, through=lambda node: not spmd.is_collective(node.target))
     return [node for node in late.graph.nodes if node in made and spmd.is_collective(node.target) and not spmd.joins_stages(node)]
 
 
@@ -102,7 +102,7 @@ def _extract_reductions(late: Stage, found: Sequence[Node]) -> tuple[list[Stage]
 
 def _reduction_stage(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted: Node, name: str, key: str) -> Stage:
     """A collective with the nodes that prepare it, as a stage. `turn`: position of each node in its graph."""
-    needed = sorted(made_of([wanted]), key=turn.__getitem__)
+    needed = sorted(ancestors_of([wanted]), key=turn.__getitem__)
     graph = Graph()
     env: dict[Node, Node] = {}
     for node in needed:
@@ -115,7 +115,7 @@ def _reduction_stage(keys: Mapping[Node, str], turn: Mapping[Node, int], wanted:
 def _stage_without(late: Stage, given: Mapping[Node, str]) -> Stage:
     """The stage with the `given` nodes as inputs under these keys, without the nodes that only prepared them."""
     graph = Graph()
-    env: dict[Node, Node] = {node: entering(graph, node) for node in given}
+    env: dict[Node, Node] = {node: add_placeholder(graph, node) for node in given}
     for node in late.graph.nodes:
         if node not in env:
             env[node] = copied_node(graph, node, env.__getitem__)

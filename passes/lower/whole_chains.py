@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
-from meshc.ir import exactly, has_record, is_getitem, is_integer, is_tensor, local_bytes, record, records, runs_on_host, spmd
+from meshc.ir import comparison_key, has_record, is_getitem, is_integer, is_tensor, local_bytes, record, records, runs_on_host, spmd
 from meshc.ir.sharding import Sharding
 
 aten = torch.ops.aten
@@ -254,7 +254,7 @@ def _argument_key(argument: object, names: Mapping[Node, tuple[str, int]]) -> ob
         return tuple(_argument_key(one, names) for one in argument)
     if isinstance(argument, dict):
         return tuple((name, _argument_key(argument[name], names)) for name in sorted(argument))
-    return exactly(argument)
+    return comparison_key(argument)
 
 
 def cuts(node: Node) -> object:

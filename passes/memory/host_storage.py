@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import record, spmd
-from meshc.ir.graph import call, give, output_of, results_of
+from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.offload_lines import OffloadLine
 from meshc.program.program import Port
@@ -45,4 +45,4 @@ def put_back(graph: Graph, position: int, place: Node, why: str) -> None:
     with graph.inserting_before(end):
         made = replace(record(results[position]), host=True, disk=record(place).disk, phase="update", reason=why)
         results[position] = call(graph, made, spmd.to_host, results[position], place)
-    give(graph, results)
+    set_results(graph, results)

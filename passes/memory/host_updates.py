@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import KEY, has_record, is_getitem, is_integer, record, records, set_record, spmd, value_of
-from meshc.ir.graph import call, give, output_of, results_of
+from meshc.ir.graph import call, output_of, results_of, set_results
 from meshc.ir.keys import is_a
 from meshc.program.program import Stage
 
@@ -99,4 +99,4 @@ def _copy_results_to_device(stage: Stage, there: Collection[Node], entered: Mapp
             place = (entered[key],) if is_a(key, "parameter", "state", "buffer") else ()
             with graph.inserting_before(output_of(graph)):
                 results[position] = call(graph, replace(record(node), host=False, reason=why), spmd.from_host, node, *place)
-    give(graph, results)
+    set_results(graph, results)

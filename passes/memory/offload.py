@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from meshc.cost.devices import for_mesh
 from meshc.ir import calls_of, has_record, is_getitem, is_tensor, local_bytes, record, records, value_of
-from meshc.ir.graph import copied, made_of, made_only_of
+from meshc.ir.graph import ancestors_of, computable_from, copy_graph
 from meshc.ir.keys import is_a
 from meshc.passes.memory.host_copies import has_known_size, offload_values, read_too_soon, roots_of
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -35,13 +35,13 @@ def offload(lowered: LoweredProgram) -> LoweredProgram:
     if not lines or not lowered.request.grad:
         return lowered
     ((name, given),) = lowered.stages.items()
-    stage = replace(given, graph=copied(given.graph))  # of a pipeline, what `recompute` left may be taken up again
+    stage = replace(given, graph=copy_graph(given.graph))  # of a pipeline, what `recompute` left may be taken up again
     graph, lowered = stage.graph, replace(lowered, stages={name: stage})
     results = stage.results()
-    needed = made_of(node for key, node in results.items() if not is_a(key, "output", "metric"))  # outputs are brought together last
+    needed = ancestors_of(node for key, node in results.items() if not is_a(key, "output", "metric"))  # outputs are brought together last
     forward, backward = calls_of(graph, "forward"), [node for node in calls_of(graph, "backward") if node in needed]
     said = _lines_by_value(lines, lowered, forward)
-    learned = made_only_of(graph, [node for node, key in stage.keys().items() if is_a(key, "parameter")])
+    learned = computable_from(graph, [node for node, key in stage.keys().items() if is_a(key, "parameter")])
     home = roots_of(forward)
     wanted = {home[operand] for node in backward for operand in node.all_input_nodes if operand in home}
     chosen = {node: why for node, why in _values_with_lines(forward, home, said) if node in wanted and node not in learned}

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
 from meshc.ir import KEY, calls_of, is_getitem, is_integer, local_bytes, record, records, value_of
-from meshc.ir.graph import made_of, made_only_of
+from meshc.ir.graph import ancestors_of, computable_from
 from meshc.ir.keys import is_a
 from meshc.ir.nodes import op_name
 from meshc.passes.memory.policies import Policies
@@ -47,7 +47,7 @@ def recomputable_values(
 ) -> Recomputable:
     """`fixed`: what is not recomputed. `written`: buffers that a step writes; by the time of backward, another microbatch may have."""
     forward, backward = calls_of(graph, "forward"), calls_of(graph, "backward")
-    learned = made_only_of(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
+    learned = computable_from(graph, [node for node, key in keys.items() if is_a(key, "parameter")])
     among = set(forward)
     wanted = {operand for node in backward for operand in node.all_input_nodes if operand in among}
     never = {node for node in forward if node in fixed or _is_once_only(node) or not set(written).isdisjoint(node.all_input_nodes)}
@@ -69,7 +69,7 @@ def recomputable_of_stage(
 def _returned_values(stage: Stage) -> set[Node]:
     """What the caller is given: it is there in any case. What brings it together was made last, as if of backward."""
     outputs = [value for key, value in stage.results().items() if is_a(key, "output")]
-    return set(made_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
+    return set(ancestors_of(outputs, through=lambda node: node.op == "call_function" and records(node)[0].phase == "backward"))
 
 
 def _operands(

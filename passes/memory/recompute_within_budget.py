@@ -23,7 +23,7 @@ from meshc.cost.devices import Device, for_mesh
 from meshc.cost.links import collective_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import calls_of, local_bytes, record, spmd
-from meshc.ir.graph import copied, copy_into
+from meshc.ir.graph import copy_graph, copy_into
 from meshc.passes.lower.early_updates import move_updates_early
 from meshc.passes.lower.schedule_collectives import start_reductions
 from meshc.passes.lower.share_memory import possible_sharing
@@ -120,7 +120,7 @@ def held_bytes(lowered: LoweredProgram) -> int:
 def _rank_bytes(lowered: LoweredProgram) -> memory.RankBytes:
     (stage,) = lowered.stages.values()
     if lowered.request.train and lowered.request.microbatches == 1:
-        stage = replace(stage, graph=copied(stage.graph))
+        stage = replace(stage, graph=copy_graph(stage.graph))
         for reduction in (spmd.reduce_scatter, spmd.all_reduce):
             start_reductions(stage.graph, reduction)
         move_updates_early(stage.graph)

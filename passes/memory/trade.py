@@ -23,7 +23,7 @@ from typing import Final
 
 from torch.fx import Node
 
-from meshc.ir.graph import made_of
+from meshc.ir.graph import ancestors_of
 from meshc.passes.memory.kept_values import all_kept, cheapest_kept, least_kept
 from meshc.passes.memory.recomputable import Recomputable
 
@@ -114,7 +114,7 @@ class Trade:
     def _kept_values(self, nodes: set[Node], price: float = 0.0, even: bool = False) -> KeptValues:
         """`price`: of a byte, by which what may lie on the host does."""
         asked = [node for node in self.can.wanted if node not in nodes]
-        made = made_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
+        made = ancestors_of(asked, through=lambda node: node in self.can.operands and node not in nodes)
         again = tuple(node for node in self.can.forward if node in made and node not in nodes and node in self.can.operands)
         kept = [node for node in self.can.forward if node in nodes]  # sums of floats are those of one order
         there = {node: None for node in kept if self.copies.get(node) == self._cost(node, self._sizes[node] or 0, price, even)}

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from meshc.ir import KEY, exactly, records, set_record, spmd
-from meshc.ir.graph import copied_node, made_of
+from meshc.ir import KEY, comparison_key, records, set_record, spmd
+from meshc.ir.graph import ancestors_of, copied_node
 
 
 def write_copies(graph: Graph, backward: Sequence[Node], values: Sequence[Node]) -> None:
@@ -19,7 +19,7 @@ def write_copies(graph: Graph, backward: Sequence[Node], values: Sequence[Node])
     targets = {node.target for node in again}
     for reader in backward:
         read = [operand for operand in reader.all_input_nodes if operand in again]
-        missing = made_of(read, through=lambda node: node in again and node not in copies)
+        missing = ancestors_of(read, through=lambda node: node in again and node not in copies)
         with graph.inserting_before(reader):
             for node in sorted((node for node in missing if node in again and node not in copies), key=again.__getitem__):
                 copies[node] = _copy(graph, node, copies)
@@ -50,5 +50,5 @@ def _call(node: Node) -> tuple[object, ...]:
 
 def _twin(node: Node, others: Sequence[Node]) -> Node | None:
     """The last of the others that has the same arguments."""
-    given = exactly(node.args), exactly(node.kwargs)
-    return next((other for other in reversed(others) if (exactly(other.args), exactly(other.kwargs)) == given), None)
+    given = comparison_key(node.args), comparison_key(node.kwargs)
+    return next((other for other in reversed(others) if (comparison_key(other.args), comparison_key(other.kwargs)) == given), None)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from meshc.ir import Record, Source, exactly, is_getitem, operands, record, set_record, spmd
+from meshc.ir import Record, Source, comparison_key, is_getitem, operands, record, set_record, spmd
 from meshc.ir.functions import Function, Keywords, Target
-from meshc.ir.graph import called
+from meshc.ir.graph import create_call
 from meshc.ir.likeness import like
 from meshc.ir.sharding import Part, Sharding
 from meshc.ir.sizes import Dynamic
@@ -60,7 +60,7 @@ class Builder:
     def emit(self, target: Target, *args: Any, sharding: Sharding | None = None, reason: str | None = None, **kwargs: Any) -> Node:
         """A call; its record has the shape and dtype that the call returns on meta tensors."""
         assert callable(target), target
-        node = called(self.graph, target, args, kwargs)
+        node = create_call(self.graph, target, args, kwargs)
         results = tuple(self._evaluate(target, args, kwargs, world) for world in range(len(self.open.worlds)))
         self.meta[node] = results
         sharding = None if sharding is None else typed_sharding(sharding)
@@ -74,7 +74,7 @@ class Builder:
             if is_getitem(node):
                 self.shapes[node] = self.items[args[0]][args[1]]
             elif spmd.is_collective(target) or target is spmd.shard:
-                self.shapes[node] = tuple(spmd.moved(target, self.shapes[args[0]], args[1:], self.sizes))
+                self.shapes[node] = tuple(spmd.collective_shape(target, self.shapes[args[0]], args[1:], self.sizes))
             else:
                 self.shapes[node] = self.open.shape(results, near, (args, kwargs), node)
             set_record(node, self._record(results[0], self.shapes[node], changes))
@@ -114,7 +114,7 @@ class Builder:
 
         given, named = [value(item) for item in args], {key: value(item) for key, item in kwargs.items()}
         if spmd.is_collective(target) or target is spmd.shard:
-            return given[0].new_empty(spmd.moved(target, given[0].shape, given[1:], self.sizes))
+            return given[0].new_empty(spmd.collective_shape(target, given[0].shape, given[1:], self.sizes))
         if target in spmd.INTEGERS.values():
             return 0
         if target in (spmd.mask, spmd.keep_first):
@@ -174,7 +174,7 @@ def _memo_key(argument: object) -> object:
         return argument.shape, argument.stride(), argument.dtype, argument.storage_offset()
     if isinstance(argument, list | tuple):
         return tuple(map(_memo_key, argument))
-    return tuple((name, _memo_key(one)) for name, one in argument.items()) if isinstance(argument, dict) else exactly(argument)
+    return tuple((name, _memo_key(one)) for name, one in argument.items()) if isinstance(argument, dict) else comparison_key(argument)
 
 
 def _splitting_axes(sharding: Sharding) -> list[list[tuple[str, ...]]]:

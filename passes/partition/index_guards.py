@@ -22,9 +22,9 @@ from meshc.passes.partition.builder import Builder
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Value
 from meshc.program.program import Port
-from meshc.rules.bounds import BOUNDS, MASKING, Bound, fits, origin
+from meshc.rules.index_bounds import BOUNDS, MASKING, IndexBound, is_within_bound, origin
 
-Key = tuple[object, Bound]
+Key = tuple[object, IndexBound]
 
 
 class IndexGuards:
@@ -37,9 +37,9 @@ class IndexGuards:
         """Values that have been checked whole."""
         self._done: dict[Key, Node] = {}
 
-    def check_whole_values(self, graph: Graph, check: Callable[[Value, Instance, list[Bound]], None]) -> None:
+    def check_whole_values(self, graph: Graph, check: Callable[[Value, Instance, list[IndexBound]], None]) -> None:
         """Calls `check` for every value that is checked whole, with the first operator that indexes by it and all its bounds."""
-        found: dict[Value, tuple[Instance, list[Bound]]] = {}
+        found: dict[Value, tuple[Instance, list[IndexBound]]] = {}
         known: dict[Value, bool] = {}
         for node in graph.nodes:
             if node.op == "call_function" and node.target in BOUNDS:
@@ -65,13 +65,13 @@ class IndexGuards:
                     checked[bound.operand] = self._done[key]
         return checked
 
-    def emit(self, instance: Instance, index: Node, bound: Bound, whole: Value | None = None) -> Node:
+    def emit(self, instance: Instance, index: Node, bound: IndexBound, whole: Value | None = None) -> Node:
         """Emits the check of an index before an operator. `whole`: the value, if `index` is all of it; others may read it too."""
         of = self._index_name(instance.values[bound.operand] if whole is None else whole)
         at = str(records(instance.node)[0].source)
         return self.build.emit(torch.ops.meshc.check_index.default, index, bound.low, bound.high, bound.ignore, of, at, whole is not None)
 
-    def _bounds(self, instance: Instance) -> list[Bound]:
+    def _bounds(self, instance: Instance) -> list[IndexBound]:
         node = instance.node
         if records(node)[0].phase != "forward":
             return []
@@ -80,7 +80,7 @@ class IndexGuards:
             return []
         tensors = operands(node)
         found = BOUNDS[node.target](node, tensors)
-        return [bound for bound in found if bound.high > 0 and not fits(tensors[bound.operand], bound)]
+        return [bound for bound in found if bound.high > 0 and not is_within_bound(tensors[bound.operand], bound)]
 
     def _of_whole_inputs(self, value: Value, known: dict[Value, bool]) -> bool:
         """Whether every rank can compute a whole value without communication: from inputs, buffers and constants that are not split."""

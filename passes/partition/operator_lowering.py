@@ -88,7 +88,7 @@ class Lowering(Local):
     def local_size(self, letter: str) -> int:
         return prod(local_size(part, self.build.sizes) for part in self._parts(letter))
 
-    def lies_together(self, letter: str, count: int) -> bool:
+    def has_whole_groups(self, letter: str, count: int) -> bool:
         whole = 1
         for part in reversed(self._parts(letter)):
             if whole >= count:
@@ -200,20 +200,20 @@ class Lowering(Local):
         reason = f"{value_text(self.node, {})}, block by block of {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
         return self.emit(spmd.ring_shift, x, list(axes), steps, reason=reason)
 
-    def reordered(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
+    def reorder_tiles(self, x: Node, axes: Sequence[str], dim: int, home: bool) -> Node:
         reason = f"{value_text(self.node, {})}, in zigzag order of {self._split_factors(axes)}{plan_lines(axes, self.build.entries)}"
         return self.build.emit_zigzag(x, dim, axes, home, reason)
 
     @property
-    def arranged(self) -> dict[tuple[Node, object], Node]:
+    def reordered_values(self) -> dict[tuple[Node, object], Node]:
         return self.build.arranged
 
     @property
-    def balanced(self) -> bool:
+    def uses_zigzag(self) -> bool:
         return self.in_zigzag
 
     @property
-    def lies_balanced(self) -> bool:
+    def is_in_zigzag(self) -> bool:
         return self.in_order
 
     @property

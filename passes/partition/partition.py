@@ -33,7 +33,7 @@ from meshc.passes.phases.zigzag_axes import has_zigzag, is_zigzag, natural, plai
 from meshc.passes.place.token_shardings import backward_map, forward_map, sharding_by_tokens
 from meshc.passes.place.zigzag_values import in_any_order
 from meshc.program.program import Port
-from meshc.rules.bounds import Bound
+from meshc.rules.index_bounds import IndexBound
 from meshc.rules.rule import Made
 
 
@@ -70,7 +70,7 @@ class Partitioner:
         self.build.entries = assignment.entries
         self.guards = None if guarded is None else IndexGuards(self.build, assignment, self.ports, guarded == "cuda")
 
-    def run(self) -> Graph:
+    def build_graph(self) -> Graph:
         entered: list[tuple[Node, Port, ValueForm]] = []
         for node, port in self.ports.items():
             sharding = port.sharding or self.assignment.whole((node, 0))
@@ -107,7 +107,7 @@ class Partitioner:
         rows = self.build.emit(spmd.shard, whole.node, dim, count, self.build.coordinate(MICROBATCH), sharding=sharding)
         return ValueForm(rows, sharding)
 
-    def _check_whole(self, value: Value, instance: Instance, bounds: list[Bound]) -> None:
+    def _check_whole(self, value: Value, instance: Instance, bounds: list[IndexBound]) -> None:
         """Checks an index whole, and makes the checked value its only form, from which others are sliced."""
         assert self.guards is not None
         whole = self.assignment.whole(value)
@@ -452,4 +452,4 @@ def partition(
     guarded     device type for which indices are checked before they are used; None: no checks
     late        operators of forward that run with backward
     """
-    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded, late).run()
+    return Partitioner(graph, assignment, inputs, outputs, cut or {}, open_sizes, accumulate, guarded, late).build_graph()

@@ -14,7 +14,7 @@ from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.request import OpenedDims, Request
 from meshc.plan.plan import Plan
 from meshc.plan.recipes import resolve
-from meshc.program.parts import Parts
+from meshc.program.microbatch_split import MicrobatchSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class CompilationPhase:
     request: Request
     plan: Plan
     sizes: Mapping[str, int]
-    parts: Parts | None = None
+    parts: MicrobatchSplit | None = None
     opened: OpenedDims | None = None
     depth: Depth | None = None
     kept_whole: str = ""

@@ -53,6 +53,6 @@ class FactorNames:
         also = defaultdict(set, {factor: set(names) for factor, names in self.also.items()})
         return FactorNames(dict(self.of), also, set(self.attention), set(self.products), dict(self.sums), set(self.ones), self.batch)
 
-    def set(self, factor: int, name: str, *also: str) -> None:
+    def name_factor(self, factor: int, name: str, *also: str) -> None:
         self.of.setdefault(factor, name)
         self.also[factor] |= {name, *also} if self.of[factor] == name else set(also)

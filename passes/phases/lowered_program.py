@@ -11,8 +11,8 @@ from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.traced_model import Joint
-from meshc.pipelining.cut import Pipeline
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
+from meshc.pipelining.pipeline_stages import Pipeline
 from meshc.plan.weighed import Weighed
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 
@@ -37,7 +37,7 @@ class LoweredProgram(CompilationPhase):
     schedule: tuple[Instruction, ...] = ()
     backward: Stage | None = None
     pipeline: Pipeline | None = None
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[PipelineCandidate, ...] = ()
     weighed: tuple[Weighed, ...] = ()
     divided: Mapping[tuple[str, ...], float] = field(default_factory=dict)
 

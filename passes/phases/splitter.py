@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Graph, Node
 
-from meshc.ir.graph import copied_node, entering, made_of
+from meshc.ir.graph import add_placeholder, ancestors_of, copied_node
 from meshc.program.program import Stage
 
 
@@ -17,13 +17,13 @@ class Splitter:
 
     def stage(self, name: str, results: Mapping[str, Node], given: Mapping[Node, str]) -> Stage:
         """The part of the graph that computes `results` (by key); `given` nodes are inputs (by key)."""
-        needed = sorted(made_of(results.values(), through=lambda node: node not in given), key=self._turn.__getitem__)
+        needed = sorted(ancestors_of(results.values(), through=lambda node: node not in given), key=self._turn.__getitem__)
         copy = Graph()
         env: dict[Node, Node] = {}
         inputs: list[str] = []
         for node in needed:
             if node.op == "placeholder" or node in given:
-                env[node] = entering(copy, node)
+                env[node] = add_placeholder(copy, node)
                 inputs.append(given.get(node) or self.keys[node])
         for node in needed:
             if node not in env and node.op == "call_function":

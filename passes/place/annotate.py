@@ -19,7 +19,7 @@ import torch
 
 from meshc.ir import records
 from meshc.ir.mesh import Axis
-from meshc.ops import grouped as _grouped  # noqa: F401 - registers its operators
+from meshc.ops import grouped_mm as _grouped  # noqa: F401 - registers its operators
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.pins import Pinning
 from meshc.passes.place.resolve_operator_pins import operator_pins

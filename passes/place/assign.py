@@ -28,7 +28,7 @@ def assign(placed: PlacedModel) -> PlacedModel:
     placed = mark_chunked_head(placed)
     decides = propagator(placed, Propagator)
     decides.rings = rings = Rings(placed.mesh, placed.sizes, placed.factors, placed.request.attention, placed.request.grad)
-    placed = replace(placed, assignment=decides.run())
+    placed = replace(placed, assignment=decides.assign_shardings())
     about_the_plan = (*_idle_pins(placed), *_idle_store_lines(placed), *_no_rings(placed, rings), *recurrent_notes(placed))
     return placed.with_notes(*_replication_notes(placed), *_whole_updates(placed, decides), *about_the_plan)
 

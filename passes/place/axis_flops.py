@@ -19,7 +19,7 @@ from meshc.ir.sharding import tile_sizes
 from meshc.passes.depth.counts import counts_of
 from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.program.instance import put_graph
+from meshc.program.instance import substitute_in_graph
 
 
 def account(placed: PlacedModel) -> list[Work]:
@@ -30,7 +30,7 @@ def account(placed: PlacedModel) -> list[Work]:
     found: dict[tuple[str, str, str, tuple[str, ...]], float] = defaultdict(float)
     graph = placed.graph
     standing = counts_of(placed.joint, placed.depth)
-    real = graph if placed.opened is None else put_graph(graph, placed.opened.values)
+    real = graph if placed.opened is None else substitute_in_graph(graph, placed.opened.values)
     for node, sized in zip(ir.calls(graph), ir.calls(real), strict=True):
         count = flops(sized)
         if not count or node not in assignment.chosen:

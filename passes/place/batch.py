@@ -25,7 +25,7 @@ from meshc.passes.phases.factors import Factors, Instance
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.passes.place.written_out import written_out
 from meshc.program.program import Port
-from meshc.rules.bounds import BOUNDS, origin
+from meshc.rules.index_bounds import BOUNDS, origin
 from meshc.rules.slices import RULES as CROPS
 
 Labels = Mapping[str, Sequence[str | None]]
@@ -49,7 +49,7 @@ def find_batch(
     factors: Factors, inputs: Sequence[Port], placeholders: Mapping[str, Node], names: Labels, joined: JoinedInputs | None
 ) -> BatchDims:
     """The batch dim of each input. `names`: the user's names of dims; `joined`: dims along which inputs were joined from parts."""
-    return _BatchSearch(factors, inputs, placeholders, names, joined).run()
+    return _BatchSearch(factors, inputs, placeholders, names, joined).find_batch_dims()
 
 
 def refuse_other_joint(request: Request, batch: BatchDims) -> None:
@@ -141,7 +141,7 @@ class _BatchSearch:
         self.known: set[int] = set()
         self.torn: dict[str, str] = {}
 
-    def run(self) -> BatchDims:
+    def find_batch_dims(self) -> BatchDims:
         for name, labels in self.labels.items():
             if BATCH in labels:
                 self._take(name, labels.index(BATCH))

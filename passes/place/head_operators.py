@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from meshc.cost.flops import flops
 from meshc.ir import is_getitem, record, records, value_of
-from meshc.ir.graph import made_of, made_only_of, read_by
+from meshc.ir.graph import ancestors_of, computable_from, descendants_of
 from meshc.ir.keys import is_a
 from meshc.ir.spmd import CHUNK
 from meshc.passes.phases.chunked_head import ChunkedHead
@@ -71,7 +71,7 @@ def mark_chunked_head(placed: PlacedModel) -> PlacedModel:
     if not request.train:
         return placed.with_notes(*(f"{line.where}: {_NO_STEP}" for line in lines))
     joint = placed.joint
-    learned = made_only_of(joint.graph, [node for key, node in joint.placeholders().items() if is_a(key, "parameter")])
+    learned = computable_from(joint.graph, [node for key, node in joint.placeholders().items() if is_a(key, "parameter")])
     found = [one for node in _last_products(joint.graph) if (one := _product(node, placed.factors, learned)) is not None]
     modules = [record(one.node).source.module for one in found]
     refuse_faults("the plan does not fit this model", [f"{line.where}: {_FAULT}" for line in lines if not any(map(line.covers, modules))])
@@ -86,7 +86,7 @@ def mark_chunked_head(placed: PlacedModel) -> PlacedModel:
 
 def _head_operators(graph: Graph, head: HeadProduct, factors: Factors) -> frozenset[Node]:
     forward = _in_phase("forward")
-    return frozenset(node for node in read_by([head.node], forward) if forward(node)) | _backward_operators(graph, head, factors)
+    return frozenset(node for node in descendants_of([head.node], forward) if forward(node)) | _backward_operators(graph, head, factors)
 
 
 def _in_phase(phase: str) -> Callable[[Node], bool]:
@@ -133,7 +133,7 @@ def _backward_operators(graph: Graph, head: HeadProduct, factors: Factors) -> fr
             behind.add(node)
         elif any(_is_tall(operand, head, factors) for operand in node.all_input_nodes):
             reads.append(node)
-    return frozenset(node for node in made_of(reads, backward) if backward(node))
+    return frozenset(node for node in ancestors_of(reads, backward) if backward(node))
 
 
 def _is_tall(node: Node, head: HeadProduct | ChunkedHead, factors: Factors) -> bool:

@@ -61,19 +61,19 @@ def name_factors(
                 for position, factor in enumerate(classes):
                     suffix = f".{position}" if len(classes) > 1 else ""
                     if factor not in found.of:
-                        found.set(factor, f"{port.name}.{dim}{suffix}")
+                        found.name_factor(factor, f"{port.name}.{dim}{suffix}")
                 if not classes:
                     found.ones.add(f"{port.name}.{dim}")
         elif port.kind == "input" and port.name in caches and len(port.shape) == 4:
             for factor in factors.dims[(placeholders[port.key], 0)][TOKENS]:
                 if factor not in found.of:
-                    found.set(factor, "seq")
+                    found.name_factor(factor, "seq")
     found.sums = _sums(graph)
     _joined_steps(found, factors)
     count = 0
     for factor in sorted(factors.size):
         if factor not in found.of:
-            found.set(factor, f"f{count}")
+            found.name_factor(factor, f"f{count}")
             count += 1
     return found
 
@@ -88,7 +88,7 @@ def _joined_steps(found: FactorNames, factors: Factors) -> None:
         for dim, row in enumerate(instance.results[0]):
             one = instance.factor[row[0]] if len(row) == 1 else None
             if count in lengths and made.shape[dim] == count and one is not None and one not in found.of:
-                found.set(one, "seq")
+                found.name_factor(one, "seq")
 
 
 def _sums(graph: Graph) -> dict[Node, frozenset[str]]:
@@ -121,7 +121,7 @@ def _user_names(
         for label, classes in zip(dims, factors.dims[(placeholders[port.key], 0)], strict=True):
             if label:
                 for factor in classes:
-                    found.set(factor, label)
+                    found.name_factor(factor, label)
                 if not classes:
                     found.ones.add(label)
 
@@ -145,7 +145,7 @@ def _inputs(found: FactorNames, factors: Factors, inputs: Sequence[Port], placeh
         for label, classes in labels:
             if classes and not (len(classes) > 1 and label == "seq"):
                 for factor in classes:
-                    found.set(factor, label)
+                    found.name_factor(factor, label)
             elif not classes:
                 found.ones.add(label)
     _space(found, factors, tied)
@@ -153,7 +153,7 @@ def _inputs(found: FactorNames, factors: Factors, inputs: Sequence[Port], placeh
     if "seq" not in found.of.values():
         for instance in _forward(factors):
             for factor in _classes(instance, "queries"):
-                found.set(factor, "seq")
+                found.name_factor(factor, "seq")
                 found.also[factor].add("seq")
 
 
@@ -170,7 +170,7 @@ def _space(found: FactorNames, factors: Factors, tied: Mapping[int, set[int]]) -
                 names = (found.of[known[0]], *sorted(found.also[known[0]])) if known else _usual(dims, space, dim)
                 for factor in members:
                     if factor not in found.of:
-                        found.set(factor, *names)
+                        found.name_factor(factor, *names)
 
 
 def _usual(dims: Sequence[Sequence[object]], space: list[int], dim: int) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def _attention(found: FactorNames, factors: Factors, inputs: Sequence[Port], pla
         if _has(instance, "heads"):
             _heads(found, _classes(instance, "heads"))
             for factor in _classes(instance, "head"):
-                found.set(factor, "head")
+                found.name_factor(factor, "head")
         elif _has(instance, "weighs"):
             span = written_out(instance, factors)
             if span is not None:
@@ -217,20 +217,20 @@ def _attention(found: FactorNames, factors: Factors, inputs: Sequence[Port], pla
     for scores, mix in spans:
         shared = {*_classes(scores, "multiplies")} & {*_classes(mix, "multiplies")}
         for factor in sorted(shared - batch):
-            found.set(factor, "heads")
+            found.name_factor(factor, "heads")
         for factor in _classes(scores, "contracts"):
-            found.set(factor, "head")
+            found.name_factor(factor, "head")
 
 
 def _heads(found: FactorNames, classes: Sequence[int]) -> None:
     if not classes:
         found.ones.add("heads")
     elif len(classes) == 1:
-        found.set(classes[0], "heads")
+        found.name_factor(classes[0], "heads")
     else:
-        found.set(classes[0], "kv_heads", "heads")
+        found.name_factor(classes[0], "kv_heads", "heads")
         for factor in classes[1:]:
-            found.set(factor, "group", "heads")
+            found.name_factor(factor, "group", "heads")
 
 
 def _by_role(found: FactorNames, factors: Factors, role: str, name: str) -> None:
@@ -238,7 +238,7 @@ def _by_role(found: FactorNames, factors: Factors, role: str, name: str) -> None
     for instance in _forward(factors):
         for factor in _classes(instance, role):
             if factor not in found.of:
-                found.set(factor, name)
+                found.name_factor(factor, name)
 
 
 def _name_stacked_experts(found: FactorNames, factors: Factors, parameters: Sequence[Node]) -> None:
@@ -249,7 +249,7 @@ def _name_stacked_experts(found: FactorNames, factors: Factors, parameters: Sequ
     made = {factor for product in _products(factors) for factor in product.out}
     for factor in sorted(stacks & multiplied & made):
         if factor not in found.of:
-            found.set(factor, "experts")
+            found.name_factor(factor, "experts")
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _feed_forward(found: FactorNames, factors: Factors, inputs: Sequence[Node]) 
     vocabularies = {factors.size[factor] for factor, name in found.of.items() if name == "vocab"}
     for factor in sorted(made - summed):
         if factor not in found.of and factors.size[factor] in vocabularies:
-            found.set(factor, "vocab")  # the head of a model that is called without labels
+            found.name_factor(factor, "vocab")  # the head of a model that is called without labels
     outside = {factor for node in inputs for row in factors.dims[(node, 0)] for factor in row}
     splittable = {factor for factor, names in found.also.items() if names & {"heads", "vocab"}}
     for factor in sorted((made & summed) - outside, key=lambda f: (-factors.size[f], f)):
@@ -293,9 +293,9 @@ def _feed_forward(found: FactorNames, factors: Factors, inputs: Sequence[Node]) 
         if all(splittable & {*product.into, *product.out} for product in own):
             continue
         if any(product.space for product in own):
-            found.set(factor, "channels", "ffn")
+            found.name_factor(factor, "channels", "ffn")
         else:
-            found.set(factor, "ffn")
+            found.name_factor(factor, "ffn")
         splittable.add(factor)
 
 

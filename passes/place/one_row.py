@@ -106,18 +106,18 @@ def settle(lowered: LoweredProgram) -> LoweredProgram:
     values, placed = lowered.opened.values, lowered.placed
     joint = replace(
         placed.joint,
-        graph=instance.put_graph(placed.graph, values),
-        inputs=tuple(instance.put_port(port, values) for port in placed.joint.inputs),
-        outputs=tuple(instance.put_port(port, values) for port in placed.joint.outputs),
+        graph=instance.substitute_in_graph(placed.graph, values),
+        inputs=tuple(instance.substitute_in_port(port, values) for port in placed.joint.inputs),
+        outputs=tuple(instance.substitute_in_port(port, values) for port in placed.joint.outputs),
     )
     factors = replace(placed.factors, size={factor: at(size, values) for factor, size in placed.factors.size.items()})
     return replace(
         lowered,
         placed=replace(placed, joint=joint, view=LazyValue(lambda: joint), factors=factors),
-        stages={name: instance.put_stage(stage, values) for name, stage in lowered.stages.items()},
-        backward=None if lowered.backward is None else instance.put_stage(lowered.backward, values),
-        inputs=tuple(instance.put_port(port, values) for port in lowered.inputs),
-        outputs=tuple(instance.put_port(port, values) for port in lowered.outputs),
+        stages={name: instance.substitute_in_stage(stage, values) for name, stage in lowered.stages.items()},
+        backward=None if lowered.backward is None else instance.substitute_in_stage(lowered.backward, values),
+        inputs=tuple(instance.substitute_in_port(port, values) for port in lowered.inputs),
+        outputs=tuple(instance.substitute_in_port(port, values) for port in lowered.outputs),
     )
 
 

@@ -116,7 +116,7 @@ class Propagator:
 
     # ---------------------------------------------------------------------------------------------------------------- operators
 
-    def run(self) -> Assignment:
+    def assign_shardings(self) -> Assignment:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 self._source(node)
@@ -154,7 +154,7 @@ class Propagator:
             self.result.rings[node] = ring
             if self.rings is not None and node in self.rings.balanced:
                 self.result.zigzag.add(node)
-        passing = instance.rule.passing if ring else ()
+        passing = instance.rule.ring_operands if ring else ()
         wanted = []
         for position, (value, dims) in enumerate(zip(instance.values, instance.operands, strict=True)):
             want = sharding_by_tokens(self.result.whole(value), dims, {**chosen, **ring} if position in passing else chosen)
@@ -162,7 +162,7 @@ class Propagator:
             wanted.append(replace(want, partial=partial))
             self._note_use(value, want)
         self.result.wanted[node] = tuple(wanted)
-        returning = instance.rule.coming_home if ring else ()
+        returning = instance.rule.ring_results if ring else ()
         for index, dims in enumerate(instance.results):
             given = sharding_by_tokens(self.result.whole((node, index)), dims, {**chosen, **ring} if index in returning else chosen)
             home = given.split_axes() if index in returning else ()  # gradients of passed blocks are whole when they return

@@ -33,8 +33,8 @@ from meshc.passes.place.token_shardings import sharding_by_tokens
 from meshc.passes.place.written_out import written_out
 from meshc.passes.place.zigzag_values import has_halves
 from meshc.rules.attention import shape_of_mask
-from meshc.rules.ring import steps
-from meshc.rules.rule import Passing
+from meshc.rules.ring import ring_steps
+from meshc.rules.rule import RingLetter
 from meshc.rules.zigzag import can_balance
 
 Tokens = Mapping[Token, tuple[str, ...]]
@@ -91,7 +91,7 @@ class Rings:
             return ring
         return {}
 
-    def _apart(self, instance: Instance, passing: Passing, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
+    def _apart(self, instance: Instance, passing: RingLetter, chosen: Tokens, given: Given) -> dict[Token, tuple[str, ...]]:
         """The axis of keys that stay on their ranks while few queries are gathered, if that is faster."""
         taken = {axis for axes in chosen.values() for axis in axes} | SEQUENTIAL
         lying = [_axis_positions(given(instance.values[number]), instance.operands[number], passing.letter) for number in passing.operands]
@@ -118,7 +118,7 @@ class Rings:
             apart += 2.5 * found.work_s / ranks + message_seconds("all_reduce", found.asked)
         return split if apart < gather else {}
 
-    def _seconds(self, instance: Instance, passing: Passing, split: Tokens, axis: str) -> dict[str, float]:
+    def _seconds(self, instance: Instance, passing: RingLetter, split: Tokens, axis: str) -> dict[str, float]:
         """Seconds of each way, forward and backward together; infinite for one that is not possible."""
         keys = passing.operands
         device, ranks = for_mesh(self.mesh), self.sizes[axis]
@@ -171,7 +171,7 @@ class _RingFigures:
 
     @staticmethod
     def of(
-        instance: Instance, factors: Factors, sizes: Mapping[str, int], passing: Passing, split: Tokens, device: Device, ranks: int
+        instance: Instance, factors: Factors, sizes: Mapping[str, int], passing: RingLetter, split: Tokens, device: Device, ranks: int
     ) -> _RingFigures:
         keys, letter = passing.operands, passing.letter
         value, dims = instance.values[keys[0]], instance.operands[keys[0]]
@@ -181,7 +181,7 @@ class _RingFigures:
         tile, queries = _tile(value, dims, factors, sizes, split), _tile(asked, rows, factors, sizes, split)
         whole, length = made.shape[2], records(asked[0])[asked[1]].shape[2]
         causal, window, offset = shape_of_mask(instance.node)
-        steps_on = steps(length, whole, tile[2], ranks, causal, window, offset)
+        steps_on = ring_steps(length, whole, tile[2], ranks, causal, window, offset)
         seen = min(whole, window + tile[2]) if window else whole
         large = prod(tile) * made.dtype.itemsize
         work_s = 4.0 * prod(queries) * seen / device.rate(made.dtype, attention=True)

@@ -30,7 +30,7 @@ from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.factors import Instance, Token, Value
 from meshc.passes.phases.zigzag_axes import zigzag
 from meshc.passes.place.token_shardings import sharding_by_tokens
-from meshc.rules import orders
+from meshc.rules import tile_order
 
 ENDS: Final = 2
 """The two ends of the cut: zigzag order and natural order."""
@@ -80,7 +80,7 @@ def in_any_order(instance: Instance, tokens: Collection[Token]) -> bool:
     """Whether an operator does the same to each position along these tokens, in whatever order they are."""
     if instance.kind == "unknown" or any(token in instance.tied or token in instance.whole for token in tokens):
         return False
-    return all(orders.in_any_order(instance.node, instance.rule, letter) for letter, _ in tokens)
+    return all(tile_order.in_any_order(instance.node, instance.rule, letter) for letter, _ in tokens)
 
 
 class _Ordering:

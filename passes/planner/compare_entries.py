@@ -68,5 +68,5 @@ def compare_entries(placed: PlacedModel, nodes: set[Node], asks: Mapping[str, tu
     """Of choices. `placed` has been annotated."""
     found = propagator(placed, EntryComparison)
     found.nodes, found.asks, found.rows = nodes, asks, {axis: [] for axis in asks}
-    found.run()
+    found.assign_shardings()
     return found.rows

@@ -59,7 +59,7 @@ def find_needed_pins(placed: PlacedModel) -> NeededPins:
     """Of choices, under the plan's entries and pins. `placed` has been annotated."""
     found = propagator(placed, NeededPins)
     found.needs = {}
-    found.run()
+    found.assign_shardings()
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshc.ir import records
-from meshc.ir.graph import output_of, read_by
+from meshc.ir.graph import descendants_of, output_of
 from meshc.ir.keys import key_of
 from meshc.passes.phases.splitter import Splitter
 from meshc.passes.stages.stage_assignment import kinds
@@ -17,7 +17,7 @@ def without_update(stage: Stage) -> dict[str, Stage]:
     graph = stage.graph
     keys = stage.keys()
     found = kinds(graph, keys)
-    late = read_by(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "update")
+    late = descendants_of(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "update")
     early = {*found.forward, *found.backward} - late
     parts = dict.fromkeys(x for node in (*late, output_of(graph)) for x in node.all_input_nodes if x in early)
     order = [node for node in graph.nodes if node in parts]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import KEY, record, records, set_record
-from meshc.ir.graph import made_of, read_by
+from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ir.keys import is_a, key_of
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.splitter import Splitter
@@ -31,12 +31,14 @@ def cut_backward(lowered: LoweredProgram) -> LoweredProgram:
     keys = stage.keys()
     results = stage.results()
     tangents = [node for node, key in keys.items() if is_a(key, "tangent")]
-    late = read_by([*tangents, *(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "backward")])
+    late = descendants_of(
+        [*tangents, *(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "backward")]
+    )
     light = _recomputed_nodes(graph, keys, late)
     outputs = {key: node for key, node in results.items() if not is_a(key, "gradient")}
     gradients = {key: node for key, node in results.items() if key not in outputs}
     again = late | light
-    needed = made_of(gradients.values(), through=again.__contains__)
+    needed = ancestors_of(gradients.values(), through=again.__contains__)
     saved = {
         node: key_of("saved", node.name) for node in graph.nodes if node in needed and node.op == "call_function" and node not in again
     }

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from meshc.cost.links import link_of, send_seconds
 from meshc.ir import is_getitem, local_bytes, records
-from meshc.ir.used_rows import dim_of
+from meshc.ir.used_rows_dims import dim_of
 from meshc.passes.stages.balance import Numbers
 from meshc.passes.stages.operator_prices import HALVES, Prices
 from meshc.passes.stages.stage_assignment import Kinds

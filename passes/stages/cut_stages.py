@@ -50,7 +50,7 @@ from meshc.passes.stages.tied_gradients import MicrobatchResults, microbatch_res
 from meshc.passes.stages.updates import cut_updates, place_updates
 from meshc.passes.stages.whole_sums import reads_sums, refuse_sums_of_other_stages
 from meshc.pipelining.check import check
-from meshc.pipelining.cut import Pipeline
+from meshc.pipelining.pipeline_stages import Pipeline
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Stage
 
@@ -111,7 +111,7 @@ class UncutProgram:
         axis = self.lowered.mesh.pipeline_axis
         assert axis is not None
         own = self.halves if shape.halved_stages else self.plain
-        return Cutter(self.lowered, axis.name, own, shape).run()
+        return Cutter(self.lowered, axis.name, own, shape).cut_program()
 
     def shapes_within_budget(self, shape: PipelineShape, needed: int, budget: int) -> list[PipelineShape]:
         """Shapes with other cuts whose stages may hold no more than `budget` bytes, where this shape holds `needed`; the faster first."""
@@ -152,7 +152,7 @@ class Cutter:
         placed = assign_halves(each.found, shape.cuts, each.at)
         self.placed = {**placed, **choose_forwarded(each.found, placed, shape.ranks, lowered.mesh)}
 
-    def run(self) -> LoweredProgram:
+    def cut_program(self) -> LoweredProgram:
         lowered, shape = self.lowered, self.shape
         before, each, after = lowered.stages.get("before"), self.each, lowered.stages["after"]
         parts = microbatch_results(each, after, self.placed, Half(len(self.ranks) - 1, FORWARD))

@@ -24,7 +24,7 @@ from meshc.passes.stages.balance import Numbers, best_cuts, least_cuts
 from meshc.passes.stages.cut_places import StageWork
 from meshc.passes.stages.pipeline_shape import PipelineShape
 from meshc.passes.stages.stage_assignment import Kinds
-from meshc.pipelining.activations import held
+from meshc.pipelining.activations import activations_in_flight
 from meshc.program.packing import is_view
 
 MARGIN: Final = 0.98
@@ -100,4 +100,4 @@ def waiting_microbatches(shape: PipelineShape) -> list[float]:
     """For each stage, the most microbatches between its forward and its backward."""
     stages = range(len(shape.ranks))
     lists = shape.actions
-    return [max(held(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]
+    return [max(activations_in_flight(lists[shape.ranks[k]], [float(k == other) for other in stages]), default=0.0) for k in stages]

@@ -20,11 +20,11 @@ from torch.fx import Node
 
 from meshc.errors import PlanError
 from meshc.ir import is_getitem, is_tensor, record, spmd
-from meshc.ir.graph import made_of
+from meshc.ir.graph import ancestors_of
 from meshc.ir.keys import key_of
-from meshc.ir.used_rows import dim_of
+from meshc.ir.used_rows_dims import dim_of
 from meshc.passes.stages.stage_assignment import BACKWARD, FORWARD, Half, Kinds
-from meshc.pipelining.schedule import Action, Link
+from meshc.pipelining.schedule import Action, StageLink
 
 
 @dataclass
@@ -72,7 +72,7 @@ def flows(found: Kinds, placed: Mapping[Node, Half], results: Iterable[tuple[Nod
 
 def _closure(nodes: Iterable[Node], half: Half, placed: Mapping[Node, Half]) -> dict[Node, None]:
     """These nodes and all that they depend on, up to and including values of other halves."""
-    return made_of(nodes, through=lambda node: placed.get(node, half) == half)
+    return ancestors_of(nodes, through=lambda node: placed.get(node, half) == half)
 
 
 def _carry(made: Flows, node: Node, source: Half, reader: Half) -> None:
@@ -90,7 +90,7 @@ def _carry(made: Flows, node: Node, source: Half, reader: Half) -> None:
         made.messages[(BACKWARD, source.stage, reader.stage)][node] = None
 
 
-def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Action]]) -> dict[Link, tuple[str, ...]]:
+def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Action]]) -> dict[StageLink, tuple[str, ...]]:
     """Keys of the values sent on each link. A value that two stages of a rank read goes to the one that runs first, and stays there.
 
     ranks  of each stage
@@ -100,7 +100,7 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
     for actions in lists:
         for turn, item in enumerate(actions):
             turns[item.direction, item.stage][item.microbatch] = turn
-    found: dict[Link, tuple[str, ...]] = {}
+    found: dict[StageLink, tuple[str, ...]] = {}
     for (op, source, target), nodes in made.messages.items():
         if ranks[source] == ranks[target]:
             continue
@@ -113,12 +113,12 @@ def messages_of(made: Flows, ranks: Sequence[int], lists: Sequence[Sequence[Acti
         _refuse_used_rows(sent)
         keys = tuple(flow_of(node) for node in sent)
         if keys:
-            found[Link(op, source, target)] = keys
+            found[StageLink(op, source, target)] = keys
     return found
 
 
 def _refuse_used_rows(sent: Iterable[Node]) -> None:
-    """Raises PlanError if used rows of experts would be sent: their number is data of one rank (`meshc/ir/used_rows.py`)."""
+    """Raises PlanError if used rows of experts would be sent: their number is data of one rank (`meshc/ir/used_rows_dims.py`)."""
     for node in sent:
         if dim_of(node) is not None:
             raise PlanError(

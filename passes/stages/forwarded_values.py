@@ -18,7 +18,7 @@ from meshc.cost.devices import for_mesh
 from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import seconds
 from meshc.ir import is_tensor, local_bytes, record
-from meshc.ir.graph import made_of
+from meshc.ir.graph import ancestors_of
 from meshc.ir.mesh import Mesh
 from meshc.ir.spmd import is_collective
 from meshc.passes.stages.flows import worth_keeping
@@ -105,4 +105,4 @@ class ForwardingCost:
 
     def _behind(self, nodes: Iterable[Node]) -> list[Node]:
         """These nodes and the values of inputs alone that they depend on."""
-        return [node for node in made_of(nodes, through=self.takes.__contains__) if node in self.takes]
+        return [node for node in ancestors_of(nodes, through=self.takes.__contains__) if node in self.takes]

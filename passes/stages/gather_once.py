@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from meshc.ir import spmd
-from meshc.ir.graph import copied, copied_node, entering, equal_calls
+from meshc.ir.graph import add_placeholder, copied_node, copy_graph, equal_calls
 from meshc.ir.keys import key_of
 from meshc.passes.phases.splitter import Splitter
 from meshc.passes.stages.stage_assignment import kinds
@@ -24,7 +24,7 @@ from meshc.program.program import Stage
 
 def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
     """The stages with the gathers of parameters moved from `each` to `before`."""
-    each = replace(stages["each"], graph=copied(stages["each"].graph))
+    each = replace(stages["each"], graph=copy_graph(stages["each"].graph))
     keys = each.keys()
     learned = kinds(each.graph, keys).learned
     gathers = dict.fromkeys(node for node in each.graph.nodes if node in learned and node.target is spmd.all_gather)
@@ -51,7 +51,7 @@ def _join_stages(one: Stage, other: Stage) -> Stage:
         env: dict[Node, Node] = {}
         for node, key in stage.keys().items():
             if key not in entered:
-                entered[key] = entering(graph, node)
+                entered[key] = add_placeholder(graph, node)
             env[node] = entered[key]
         copies.append((stage, env))
     for stage, env in copies:

@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from meshc.ir import is_getitem, records
-from meshc.ir.graph import call, copied
+from meshc.ir.graph import call, copy_graph
 from meshc.passes.stages.stage_assignment import BACKWARD, Half, Kinds
 from meshc.program.program import Stage
 
@@ -40,7 +40,7 @@ def split_convolution_backwards(each: Stage) -> Stage:
     """A copy of the stage with each convolution's backward in two where both are read; the stage itself if there is none."""
     if not any(_makes_both(node) for node in each.graph.nodes):
         return each
-    graph = copied(each.graph)
+    graph = copy_graph(each.graph)
     for node in filter(_makes_both, list(graph.nodes)):
         *given, wanted = node.args
         with graph.inserting_before(node):

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from meshc.errors import CompileError
 from meshc.ir import record, spmd
-from meshc.ir.graph import made_of, read_by
+from meshc.ir.graph import ancestors_of, descendants_of
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.lowered_program import LoweredProgram
 
@@ -63,9 +63,9 @@ def sums_before_microbatches(
     clashing = [node for node in graph.nodes if node in varies and node in done]
     if not clashing:
         return []
-    needed = made_of(clashing)
+    needed = ancestors_of(clashing)
     read = [total for total in sums if total in needed]
-    made = made_of(operand for total in read for operand in total.all_input_nodes)
+    made = ancestors_of(operand for total in read for operand in total.all_input_nodes)
     again = next((total for total in read if total in made), None)
     if again is not None or lowered.parts is not None:
         raise _mixes(again or clashing[0], read)
@@ -73,7 +73,7 @@ def sums_before_microbatches(
 
 
 def _mixes(node: Node, sums: Sequence[Node] = ()) -> CompileError:
-    cause = next((total for total in sums if node in read_by([total])), node)
+    cause = next((total for total in sums if node in descendants_of([total])), node)
     found = record(cause)
     return CompileError(
         f"{found.reason.split(' ')[0].rstrip(',') or cause.name} at {found.source} mixes the whole batch, so the batch cannot be cut into "

@@ -25,7 +25,7 @@ from meshc.cost.links import collective_seconds, link_of, send_seconds
 from meshc.cost.operators import Price, price
 from meshc.cost.predict import into_whole_s
 from meshc.ir import is_getitem, is_tensor, local_bytes, record, records, value_of
-from meshc.ir.graph import made_of
+from meshc.ir.graph import ancestors_of
 from meshc.ir.sharding import Part, local_size
 from meshc.ir.spmd import MICROBATCH, is_collective
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -118,7 +118,7 @@ class Prices:
             return False
         wire = link_of(self.mesh, [self.axis], self.device)
         sent_s = 2 * self.device.collective_s + send_seconds(local_bytes(record(node)), wire)
-        behind = made_of([node], through=lambda one: one in self.found.given)
+        behind = ancestors_of([node], through=lambda one: one in self.found.given)
         return sum(self._once[one] for one in behind if one in self._once) > sent_s
 
     @cached_property

@@ -17,7 +17,7 @@ from meshc.ir.keys import is_a, key_of, name_of
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.stages.pipeline_shape import PipelineShape
 from meshc.passes.stages.updates import ALL
-from meshc.pipelining.cut import Move
+from meshc.pipelining.pipeline_stages import Move
 from meshc.program.program import Stage
 
 

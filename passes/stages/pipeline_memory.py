@@ -17,7 +17,7 @@ from meshc.passes.lower.share_memory import possible_sharing
 from meshc.passes.memory import recompute_within_budget
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
-from meshc.program.steps import items_of
+from meshc.program.rank_instructions import items_of
 
 
 @dataclass(frozen=True)

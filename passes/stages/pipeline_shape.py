@@ -21,9 +21,9 @@ from meshc.passes.stages.balance import SLACK, ways_to_cut
 from meshc.passes.stages.cut_places import StageWork
 from meshc.passes.stages.stage_assignment import Kinds
 from meshc.passes.stages.whole_sums import refuse_early_backward
-from meshc.pipelining.cut import STAGE_NAMES
-from meshc.pipelining.rehearsed import Rehearsed
-from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
+from meshc.pipelining.pipeline_stages import STAGE_NAMES
+from meshc.pipelining.schedule import Action, Schedule, StageLink, chain, connect, parse
+from meshc.pipelining.schedule_replay import ScheduleReplay
 from meshc.pipelining.timing import Costs
 
 SLACKS: Final = (0.03, 0.01, 0.0)
@@ -91,7 +91,7 @@ class PipelineShape:
         """Each rank's actions without known costs."""
         return self.schedule(()).actions
 
-    def schedule(self, links: Collection[Link], costs: Costs | None = None) -> Schedule:
+    def schedule(self, links: Collection[StageLink], costs: Costs | None = None) -> Schedule:
         """Each rank's list, with the messages of the links."""
         if isinstance(self.kind, str):
             return parse(self.kind, links)
@@ -101,14 +101,14 @@ class PipelineShape:
     def seconds(self, work: StageWork) -> float:
         """Estimated seconds of the microbatches."""
         costs, links = work.costs(self.cuts), chain(len(self.ranks))
-        played = Rehearsed(self.schedule(links, costs)) if self.by_costs else _rehearse(replace(self, cuts=()), links)
+        played = ScheduleReplay(self.schedule(links, costs)) if self.by_costs else _rehearse(replace(self, cuts=()), links)
         return played.makespan_s(costs)
 
 
 @lru_cache(maxsize=64)
-def _rehearse(shape: PipelineShape, links: frozenset[Link]) -> Rehearsed:
+def _rehearse(shape: PipelineShape, links: frozenset[StageLink]) -> ScheduleReplay:
     """The simulated schedule of a shape whose lists do not depend on costs; memoised for all cuts."""
-    return Rehearsed(shape.schedule(links))
+    return ScheduleReplay(shape.schedule(links))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _move_cuts(shape: PipelineShape, work: StageWork) -> tuple[PipelineShape, fl
     left = ACTIONS // max(1, sum(map(len, schedule.actions)))
     at = [0, *(bisect_left(work.points, cut) for cut in shape.cuts), len(work.points) - 1]
     messages_s = work.messages_s(shape.cuts)
-    played = Rehearsed(schedule)
+    played = ScheduleReplay(schedule)
     best = played.makespan_s(first) * _toll(messages_s, messages_s)
     inner = range(1, len(at) - 1)
     scanned = min(SCANNED, left // (2 * max(1, len(inner))))

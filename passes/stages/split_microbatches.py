@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from meshc.errors import CompileError
 from meshc.ir import is_integer, record, spmd
-from meshc.ir.graph import output_of, read_by
+from meshc.ir.graph import descendants_of, output_of
 from meshc.ir.keys import is_a, key_of
 from meshc.ir.spmd import MICROBATCH
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -45,15 +45,15 @@ def split_microbatches(lowered: LoweredProgram) -> LoweredProgram:
         return _as_one(lowered, count)
     parts = [node.args[0] for node in sums]
     results = stage.results()
-    done = read_by(sums)
+    done = descendants_of(sums)
     written = {key: node for key, node in results.items() if is_a(key, "buffer") and node not in done} if lowered.parts is not None else {}
     """The buffers that each microbatch writes, where it is a step of its own. Buffers computed from the whole batch are written last."""
     own = [n for n in graph.nodes if n.target is spmd.coordinate and n.args[0] == MICROBATCH]
     own += [node for node, key in keys.items() if key in written]
     among = set(sums)
-    varies = read_by(own, through=lambda node: node not in among).difference(sums)
+    varies = descendants_of(own, through=lambda node: node not in among).difference(sums)
     mixing = sums_before_microbatches(graph, varies, done, sums, lowered)
-    learned = read_by(node for node, key in keys.items() if is_a(key, "parameter", "state"))
+    learned = descendants_of(node for node, key in keys.items() if is_a(key, "parameter", "state"))
     repeated = {*varies, *done, *learned, *parts}
     early = [n for n in graph.nodes if n.op == "call_function" and n not in repeated]
     split = Splitter(graph, keys)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from meshc.ir import record, set_record
-from meshc.ir.graph import call, copied, placeholders
+from meshc.ir.graph import call, copy_graph, placeholders
 from meshc.ir.keys import is_a, key_of, name_of
 from meshc.passes.stages.stage_assignment import Half
 from meshc.program.program import Stage
@@ -67,7 +67,7 @@ def _leave_out(node: Node, terms: Sequence[Node], apart: set[Node]) -> None:
 
 def _add_terms_after(after: Stage, key: str, terms: Sequence[str]) -> Stage:
     """A copy of `after` in which a sum enters as several terms, which it adds up."""
-    graph = copied(after.graph)
+    graph = copy_graph(after.graph)
     entered = placeholders(graph)
     place = after.inputs.index(key)
     old = entered[place]

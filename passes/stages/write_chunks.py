@@ -26,7 +26,7 @@ from torch.fx.node import Argument, map_arg
 
 from meshc.errors import MeshcError
 from meshc.ir import KEY, Record, has_record, leaves, record, records, set_record, spmd
-from meshc.ir.graph import call, copied_node, output_of, read_by
+from meshc.ir.graph import call, copied_node, descendants_of, output_of
 from meshc.ir.sharding import Sharding
 from meshc.ir.spmd import CHUNK
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -61,9 +61,9 @@ class _Writer:
         self.own = [node for node in nodes if node.target is spmd.coordinate and node.args[0] == CHUNK]
         self.ends = [node for node in nodes if spmd.is_collective(node.target) and CHUNK in node.args[1]]
         ends = set(self.ends)
-        among = read_by(self.own, through=lambda node: node not in ends) - ends
+        among = descendants_of(self.own, through=lambda node: node not in ends) - ends
         self.varies = [node for node in nodes if node in among]
-        self.done = read_by(self.ends)
+        self.done = descendants_of(self.ends)
         self._refuse(among, features)
 
     def _refuse(self, varies: Collection[Node], features: Collection[str]) -> None:

@@ -19,9 +19,9 @@ from torch.fx import Node
 from meshc.errors import CompileError
 from meshc.frontend.listed_experts import unchosen_parameters
 from meshc.ir import record
-from meshc.ir.graph import give
+from meshc.ir.graph import set_results
 from meshc.ir.keys import key_of
-from meshc.optimizer.keeping import kept_update
+from meshc.optimizer.kept_update import kept_update
 from meshc.optimizer.optimizer import GroupSpec, OptimizerSpec
 from meshc.optimizer.spec import MASTER, SUM
 from meshc.passes.depth.multiplicity import whole_names
@@ -100,7 +100,7 @@ def append_update(traced: TracedModel) -> TracedModel:
 
 def _with_results(traced: TracedModel, joint: Joint, inputs: list[Port], kept: list[tuple[Port, Node]], found: Gradients) -> TracedModel:
     """The phase with a joint graph whose results are `kept`."""
-    give(joint.graph, (node for _, node in kept))
+    set_results(joint.graph, (node for _, node in kept))
     outputs = tuple(port for port, _ in kept)
     joint = replace(joint, inputs=tuple(inputs), outputs=outputs, updates=found.updates, constants=found.constants)
     return replace(traced, joint=joint)

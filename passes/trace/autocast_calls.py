@@ -108,7 +108,7 @@ class AtenCallRecorder(TorchDispatchMode):
             self.made.append(self.casts.make(leaf, dtype, region))
             return self.made[-1]
 
-        casted: tuple[Sequence[object], Keywords] = trees.mapped(cast, (args, kwargs))
+        casted: tuple[Sequence[object], Keywords] = trees.map_leaves(cast, (args, kwargs))
         return casted
 
 

@@ -12,7 +12,7 @@ import torch
 from meshc.errors import CompileError
 from meshc.frontend.train_step import METRICS
 from meshc.ir import Record
-from meshc.ir.graph import call, give, placeholders
+from meshc.ir.graph import call, placeholders, set_results
 from meshc.ir.keys import is_a
 from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.trace.drop_unread import drop_unread
@@ -42,7 +42,7 @@ def close_loss(traced: TracedModel) -> TracedModel:
             port = replace(port, kind="metric", name=port.name.removeprefix(f"{METRICS}."))
         kept_outputs.append(port)
         results.append(node)
-    give(graph, results)
+    set_results(graph, results)
     drop_unread(graph)
     joint = replace(joint, inputs=tuple(kept_inputs), outputs=tuple(kept_outputs))
     return replace(traced.with_notes(*_missing_gradients(joint)), joint=joint)

@@ -17,7 +17,7 @@ from torch.fx import Node
 from meshc.frontend.train_step import DROPPED, ROUTED
 from meshc.ir import Record, Source, record, records
 from meshc.ir.functions import Function
-from meshc.ir.graph import call, give
+from meshc.ir.graph import call, set_results
 from meshc.ir.nodes import is_getitem
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.program.program import Port
@@ -51,7 +51,7 @@ def count_experts(traced: TracedModel) -> TracedModel:
             if node is not None:
                 ports.append(port)
                 results.append(add.whole(node))
-    give(joint.graph, results)
+    set_results(joint.graph, results)
     return replace(traced, joint=replace(joint, outputs=tuple(ports)))
 
 

@@ -21,7 +21,7 @@ from torch.fx import Node
 from meshc import ir
 from meshc.ir.keys import is_a, name_of
 from meshc.ops import implementations as _operators  # noqa: F401 - registers them
-from meshc.ops.attention_hidden import NEVER
+from meshc.ops.attention_masked_blocks import NEVER
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.known_values import KnownValues
 from meshc.passes.trace.seen_ranges import Ranges, SeenRanges

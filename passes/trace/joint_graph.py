@@ -17,7 +17,7 @@ from meshc.frontend import capture
 from meshc.frontend.capture import JointGraph, TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.ir import KEY, Record, is_getitem, leaves, record, records, set_record, update
-from meshc.ir.graph import equal_calls, give, output_of, placeholders
+from meshc.ir.graph import equal_calls, output_of, placeholders, set_results
 from meshc.passes.phases.traced_model import Joint
 from meshc.passes.trace.checkpoint_regions import mark_regions
 from meshc.passes.trace.decompositions import decompositions
@@ -117,7 +117,7 @@ def _ports(joint: JointGraph, traced: TorchGraph, constants: dict[str, torch.Ten
             found = value.meta["val"]
             outputs.append(Port(given, name, shape_of(value), found.dtype, of=name if given == "gradient" else ""))
             kept.append(value)
-    give(graph, kept)
+    set_results(graph, kept)
     output.meta.pop("desc", None)
     return inputs, outputs
 

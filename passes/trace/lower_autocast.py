@@ -70,7 +70,7 @@ def as_casts(traced: TorchGraph, device: str | None = None) -> TorchGraph:
     inputs = [node.meta.get("example_value", node.meta.get("val")) for node in entered]  # an unused one has only "val"
     lowering = AutocastLowering(traced.module, traced.fake_mode, device)
     with _settings(), torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd(), traced.fake_mode:
-        lowering.run(inputs, [])
+        lowering.lower_graph(inputs, [])
     return replace(traced, notes=(*traced.notes, *lowering.notes()))
 
 
@@ -105,7 +105,7 @@ class AutocastLowering:
         self.retyped: set[torch.dtype] = set()
         self.bodies: list[AutocastLowering] = []
 
-    def run(self, inputs: Sequence[object], around: list[Region]) -> object:
+    def lower_graph(self, inputs: Sequence[object], around: list[Region]) -> object:
         """Lowers the graph, whose call is inside the regions `around`, outermost first; returns its fake outputs."""
         stack = list(around)
         outside: dict[Node, int] = {}
@@ -159,7 +159,7 @@ class AutocastLowering:
         args, kwargs = self._value(node.args), self._value(node.kwargs)
         if node.target is CHECKPOINT:
             self.bodies.append(AutocastLowering(args[0], self.fake_mode, self.device))
-            self.values[node] = self.bodies[-1].run(args[1:], stack)
+            self.values[node] = self.bodies[-1].lower_graph(args[1:], stack)
         elif node.target is GRADIENT:
             if region:
                 raise AutocastRefused(_GRADIENT_WITHIN)
@@ -204,7 +204,7 @@ class AutocastLowering:
             return {source: iter(casts * (uses[source] // len(casts))) for source, casts in made.items()}
 
         turn = turns()
-        cast_args, cast_kwargs = trees.mapped(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
+        cast_args, cast_kwargs = trees.map_leaves(lambda leaf: next(turn[id(leaf)]) if id(leaf) in turn else leaf, (args, kwargs))
         try:
             with AtenCallRecorder(watch.device, None, self.casts) as plain:
                 result = _apply(node, cast_args, cast_kwargs)
@@ -226,7 +226,7 @@ class AutocastLowering:
                     return self._cast_node(next(turn[id(leaf)]), wires[id(leaf)], node)
                 return wires.get(id(leaf), leaf)
 
-            rewired: Argument = trees.mapped(leaf_argument, self.values[used])
+            rewired: Argument = trees.map_leaves(leaf_argument, self.values[used])
             return rewired
 
         node.args, node.kwargs = map_arg(node.args, argument), map_arg(node.kwargs, argument)
@@ -250,10 +250,10 @@ class AutocastLowering:
             name = call.function.name()
             if torch.Tag.nondeterministic_seeded in call.function.tags and name not in WHOLE:
                 raise AutocastRefused(f"it draws random numbers by {name}")
-            args, kwargs = trees.mapped(wire, (call.args, call.kwargs))
+            args, kwargs = trees.map_leaves(wire, (call.args, call.kwargs))
             new = self._emit("call_function", WHOLE.get(name, call.function), args, kwargs, call.out, node)
             wires.update(self._wires([new], node))
-        structure = trees.mapped(wire, self.values[node])
+        structure = trees.map_leaves(wire, self.values[node])
         for user in list(node.users):
             part = structure[user.args[1]] if user.target is operator.getitem else None
             if isinstance(part, Node):

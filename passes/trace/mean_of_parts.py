@@ -23,16 +23,16 @@ from torch.fx import Graph, Node
 from meshc.errors import CompileError
 from meshc.ir import record, records
 from meshc.ir.functions import Function
-from meshc.ir.graph import call, give, output_of, placeholders
+from meshc.ir.graph import call, output_of, placeholders, set_results
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, role
 from meshc.ir.sharding import Part
 from meshc.ops import explicit_attention as _explicit_attention  # noqa: F401 - registers it
-from meshc.ops import parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
+from meshc.ops import sum_of_parts as _parts  # noqa: F401 - registers meshc::sum_of_parts
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import Joint
-from meshc.program.parts import Parts, offsets
+from meshc.program.microbatch_split import MicrobatchSplit, offsets
 from meshc.program.program import Port
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def whole_forward(request: Request) -> Request:
     return replace(request, grad=False, train=False, optimizer=None, **changes)
 
 
-def find_parts(whole: PlacedModel, request: Request) -> Parts:
+def find_parts(whole: PlacedModel, request: Request) -> MicrobatchSplit:
     """The batch dims by which `request` cuts its inputs, from factors of its forward graph. Raises CompileError if it cannot be cut."""
     classes = _batch_classes(whole)
     size = _batch_size(whole, classes)
@@ -74,7 +74,7 @@ def find_parts(whole: PlacedModel, request: Request) -> Parts:
         if any(factor in classes for row in rows for factor in row[1:]):
             raise _unordered_error(f"the random call at {_source(node)} draws with the batch inside a dim, not at its beginning")
         draws[_call(node)] = tuple(_shape(node, 0))
-    return Parts(request.count, dims, draws)
+    return MicrobatchSplit(request.count, dims, draws)
 
 
 def _source(node: Node) -> str:
@@ -144,7 +144,7 @@ def _unordered_error(fault: str) -> CompileError:
 # ---------------------------------------------------------------------------------------------------------- the graph of one microbatch
 
 
-def number_draws(graph: Graph, parts: Parts) -> None:
+def number_draws(graph: Graph, parts: MicrobatchSplit) -> None:
     """Gives random calls of the first microbatch the numbers and global shapes of the whole batch. Raises CompileError if the model draws
     otherwise."""
     nodes = _draws(graph)
@@ -196,7 +196,7 @@ def mark_sums(joint: Joint, count: int) -> None:
             share = node if port.kind == "gradient" else like(node, aten.mul.Tensor, 1.0 / count)
             made[node] = like(share, meshc.sum_of_parts.default)
     pairs = zip(joint.outputs, joint.results(), strict=True)
-    give(graph, (made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs))
+    set_results(graph, (made[node] if port.kind in ("output", "gradient", "metric") else node for port, node in pairs))
 
 
 def _refuse_metrics(ports: Sequence[Port]) -> None:
@@ -212,7 +212,7 @@ def _is_mean(port: Port) -> bool:
     return not port.shape and port.dtype.is_floating_point
 
 
-def cut_inputs(inputs: Sequence[Port], parts: Parts) -> tuple[tuple[Port, ...], dict[str, int]]:
+def cut_inputs(inputs: Sequence[Port], parts: MicrobatchSplit) -> tuple[tuple[Port, ...], dict[str, int]]:
     """The ports of inputs for the whole batch, and, by key, the dim that microbatches cut."""
     dims = iter(parts.dims)
     cut = {port.key: dim for port in inputs if port.kind == "input" and (dim := next(dims)) is not None}

@@ -37,9 +37,9 @@ def put_sizes(traced: TracedModel, request: Request, sizes: Mapping[str, int]) -
     try:
         put = replace(
             joint,
-            graph=instance.put_graph(joint.graph, values),
-            inputs=tuple(instance.put_port(port, values) for port in joint.inputs),
-            outputs=tuple(instance.put_port(port, values) for port in joint.outputs),
+            graph=instance.substitute_in_graph(joint.graph, values),
+            inputs=tuple(instance.substitute_in_port(port, values) for port in joint.inputs),
+            outputs=tuple(instance.substitute_in_port(port, values) for port in joint.outputs),
         )
     except InputError as error:
         raise NotServed(str(error)) from error

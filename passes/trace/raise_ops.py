@@ -20,12 +20,12 @@ from torch.fx import Node
 from meshc.frontend.capture import TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
-from meshc.ops import grouped, recurrent
+from meshc.ops import grouped_mm, recurrent
+from meshc.ops.as_strided import as_strided, fill_diagonal
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
 from meshc.ops.sdpa import sdpa
-from meshc.ops.signatures import bound
-from meshc.ops.strided import as_strided, fill_diagonal
+from meshc.ops.signatures import bind_arguments
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced_model import TracedModel
@@ -51,7 +51,7 @@ COMPOSITES: dict[Target, Function] = {
     torch.as_strided: as_strided,
     "as_strided": as_strided,
     "fill_diagonal_": fill_diagonal,
-    **grouped.RAISED,
+    **grouped_mm.RAISED,
     **recurrent.RAISED,
 }
 ALIASES = (as_strided, fill_diagonal)
@@ -107,7 +107,7 @@ def raise_graph(model: TorchGraph) -> TorchGraph:
 def _dense(node: Node) -> list[str]:
     """Removes the request of a sparse gradient; returns a note."""
     name = SPARSE[node.target]
-    named = bound(node.target, node.args, node.kwargs)
+    named = bind_arguments(node.target, node.args, node.kwargs)
     if not named.get(name):
         return []
     first, *rest = (each for each in named if each != name)
@@ -118,4 +118,4 @@ def _dense(node: Node) -> list[str]:
 def _composite(target: Target) -> Function | None:
     """The function that replaces a target; None if there is none."""
     name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
-    return COMPOSITES.get(target) or grouped.NAMED.get(name)
+    return COMPOSITES.get(target) or grouped_mm.NAMED.get(name)

@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 from torch.fx import GraphModule, Node
 
-from meshc.ops.attention_hidden import NEVER
+from meshc.ops.attention_masked_blocks import NEVER
 from meshc.ops.random_calls import RAISED
-from meshc.ops.sdpa import weighed
+from meshc.ops.sdpa import written_out_attention
 from meshc.passes.trace.chains import (
     ADDS,
     DIVIDES,
@@ -63,7 +63,7 @@ def raise_written_out(module: GraphModule, stand_ins: StandIns) -> None:
         with graph.inserting_before(out):
             turned = graph.call_method("transpose", (found.turned, -2, -1))
             operands = found.q, turned, found.values, found.biases, found.hidden, found.scale, _dtype(softmax)
-            made = graph.call_function(weighed, operands, found.drops)
+            made = graph.call_function(written_out_attention, operands, found.drops)
         turned.meta.update(found.turned.meta)
         turned.meta.pop("example_value", None)
         made.meta.update(out.meta)

@@ -29,7 +29,7 @@ from meshc.frontend.in_place_changes import changed_operand, is_changed_later
 from meshc.frontend.inner_transforms import storage_of
 from meshc.frontend.sources import source_of
 from meshc.ir.graph import output_of
-from meshc.ops.signatures import filled
+from meshc.ops.signatures import bind_with_defaults
 from meshc.passes.trace.checkpoint_regions import POLICY, REGION
 
 functional = torch.nn.functional
@@ -158,7 +158,7 @@ class BufferWrites:
         """The running statistics that a norm writes."""
         if node.op != "call_function" or node.target not in STATISTICS:
             return []
-        given = filled(node.target, node.args, node.kwargs)
+        given = bind_with_defaults(node.target, node.args, node.kwargs)
         found = [given["running_mean"], given["running_var"]] if given[STATISTICS[node.target]] else []
         return [one for one in found if isinstance(one, Node)]
 

@@ -28,7 +28,7 @@ from meshc.frontend.double_copy import double_by_default, wide_dtype
 from meshc.frontend.inner_transforms import within_transforms
 from meshc.frontend.sources import source_of
 from meshc.ir import trees
-from meshc.ops.signatures import bound, placed, signatures
+from meshc.ops.signatures import arguments_for, bind_arguments, signatures
 
 LIES: Final = ("out", "device", "layout", "pin_memory", "memory_format", "requires_grad", "names", "generator")
 """Arguments for a result's device and layout, and for the generator: the program decides these. Visible effects are compared."""
@@ -40,7 +40,7 @@ NOTHING: Final = "NoneType"
 def read_by_place(node: Node) -> None:
     """Rewrites a call's arguments by torch's signature: positional up to the first that is left out."""
     target: Any = node.target
-    named = bound(target, node.args, node.kwargs)
+    named = bind_arguments(target, node.args, node.kwargs)
     signature = next(one for one in signatures(target) if set(named) <= {p.name for p in one})
     first = itertools.takewhile(lambda p: not p.keyword_only and p.name in named, signature)
     node.args, node.kwargs = tuple(named.pop(p.name) for p in first), named
@@ -60,8 +60,8 @@ class StandIns:
     def replace_call(self, node: Node, function: Callable[..., Any], **more: Any) -> None:
         """Replaces the target of a node by `function`; `more` are additional arguments."""
         target: Any = node.target
-        written = bound(target, node.args, node.kwargs).get("out")
-        args, kwargs = placed(function, target, node.args, node.kwargs, without=LIES)
+        written = bind_arguments(target, node.args, node.kwargs).get("out")
+        args, kwargs = arguments_for(function, target, node.args, node.kwargs, without=LIES)
         if written is not None and "dtype" in inspect.signature(function).parameters:
             kwargs["dtype"] = self._example(written).dtype
         node.op, node.target = "call_function", function

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from meshc import errors
 from meshc.errors import MeshcError, PeerError, StateError
 from meshc.runtime.failure.failed_rank import FailureBoard
-from meshc.runtime.failure.peers import Awaited
+from meshc.runtime.failure.peers import AwaitedRanks
 
 _POLL_S: Final = 0.01
 LONG_POLL_S: Final = 0.1
@@ -56,13 +56,13 @@ class Disagreement(Exception):
 def _difference(field: str, mine: str, other: int, theirs: str) -> str:
     """The text of a difference; of two lists with semicolons, only the entries that differ."""
     here, there = mine.split("; "), theirs.split("; ")
-    only_here, only_there = _beyond(here, there), _beyond(there, here)
+    only_here, only_there = _only_in_first(here, there), _only_in_first(there, here)
     if not only_here and not only_there:
         only_here = only_there = "the same in another order"
     return f"ranks differ in {field}: this rank has {only_here or 'no such entry'}, rank {other} has {only_there or 'no such entry'}"
 
 
-def _beyond(items: list[str], others: list[str]) -> str:
+def _only_in_first(items: list[str], others: list[str]) -> str:
     known = {*others}
     found = [item for item in items if item not in known]
     shown = [item if len(item) <= 400 else f"{item[:400]}..." for item in found[:3]]
@@ -170,7 +170,7 @@ def _exchange(board: FailureBoard, mine: Mapping[str, str], timeout_s: float = f
     store.set(f"{turn}/{board.rank}", json.dumps(dict(mine)))
     keys = [f"{turn}/{rank}" for rank in range(board.world_size)]
     deadline = time.monotonic() + timeout_s
-    with _awaiting(board, store, dict(enumerate(keys)), mine[_DOING]) as check:
+    with _wait_for_keys(board, store, dict(enumerate(keys)), mine[_DOING]) as check:
         while not store.check(keys):
             check()
             ahead = board.ahead()
@@ -189,7 +189,7 @@ def store_of(board: FailureBoard) -> dist.Store:
 
 
 @contextmanager
-def _awaiting(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], where: str) -> Iterator[Callable[[], None]]:
+def _wait_for_keys(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], where: str) -> Iterator[Callable[[], None]]:
     """A context for waiting for `keys` (rank -> the key that it writes), with a function to call while polling. The function raises
     PeerError if a rank has failed or left, and tells the board the missing ranks, which are named in a warning if the wait is long."""
     looked_at = time.monotonic()
@@ -202,7 +202,7 @@ def _awaiting(board: FailureBoard, store: dist.Store, keys: Mapping[int, str], w
         looked_at = time.monotonic()
         missing = frozenset(rank for rank, key in keys.items() if not store.check([key]))
         if board.awaited is None or board.awaited.ranks != missing:
-            board.awaited = Awaited(missing, where)
+            board.awaited = AwaitedRanks(missing, where)
         for rank in missing:
             board.refuse_gone(rank, lambda rank=rank: store.check([keys[rank]]))  # type: ignore[misc]
 
@@ -221,7 +221,7 @@ def refusable(board: FailureBoard | None) -> Iterator[None]:
     except PeerError:
         raise
     except MeshcError as error:
-        if board is not None and not error.compared and not board.lost:
+        if board is not None and not error.compared and not board.has_failure:
             error.compared = True
             error.everywhere = all_refuse(board, error)
         raise
@@ -286,7 +286,7 @@ def to_rank_0(board: FailureBoard | None, text: str) -> list[str] | None:
     store.set(keys[board.rank], text)
     if board.rank != 0:
         return None
-    with _awaiting(board, store, dict(enumerate(keys)), "hand in what rank 0 collects") as check:
+    with _wait_for_keys(board, store, dict(enumerate(keys)), "hand in what rank 0 collects") as check:
         while not store.check(keys):
             check()
             time.sleep(_POLL_S)
@@ -304,12 +304,12 @@ def to_all(board: FailureBoard | None, text: str) -> list[str]:
     return found
 
 
-def meet(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) -> None:
+def rendezvous(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) -> None:
     """Rendezvous: returns when all `ranks`, this one among them, have called it. `what` names it; `turn` is its number, equal on all."""
     store, group = store_of(board), ",".join(map(str, ranks))
     keys = {rank: f"meet/{group}/{turn}/{rank}" for rank in ranks}
     store.set(keys[board.rank], "")
-    with _awaiting(board, store, keys, what) as check:
+    with _wait_for_keys(board, store, keys, what) as check:
         while not store.check([*keys.values()]):
             check()
             time.sleep(_POLL_S)
@@ -317,7 +317,7 @@ def meet(board: FailureBoard, ranks: Sequence[int], what: str, turn: int) -> Non
     _MET[group] = keys[board.rank]
 
 
-def behind(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:
+def collect_after_failure(board: FailureBoard | None, text: str, seconds: float) -> list[str] | None:
     """`to_rank_0` after a failure: the texts that arrive within `seconds` on rank 0; None on the others."""
     if board is None:
         return [text]

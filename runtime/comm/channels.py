@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 
 from meshc.ir import record
 from meshc.ir.sharding import local_shape
-from meshc.pipelining.cut import slot
+from meshc.pipelining.pipeline_stages import slot
 from meshc.program.accumulate import whole_of
 from meshc.program.program import Instruction, PlainProgram
+from meshc.program.rank_instructions import steps_of
 from meshc.program.receipts import receipts
-from meshc.program.steps import steps_of
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import Groups
 
@@ -37,8 +37,10 @@ class Channels:
         self.here = coordinates[pipeline.axis]
         self._groups: dict[tuple[int, int], ProcessGroup] = groups.pairs(pipeline.axis, pipeline.pairs())
         self._like = _likes(program)
-        self._coming: dict[str, tuple[collectives.Work, int, int]] = {}  # with the rank that sends, and which of its messages it is
-        self._leaving: dict[int, list[list[collectives.Work]]] = {}  # messages of this call to a rank, those that are over empty
+        self._coming: dict[
+            str, tuple[collectives.CollectiveWork, int, int]
+        ] = {}  # with the rank that sends, and which of its messages it is
+        self._leaving: dict[int, list[list[collectives.CollectiveWork]]] = {}  # messages of this call to a rank, those that are over empty
         self._posted: dict[int, int] = {}
         peers = {source for source, target in pipeline.pairs() if target == self.here}
         self._receipts = {
@@ -64,7 +66,7 @@ class Channels:
         works = collectives.receive_all(into, group, _other(group))
         self._coming |= {name: (one, step.peer, number) for name, one in zip(slots, works, strict=True)}
 
-    def arrived(self, slots: Sequence[str], env: dict[str, torch.Tensor]) -> list[str]:
+    def wait_for_values(self, slots: Sequence[str], env: dict[str, torch.Tensor]) -> list[str]:
         """Waits for the values among `slots` that are in flight, and puts them into `env`. Returns their slots."""
         late = [name for name in slots if name in self._coming]
         for name in late:
@@ -76,7 +78,7 @@ class Channels:
 
     def finish(self, env: dict[str, torch.Tensor]) -> None:
         """Waits for the values that no stage of this rank reads: those that leave the program here."""
-        self.arrived(list(self._coming), env)
+        self.wait_for_values(list(self._coming), env)
 
     def settle(self) -> None:
         """Waits until all posted sends are over: from then on their memory may be written."""
@@ -90,7 +92,7 @@ class Channels:
         self._leaving, self._posted = {}, {}
 
 
-def _wait(sent: list[collectives.Work]) -> None:
+def _wait(sent: list[collectives.CollectiveWork]) -> None:
     """Waits for the sends of a message, and releases their tensors."""
     for work in sent:
         work.wait()

@@ -59,13 +59,13 @@ _SMALL_PART: Final = 256 * 1024
 number torch's is faster) and for an all-gather."""
 
 
-class Waited(Protocol):
+class Waitable(Protocol):
     """A communication that can be waited for: torch's, or a `Work`."""
 
     def wait(self) -> object: ...
 
 
-class Work:
+class CollectiveWork:
     """A pending collective and its result.
 
     `wait()` returns the result, any number of times. On CUDA it makes the current stream wait, not the host. It raises the backend's
@@ -75,7 +75,7 @@ class Work:
     __slots__ = ("_finish", "_held", "_tensor", "_works")
 
     def __init__(
-        self, tensor: Tensor, works: Sequence[Waited] = (), finish: Callable[[], Tensor] | None = None, held: object = None
+        self, tensor: Tensor, works: Sequence[Waitable] = (), finish: Callable[[], Tensor] | None = None, held: object = None
     ) -> None:
         self._tensor = tensor
         self._works = works
@@ -92,39 +92,39 @@ class Work:
         self._held = None
         return self._tensor
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> Work:
+    def then(self, change: Callable[[Tensor], Tensor]) -> CollectiveWork:
         """The same communication, with `change` applied to its result when it is waited for."""
-        return Work(self._tensor, (self,), lambda: change(self._tensor))
+        return CollectiveWork(self._tensor, (self,), lambda: change(self._tensor))
 
 
-def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> Work:
+def all_reduce(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> CollectiveWork:
     """The elementwise `op` (sum, max, min) of every rank's `x`, on every rank, bit for bit the same.
 
     `out` is a contiguous tensor like `x`, or `x` itself for in place; without it `x` is kept and the result is new (`x` itself in a group
     of one). bool takes max (any) and min (all).
     """
     if group is None:
-        return Work(x if out is None or out is x else out.copy_(x))
+        return CollectiveWork(x if out is None or out is x else out.copy_(x))
     _check_reduction(x, op)
     if _direct(x) and group.size() == 2 and x.nbytes <= _EXCHANGE_BYTES:
         mine = x.contiguous()
         theirs = torch.empty_like(mine)
         terms = (theirs, mine) if group.rank() else (mine, theirs)
-        return Work(mine, _exchange(mine, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out))
+        return CollectiveWork(mine, _exchange(mine, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out))
     if _direct(x) and group.size() > 2 and x.numel() > 1 and x.nbytes <= _SMALL_SUM:
         result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         return _to_all(x, group).then(lambda stacked: _reduce(stacked.unbind(), op, result))
     result = x.clone(memory_format=torch.contiguous_format) if out is None else out if out is x else out.copy_(x)
-    return Work(result, (dist.all_reduce(_plain(result), _REDUCTIONS[op], group, async_op=True),))
+    return CollectiveWork(result, (dist.all_reduce(_plain(result), _REDUCTIONS[op], group, async_op=True),))
 
 
-def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> Work:
+def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> CollectiveWork:
     """Every rank's `x`, one after another along dim 0 in the group's order. x: [a, ...] -> [n·a, ...].
 
     `out` is contiguous; if `x` is this rank's part of it, that part is not copied.
     """
     if group is None:
-        return Work(x if out is None else out.copy_(x))
+        return CollectiveWork(x if out is None else out.copy_(x))
     size, rank = group.size(), group.rank()
     x = x.contiguous()
     if out is None:
@@ -132,18 +132,18 @@ def all_gather(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
     if _direct(x) and size > 2 and x.nbytes <= _SMALL_PART:
         return _to_all(x, group, out).then(lambda _: out)
     if not _direct(x) or size != 2:
-        return Work(out, (_all_gather(_plain(out), _plain(x), group, async_op=True),), held=x)
+        return CollectiveWork(out, (_all_gather(_plain(out), _plain(x), group, async_op=True),), held=x)
     parts = out.view(size, *x.shape)
     works = _exchange(x, parts[1 - rank], group)
     if parts[rank].data_ptr() != x.data_ptr():
         parts[rank].copy_(x)
-    return Work(out, works, held=x)
+    return CollectiveWork(out, works, held=x)
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> Work:
+def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, out: Tensor | None = None) -> CollectiveWork:
     """This rank's part, along dim 0, of the elementwise `op` of every rank's `x`. x: [n·a, ...] -> [a, ...]; `out` is contiguous."""
     if group is None:
-        return Work(x if out is None else out.copy_(x))
+        return CollectiveWork(x if out is None else out.copy_(x))
     _check_reduction(x, op)
     size = group.size()
     _check_divides(x, 0, size)
@@ -152,13 +152,13 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None, op: str = "sum", *, ou
     x = x.contiguous()
     if out is None:
         out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    return Work(out, (_reduce_scatter(_plain(out), _plain(x), _REDUCTIONS[op], group, async_op=True),), held=x)
+    return CollectiveWork(out, (_reduce_scatter(_plain(out), _plain(x), _REDUCTIONS[op], group, async_op=True),), held=x)
 
 
-def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> Work:
+def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = None) -> CollectiveWork:
     """Part i of `x` along dim 0 goes to rank i; the result has rank i's part at place i. [n·a, ...] -> [n·a, ...]; `out` is contiguous."""
     if group is None:
-        return Work(x if out is None else out.copy_(x))
+        return CollectiveWork(x if out is None else out.copy_(x))
     size = group.size()
     _check_divides(x, 0, size)
     if out is None:
@@ -166,28 +166,28 @@ def all_to_all(x: Tensor, group: ProcessGroup | None, *, out: Tensor | None = No
     return _swap(x.unflatten(0, (size, -1)), out.unflatten(0, (size, -1)), group).then(lambda _: out)
 
 
-def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> Work:
+def ring_shift(x: Tensor, steps: int, group: ProcessGroup | None) -> CollectiveWork:
     """Sends `x` to the rank `steps` places on, round the ring; the result is the tensor of the rank `steps` places before, of x's shape."""
     if group is None:
-        return Work(x)
+        return CollectiveWork(x)
     size, rank = group.size(), group.rank()
     return _one_message(x, (rank + steps) % size, (rank - steps) % size, group)
 
 
-def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
+def to_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> CollectiveWork:
     """The rank's tile in zigzag order (`meshc/ir/sharding.py`), from its tile in natural order: the second half is exchanged with the rank
     at the mirrored place of the group."""
-    return _reordered(x, dim, group, home=False)
+    return _exchange_halves(x, dim, group, home=False)
 
 
-def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
+def from_zigzag(x: Tensor, dim: int, group: ProcessGroup | None) -> CollectiveWork:
     """The rank's tile in natural order, from its tile in zigzag order."""
-    return _reordered(x, dim, group, home=True)
+    return _exchange_halves(x, dim, group, home=True)
 
 
-def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> Work:
+def _exchange_halves(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> CollectiveWork:
     if group is None:
-        return Work(x)
+        return CollectiveWork(x)
     size, there = x.shape[dim], group.size() - 1 - group.rank()
     behind = there < group.rank()  # in zigzag order, what the tile begins with is behind what comes
     moves = size // 2
@@ -197,107 +197,107 @@ def _reordered(x: Tensor, dim: int, group: ProcessGroup | None, home: bool) -> W
     return _one_message(sent, there, there, group).then(lambda came: torch.cat([came, kept] if behind and not home else [kept, came], dim))
 
 
-def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> Work:
+def _one_message(x: Tensor, to: int, source: int, group: ProcessGroup) -> CollectiveWork:
     """Sends `x` to one rank of the group and receives a tensor of its shape from another; every rank sends one and receives one. (Gloo's
     all-to-all waits for all ranks, also for those without a message.)"""
     x = x.contiguous()
     found = torch.empty_like(x)
     if _direct(x) and group.size() > 2:
         if to == group.rank():
-            return Work(found.copy_(x))
+            return CollectiveWork(found.copy_(x))
         arrives, goes = receive_all([found], group, source), send_all([x], group, to)
-        return Work(found, (*arrives, *goes), held=x)
+        return CollectiveWork(found, (*arrives, *goes), held=x)
     mine, theirs = _flat(x), _flat(found)
     sends, receives = [0] * group.size(), [0] * group.size()
     sends[to] = receives[source] = mine.numel()
-    return Work(found, (dist.all_to_all_single(theirs, mine, receives, sends, group, async_op=True),), held=x)
+    return CollectiveWork(found, (dist.all_to_all_single(theirs, mine, receives, sends, group, async_op=True),), held=x)
 
 
-def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> Work:
+def broadcast(x: Tensor, group: ProcessGroup | None, source: int = 0) -> CollectiveWork:
     """Overwrites `x` with that of the rank at place `source` of the group; `x` is contiguous."""
     if group is None:
-        return Work(x)
-    return Work(x, (dist.broadcast(_plain(x), group=group, group_src=source, async_op=True),))
+        return CollectiveWork(x)
+    return CollectiveWork(x, (dist.broadcast(_plain(x), group=group, group_src=source, async_op=True),))
 
 
-def _posted(work: Waited | None) -> tuple[Waited]:
+def _require_work(work: Waitable | None) -> tuple[Waitable]:
     assert work is not None  # torch gives none to a rank that is not of the group
     return (work,)
 
 
-def send(x: Tensor, group: ProcessGroup, to: int) -> Work:
+def send(x: Tensor, group: ProcessGroup, to: int) -> CollectiveWork:
     """Sends `x` to the rank at place `to`; messages between two ranks arrive in the order sent. Waiting returns what was sent."""
     x = x.contiguous()
-    return Work(x, _posted(dist.isend(_plain(x), group=group, group_dst=to, tag=_TAG)))
+    return CollectiveWork(x, _require_work(dist.isend(_plain(x), group=group, group_dst=to, tag=_TAG)))
 
 
-def recv(out: Tensor, group: ProcessGroup, source: int) -> Work:
+def recv(out: Tensor, group: ProcessGroup, source: int) -> CollectiveWork:
     """Receives into `out`, which is contiguous, from the rank at place `source`."""
-    return Work(out, _posted(dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG)))
+    return CollectiveWork(out, _require_work(dist.irecv(_plain(out), group=group, group_src=source, tag=_TAG)))
 
 
-def send_all(values: Sequence[Tensor], group: ProcessGroup, to: int) -> list[Work]:
+def send_all(values: Sequence[Tensor], group: ProcessGroup, to: int) -> list[CollectiveWork]:
     """Sends several tensors to the rank at place `to`, at once where the backend can. The other side calls `receive_all` in turn."""
     return _post(dist.isend, [value.contiguous() for value in values], group, to)
 
 
-def receive_all(into: Sequence[Tensor], group: ProcessGroup, source: int) -> list[Work]:
+def receive_all(into: Sequence[Tensor], group: ProcessGroup, source: int) -> list[CollectiveWork]:
     """Receives what `send_all` sent, into contiguous tensors of the same shapes and dtypes."""
     return _post(dist.irecv, into, group, source)
 
 
-def _post(how: Function, tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[Work]:
+def _post(how: Function, tensors: Sequence[Tensor], group: ProcessGroup, peer: int) -> list[CollectiveWork]:
     full = [x for x in tensors if x.numel()]
     if not full or _direct(full[0]):
         place = "group_dst" if how is dist.isend else "group_src"
-        return [Work(x, (how(_plain(x), group=group, tag=_TAG, **{place: peer}),) if x.numel() else ()) for x in tensors]
+        return [CollectiveWork(x, (how(_plain(x), group=group, tag=_TAG, **{place: peer}),) if x.numel() else ()) for x in tensors]
     works = dist.batch_isend_irecv([dist.P2POp(how, _plain(x), group=group, group_peer=peer) for x in full])
-    return [Work(x, tuple(works) if x.numel() else ()) for x in tensors]
+    return [CollectiveWork(x, tuple(works) if x.numel() else ()) for x in tensors]
 
 
-def gather_dim(x: Tensor, dim: int, group: ProcessGroup | None) -> Work:
+def gather_dim(x: Tensor, dim: int, group: ProcessGroup | None) -> CollectiveWork:
     """`all_gather` along any dim: [..., a, ...] -> [..., n·a, ...]. One local copy, none when no dim before `dim` is larger than 1."""
     if group is None:
-        return Work(x)
+        return CollectiveWork(x)
     dim %= x.ndim
     work = all_gather(x.contiguous().unsqueeze(0), group)
     return work.then(lambda stacked: _merge(stacked, dim))
 
 
-def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum") -> Work:
+def scatter_dim(x: Tensor, dim: int, group: ProcessGroup | None, op: str = "sum") -> CollectiveWork:
     """`reduce_scatter` along any dim: [..., n·a, ...] -> [..., a, ...]. The parts sent are copied once, none as `gather_dim` says."""
     if group is None:
-        return Work(x)
-    parts = _split(x, dim, group.size())
+        return CollectiveWork(x)
+    parts = _split_parts(x, dim, group.size())
     if _direct(x):
         _check_reduction(x, op)
         return _reduce_parts(parts, group, op, None)
     return reduce_scatter(parts, group, op).then(lambda part: part.squeeze(0))
 
 
-def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Work:
+def all_to_all_dims(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> CollectiveWork:
     """Moves a split from `concat_dim` to `split_dim`. [.., n·a, .., b, ..] -> [.., a, .., n·b, ..]; two copies at most."""
     if group is None:
-        return Work(x)
+        return CollectiveWork(x)
     concat_dim %= x.ndim
-    parts = _split(x, split_dim, group.size())
+    parts = _split_parts(x, split_dim, group.size())
     stacked = torch.empty_like(parts, memory_format=torch.contiguous_format)
     return _swap(parts, stacked, group).then(lambda stacked: _merge(stacked, concat_dim))
 
 
-def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> Work:
+def all_to_all_pieces(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> CollectiveWork:
     """Sends pieces[i] to rank i, whatever its shape; the result is the received pieces, flat, one of shapes[i] from rank i."""
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     return all_to_all_rows(sent, [piece.numel() for piece in pieces], [math.prod(shape) for shape in shapes], group)
 
 
-def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> Work:
+def all_to_all_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup) -> CollectiveWork:
     """The next sends[i] along dim 0 of `x` go to rank i; waiting gives receives[i] from rank i, one after another. [a, ..] -> [b, ..]"""
     found = x.new_empty((sum(receives), *x.shape[1:]))
     unit = math.prod(x.shape[1:]) * (1 if x.dtype in _PLAIN else x.element_size())  # as bytes
     goes, comes = [count * unit for count in sends], [count * unit for count in receives]
     x = x.contiguous()
-    return Work(found, (dist.all_to_all_single(_flat(found), _flat(x), comes, goes, group, async_op=True),), held=x)
+    return CollectiveWork(found, (dist.all_to_all_single(_flat(found), _flat(x), comes, goes, group, async_op=True),), held=x)
 
 
 def waits_on_device(group: ProcessGroup | None) -> bool:
@@ -329,7 +329,7 @@ def _direct(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[Waited]:
+def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[Waitable]:
     """In a group of two: sends `mine`, receives `theirs`."""
     amounts = [0, 0]
     theirs, mine = _flat(theirs), _flat(mine)
@@ -337,26 +337,26 @@ def _exchange(mine: Tensor, theirs: Tensor, group: ProcessGroup) -> Sequence[Wai
     return (dist.all_to_all_single(theirs, mine, amounts, amounts, group, async_op=True),)
 
 
-def _swap(parts: Tensor, stacked: Tensor, group: ProcessGroup) -> Work:
+def _swap(parts: Tensor, stacked: Tensor, group: ProcessGroup) -> CollectiveWork:
     """parts[i] goes to rank i; rank i's comes to stacked[i]."""
     if _direct(parts) and group.size() == 2:
         rank = group.rank()
         mine = parts[1 - rank].contiguous()
         works = _exchange(mine, stacked[1 - rank], group)
         stacked[rank].copy_(parts[rank])
-        return Work(stacked, works, held=mine)
+        return CollectiveWork(stacked, works, held=mine)
     mine = parts.contiguous()
-    return Work(stacked, (dist.all_to_all_single(_flat(stacked), _flat(mine), group=group, async_op=True),), held=mine)
+    return CollectiveWork(stacked, (dist.all_to_all_single(_flat(stacked), _flat(mine), group=group, async_op=True),), held=mine)
 
 
-def _to_all(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Work:
+def _to_all(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> CollectiveWork:
     """Sends `x` to every rank; the result is all ranks' tensors, [n, ..], in the memory of `out` if it is given."""
     sent = x.unsqueeze(0).expand(group.size(), *x.shape).contiguous()
     stacked = torch.empty_like(sent) if out is None else out.view(sent.shape)
-    return Work(stacked, (dist.all_to_all_single(_flat(stacked), _flat(sent), group=group, async_op=True),), held=sent)
+    return CollectiveWork(stacked, (dist.all_to_all_single(_flat(stacked), _flat(sent), group=group, async_op=True),), held=sent)
 
 
-def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | None) -> Work:
+def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | None) -> CollectiveWork:
     """The reduction over ranks of their parts[this rank]; terms are added in the group's order, whichever rank adds."""
     if group.size() == 2:
         rank = group.rank()
@@ -364,10 +364,10 @@ def _reduce_parts(parts: Tensor, group: ProcessGroup, op: str, out: Tensor | Non
         sent, mine = parts[1 - rank], parts[rank]
         theirs = torch.empty_like(sent)
         terms = (theirs, mine) if rank else (mine, theirs)
-        return Work(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)
+        return CollectiveWork(theirs, _exchange(sent, theirs, group), lambda: _reduce(terms, op, theirs if out is None else out), held=sent)
     stacked = torch.empty_like(parts, memory_format=torch.contiguous_format)
     result = torch.empty_like(stacked[0]) if out is None else out
-    return Work(stacked, (_swap(parts, stacked, group),), lambda: _reduce(stacked.unbind(), op, result))
+    return CollectiveWork(stacked, (_swap(parts, stacked, group),), lambda: _reduce(stacked.unbind(), op, result))
 
 
 def _reduce(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ def _reduce(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     return out
 
 
-def _split(x: Tensor, dim: int, size: int) -> Tensor:
+def _split_parts(x: Tensor, dim: int, size: int) -> Tensor:
     """[..., n·a, ...] -> [n, ..., a, ...], a view."""
     dim %= x.ndim
     _check_divides(x, dim, size)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from meshc import environment
 from meshc.errors import StateError
-from meshc.runtime.comm.host import Held
+from meshc.runtime.comm.host import PoolUsage
 
-HELD: Final = Held()
+HELD: Final = PoolUsage()
 """Bytes of this process's files."""
 
 
@@ -47,7 +47,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
     return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
-def moved(tensor: Tensor, what: str) -> Tensor:
+def copy_to_disk(tensor: Tensor, what: str) -> Tensor:
     """A copy of `tensor` in a file."""
     return empty(tensor.shape, tensor.dtype, what).copy_(tensor)
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from meshc.ir import spmd
-from meshc.pipelining.events import There
-from meshc.runtime.comm.collectives import Work
+from meshc.pipelining.events import HostEvent
+from meshc.runtime.comm.collectives import CollectiveWork
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
 @dataclass
-class Held:
+class PoolUsage:
     """Bytes of a memory pool: in use now, and the peak since `begin`."""
 
     now: int = 0
@@ -48,7 +48,7 @@ class Held:
         self.now -= size
 
 
-HELD: Final = Held()
+HELD: Final = PoolUsage()
 """Bytes of this process's host pool, on a CPU rank."""
 
 
@@ -65,12 +65,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_host(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of `tensor` in host memory, for a rank with this device."""
     return empty(tensor.shape, tensor.dtype, device).copy_(tensor)
 
 
-class _Copied:
+class _StreamCopy:
     """A copy queued on a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -86,15 +86,15 @@ def _stream(direction: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Watch:
+class HostObserver:
     """Observer of host copies and host operators. `tell`, if set, is called with the event and the marks of its begin and end: seconds of
     `time.perf_counter`, or CUDA events."""
 
     def __init__(self) -> None:
-        self.tell: Callable[[There, Mark, Mark], None] | None = None
+        self.tell: Callable[[HostEvent, Mark, Mark], None] | None = None
 
     @contextmanager
-    def watching(self, what: There, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    def observe(self, what: HostEvent, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
         """A context around work that runs now, or is queued on a stream."""
         if self.tell is None:
             yield
@@ -108,31 +108,31 @@ def _mark(stream: torch.cuda.Stream | None) -> Mark:
     return time.perf_counter() if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
 
 
-WATCH: Final = Watch()
+WATCH: Final = HostObserver()
 """The observer of this process."""
 
 
-def to_host(x: Tensor, place: Tensor | None = None, name: str = "") -> Work:
+def to_host(x: Tensor, place: Tensor | None = None, name: str = "") -> CollectiveWork:
     """Starts a copy to the host. `place`: host memory to copy to, which is the result; new by default. `name`: its name in traces."""
     there = empty(x.shape, x.dtype, x.device) if place is None else place
-    return _beside(x, there, x.device, There("OUT", name))
+    return _start_copy(x, there, x.device, HostEvent("OUT", name))
 
 
-def from_host(x: Tensor, device: torch.device, place: Tensor | None = None, name: str = "") -> Work:
+def from_host(x: Tensor, device: torch.device, place: Tensor | None = None, name: str = "") -> CollectiveWork:
     """Starts a copy to the device. `place`: device memory to copy to, which is the result; new by default. `name`: its name in traces."""
     here = torch.empty(x.shape, dtype=x.dtype, device=device) if place is None else place
-    return _beside(x, here, device, There("IN", name))
+    return _start_copy(x, here, device, HostEvent("IN", name))
 
 
-def _beside(source: Tensor, target: Tensor, device: torch.device, what: There) -> Work:
+def _start_copy(source: Tensor, target: Tensor, device: torch.device, what: HostEvent) -> CollectiveWork:
     if device.type == "cpu":
-        with WATCH.watching(what):
-            return Work(target.copy_(source), held=source)
+        with WATCH.observe(what):
+            return CollectiveWork(target.copy_(source), held=source)
     stream = _stream(what.op, device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), WATCH.watching(what, stream):
+    with torch.cuda.stream(stream), WATCH.observe(what, stream):
         target.copy_(source, non_blocking=True)
-    return Work(target, (_Copied(stream),), held=source)  # until the current stream has waited no other value gets its memory
+    return CollectiveWork(target, (_StreamCopy(stream),), held=source)  # until the current stream has waited no other value gets its memory
 
 
 def settle(device: torch.device) -> None:
@@ -142,7 +142,7 @@ def settle(device: torch.device) -> None:
             _stream(direction, device).synchronize()
 
 
-def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Work]:
+def starter(node: Node, device: torch.device, stage: str) -> Callable[..., CollectiveWork]:
     """The function that starts a node's copy."""
     name = f"{stage}.{node.name}"
     if node.target is spmd.to_host:
@@ -150,12 +150,12 @@ def starter(node: Node, device: torch.device, stage: str) -> Callable[..., Work]
     return lambda x, place=None: from_host(x, device, place, name)
 
 
-def watched(node: Node, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def observe_operator(node: Node, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, an operator that runs on the host, with its calls reported to `WATCH`."""
-    what = There("HOST", f"{stage}.{node.name}")
+    what = HostEvent("HOST", f"{stage}.{node.name}")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with WATCH.watching(what):
+    def run_observed(*args: Any, **kwargs: Any) -> Any:
+        with WATCH.observe(what):
             return function(*args, **kwargs)
 
-    return run
+    return run_observed

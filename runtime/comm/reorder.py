@@ -16,7 +16,7 @@ from meshc.ir.mesh import Mesh
 from meshc.ir.sharding import Part, Sharding, local_shape
 
 
-class Move(NamedTuple):
+class RowMove(NamedTuple):
     """Rows that one rank sends to another: their indices in the sender's tile (`taken`) and in the receiver's (`put`)."""
 
     taken: list[int]
@@ -25,12 +25,12 @@ class Move(NamedTuple):
 
 def moves(
     parts: tuple[Part, ...], axes: Sequence[str], sizes: Mapping[str, int], coordinates: Mapping[str, int], source: Sequence[int]
-) -> dict[tuple[int, int], Move]:
+) -> dict[tuple[int, int], RowMove]:
     """(sender, receiver) -> rows, for the ranks along `axes`, which split the dim, when row i becomes row source[i]."""
     ranks = [{**coordinates, **at} for at in layouts.all_coordinates(axes, sizes)]
     places = [layouts.places_of(parts, sizes, at).tolist() for at in ranks]  # counted from 1; 0 is padding
     owner = {place - 1: (rank, row) for rank, tile in enumerate(places) for row, place in enumerate(tile) if place}
-    found = {(one, other): Move([], []) for one in range(len(ranks)) for other in range(len(ranks))}
+    found = {(one, other): RowMove([], []) for one in range(len(ranks)) for other in range(len(ranks))}
     for rank, tile in enumerate(places):
         for row, place in enumerate(tile):
             if place:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshc.runtime.comm.collectives import Work, all_to_all_rows
+from meshc.runtime.comm.collectives import CollectiveWork, all_to_all_rows
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RowChoice:
     """Send and receive lists of a rank for one tensor of choices, in segments by the other rank."""
 
     places: Tensor
@@ -50,37 +50,37 @@ class Chosen:
         return [0 if place == self.rank else count for place, count in enumerate(counts)]
 
 
-def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Work:
+def gather(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> CollectiveWork:
     """x: [s.., t, h], choice: [s.., n * t, k] -> [1, s.., n * t, h]."""
     rank, count = _place(group)
     tile, width = x.shape[-2:]
     whole = x.new_zeros(1, *x.shape[:-2], count * tile, width)
     rows, flat = x.reshape(-1, width), whole.view(-1, width)
-    chosen = _chosen(choice, each, rank, count)
+    chosen = _row_choice(choice, each, rank, count)
     own = rows.index_select(0, chosen.mine(chosen.rows, chosen.by))
     flat.index_copy_(0, chosen.mine(chosen.places, chosen.of), own)
     if group is None:
-        return Work(whole)
+        return CollectiveWork(whole)
     sent = rows.index_select(0, chosen.others(chosen.rows, chosen.by))
 
-    def put(came: Tensor) -> Tensor:
+    def place_rows(came: Tensor) -> Tensor:
         flat.index_copy_(0, chosen.others(chosen.places, chosen.of), came)
         return whole
 
-    return all_to_all_rows(sent, chosen.sizes(chosen.by), chosen.sizes(chosen.of), group).then(put)
+    return all_to_all_rows(sent, chosen.sizes(chosen.by), chosen.sizes(chosen.of), group).then(place_rows)
 
 
-def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> Work:
+def scatter(x: Tensor, choice: Tensor, *, each: int, group: ProcessGroup | None) -> CollectiveWork:
     """x: [1, s.., n * t, h], choice: [s.., n * t, k] -> [s.., t, h]. Terms are added in the group's order."""
     rank, count = _place(group)
     tile, width = x.shape[-2] // count, x.shape[-1]
     result = x.new_zeros(*x.shape[1:-2], tile, width)
     rows, flat = x.reshape(-1, width), result.view(-1, width)
-    chosen = _chosen(choice, each, rank, count)
+    chosen = _row_choice(choice, each, rank, count)
     mine = rows.index_select(0, chosen.mine(chosen.places, chosen.of))
     if group is None:
         flat.index_add_(0, chosen.rows, mine)
-        return Work(result)
+        return CollectiveWork(result)
     sent = rows.index_select(0, chosen.others(chosen.places, chosen.of))
     sizes = chosen.sizes(chosen.by)
 
@@ -99,17 +99,17 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
 Key: TypeAlias = tuple[int, int, int, int]
 """(id of the tensor of choices, experts per rank, rank, count of ranks)."""
 
-_KEPT: Final[dict[Key, tuple[ref[Tensor], int, Chosen]]] = {}
+_KEPT: Final[dict[Key, tuple[ref[Tensor], int, RowChoice]]] = {}
 """Memoised lists for tensors of choices that are alive, with the tensor's version: a layer's four exchanges use the same choices."""
 
 
-def _chosen(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
+def _row_choice(choice: Tensor, each: int, rank: int, count: int) -> RowChoice:
     if choice.is_inference():  # nobody counts how often such a tensor is written
-        return _looked_up(choice, each, rank, count)
+        return _find_row_choice(choice, each, rank, count)
     key = (id(choice), each, rank, count)
     kept = _KEPT.get(key)
     if kept is None or kept[0]() is not choice or kept[1] != choice._version:
-        found = _looked_up(choice, each, rank, count)
+        found = _find_row_choice(choice, each, rank, count)
         kept = _KEPT[key] = (ref(choice, lambda gone: _forget(key, gone)), choice._version, found)
     return kept[2]
 
@@ -119,7 +119,7 @@ def _forget(key: Key, gone: ref[Tensor]) -> None:
         del _KEPT[key]
 
 
-def _looked_up(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
+def _find_row_choice(choice: Tensor, each: int, rank: int, count: int) -> RowChoice:
     """The lists for choices [s.., n * t, k], where rank r has the experts from r * each on."""
     blocks, whole = prod(choice.shape[:-2]), choice.shape[-2]
     tile = whole // count
@@ -131,4 +131,4 @@ def _looked_up(choice: Tensor, each: int, rank: int, count: int) -> Chosen:
     by, mine = wanted.flatten(1).nonzero().unbind(1)
     sizes = [torch.bincount(some, minlength=count) for some in (owner, by)]
     of, by_rank = torch.stack(sizes).tolist()
-    return Chosen((block * count + owner) * tile + token, of, mine, by_rank, rank)
+    return RowChoice((block * count + owner) * tile + token, of, mine, by_rank, rank)

@@ -51,9 +51,9 @@ class StageTransfers(Transfers):
     def reshard(self, tile: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
         return super().reshard(tile, sharding, wanted) if self._takes_part(sharding) else tile.clone()
 
-    def reordered(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
+    def permute_rows(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
         there = self._takes_part(Sharding((sharding.dims[0],)))
-        return super().reordered(tile, sharding, source) if there else tile
+        return super().permute_rows(tile, sharding, source) if there else tile
 
     def to_chunk(self, tile: Tensor, sharding: Sharding) -> Tensor:
         return super().to_chunk(tile, sharding) if self._takes_part(sharding) else tile

@@ -90,7 +90,7 @@ class Transfers:
         axes = self.splitting(sharding)
         if not axes:
             return tile.view(sharding.shape)
-        return layouts.put_tiles(self._gathered(tile, axes), sharding, self.sizes)
+        return layouts.put_tiles(self._gather_pieces(tile, axes), sharding, self.sizes)
 
     def reshard(self, tile: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
         """A new tensor: the tile under another sharding of the same shape."""
@@ -107,22 +107,22 @@ class Transfers:
 
     def to_chunk(self, tile: Tensor, sharding: Sharding) -> Tensor:
         """The live DTensor's local tensor: a view of the tile where the two are aligned, else of a new tensor."""
-        if layouts.aligned(sharding, self.mesh):
+        if layouts.is_aligned(sharding, self.mesh):
             return layouts.tile_to_chunk(tile, sharding, self.mesh, self.coordinates)
         placements = layouts.torch_placements(sharding, self.mesh)
         return layouts.take_chunk(self.inside(tile, sharding), placements, self.mesh, self.coordinates)
 
     def to_tile(self, chunk: Tensor, sharding: Sharding) -> Tensor:
         """The program's tile of a live DTensor's local tensor, zero in the padding; the chunk itself if the two are equal."""
-        if layouts.aligned(sharding, self.mesh):
+        if layouts.is_aligned(sharding, self.mesh):
             return layouts.pad_to(chunk, local_shape(sharding, self.sizes))
         placements = layouts.torch_placements(sharding, self.mesh)
         padded = layouts.pad_to(chunk, layouts.largest_chunk(sharding.shape, placements, self.mesh))
-        chunks = self._gathered(padded, layouts.splitting_axes(sharding, self.mesh))
+        chunks = self._gather_pieces(padded, layouts.splitting_axes(sharding, self.mesh))
         full = layouts.put_chunks(chunks, sharding.shape, placements, self.mesh)
         return layouts.take_tile(full, sharding, self.sizes, self.coordinates)
 
-    def reordered(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
+    def permute_rows(self, tile: Tensor, sharding: Sharding, source: Sequence[int]) -> Tensor:
         """A new tensor: the tile under the same sharding after row i of dim 0 has become row source[i]. Only rows that change ranks are
         sent, in one uneven all-to-all."""
         axes = self.splitting(Sharding((sharding.dims[0],)))
@@ -161,13 +161,13 @@ class Transfers:
         if not axes:
             return value.to_local()
         chunk = layouts.pad_to(value.to_local(), layouts.largest_chunk(value.shape, placements, self.mesh))
-        return layouts.put_chunks(self._gathered(chunk, axes), value.shape, placements, self.mesh)
+        return layouts.put_chunks(self._gather_pieces(chunk, axes), value.shape, placements, self.mesh)
 
     def over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
         """The group of the ranks that differ from this one along `axes` only; None if this rank is alone."""
         return self._group(axes)
 
-    def _gathered(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:
+    def _gather_pieces(self, x: Tensor, axes: Sequence[str]) -> Iterator[tuple[dict[str, int], Tensor]]:
         stacked = collectives.all_gather(x.unsqueeze(0), self._group(axes)).wait()
         for at, piece in zip(layouts.all_coordinates(axes, self.sizes), stacked, strict=True):
             yield self.coordinates | at, piece

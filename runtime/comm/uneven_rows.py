@@ -28,7 +28,7 @@ Bounds = Sequence[tuple[int, int]]
 """First element and number of elements that each rank has."""
 
 
-class Dealt:
+class UnevenBatch:
     """The uneven split of one call's batch.
 
     counts   rows of each rank's part, by its place in the group
@@ -64,15 +64,15 @@ class Dealt:
 
     def tile(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
         """This rank's tile of a value, from its part `x`; `x` itself if the batch's axes do not split the value. Differentiable."""
-        found = self._split(sharding, name)
-        return x if found is None else _Moved.apply(x, self, found, True)
+        found = self._batch_dim(sharding, name)
+        return x if found is None else _ExchangeRows.apply(x, self, found, True)
 
     def part(self, x: Tensor, sharding: Sharding | None, name: str) -> Tensor:
         """This rank's part of a value, from its tile `x`: the inverse of `tile`. Differentiable."""
-        found = self._split(sharding, name)
-        return x if found is None else _Moved.apply(x, self, found, False)
+        found = self._batch_dim(sharding, name)
+        return x if found is None else _ExchangeRows.apply(x, self, found, False)
 
-    def _split(self, sharding: Sharding | None, name: str) -> tuple[int, int, int] | None:
+    def _batch_dim(self, sharding: Sharding | None, name: str) -> tuple[int, int, int] | None:
         """(dim of the batch, elements of the dim per unit of the split, number of units); None if the axes do not split the value. Raises
         InputError if a rank's rows are not contiguous in the dim."""
         if sharding is None:
@@ -92,29 +92,29 @@ class Dealt:
             return dim, unit, part.size
         return None
 
-    def moved(self, x: Tensor, dim: int, unit: int, size: int, to_tiles: bool) -> Tensor:
+    def exchange_rows(self, x: Tensor, dim: int, unit: int, size: int, to_tiles: bool) -> Tensor:
         """x: [.., rows of the part, ..] -> [.., elements of the tile, ..], or back."""
         each = size * unit
         parts = [(start * each // self.rows, count * each // self.rows) for start, count in self._parts]
         tiles = [(start * unit, count * unit) for start, count in tile_bounds(size, self.sizes)]
         length = tile_length(size, self.sizes) * unit
         if to_tiles:
-            return self._exchanged(x, dim, parts, tiles, length)
-        return self._exchanged(x, dim, tiles, parts, parts[self._place][1])
+            return self._exchange_ranges(x, dim, parts, tiles, length)
+        return self._exchange_ranges(x, dim, tiles, parts, parts[self._place][1])
 
-    def _exchanged(self, x: Tensor, dim: int, have: Bounds, want: Bounds, length: int) -> Tensor:
+    def _exchange_ranges(self, x: Tensor, dim: int, have: Bounds, want: Bounds, length: int) -> Tensor:
         me, ranks = self._place, range(len(have))
         sends = [_common(have[me], want[other]) for other in ranks]
         comes = [_common(have[other], want[me]) for other in ranks]
         if all(_common(have[one], want[other])[1] == 0 for one in ranks for other in ranks if one != other):
-            return x if x.shape[dim] == length else _filled(x, dim, length, [(0, x.narrow(dim, 0, have[me][1]))])
+            return x if x.shape[dim] == length else _assemble_rows(x, dim, length, [(0, x.narrow(dim, 0, have[me][1]))])
         pieces = [x.narrow(dim, start - have[me][0], count) if count else x.narrow(dim, 0, 0) for start, count in sends]
         shapes = [[*x.shape[:dim], count, *x.shape[dim + 1 :]] for _, count in comes]
         assert self._group is not None
         flat = all_to_all_pieces(pieces, shapes, self._group).wait()
         came = flat.split([prod(shape) for shape in shapes])
         placed = [(start - want[me][0], one.view(shape)) for (start, _), one, shape in zip(comes, came, shapes, strict=True)]
-        return _filled(x, dim, length, placed)
+        return _assemble_rows(x, dim, length, placed)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return (low, high - low) if low < high else (0, 0)
 
 
-def _filled(x: Tensor, dim: int, length: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
+def _assemble_rows(x: Tensor, dim: int, length: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
     result = x.new_zeros([*x.shape[:dim], length, *x.shape[dim + 1 :]])
     for start, piece in pieces:
         if piece.shape[dim]:
@@ -131,16 +131,16 @@ def _filled(x: Tensor, dim: int, length: int, pieces: Sequence[tuple[int, Tensor
     return result
 
 
-class _Moved(torch.autograd.Function):
-    """`Dealt.moved` as a differentiable function; its backward is the inverse exchange."""
+class _ExchangeRows(torch.autograd.Function):
+    """`UnevenBatch.exchange_rows` as a differentiable function; its backward is the inverse exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dealt: Dealt, found: tuple[int, int, int], to_tiles: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dealt: UnevenBatch, found: tuple[int, int, int], to_tiles: bool) -> Tensor:
         ctx.dealt, ctx.found, ctx.to_tiles = dealt, found, to_tiles
-        result = dealt.moved(x, *found, to_tiles)
+        result = dealt.exchange_rows(x, *found, to_tiles)
         return result.view_as(result) if result is x else result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         with torch.no_grad(), ctx.dealt.guarded():
-            return ctx.dealt.moved(grads[0].contiguous(), *ctx.found, not ctx.to_tiles), None, None, None
+            return ctx.dealt.exchange_rows(grads[0].contiguous(), *ctx.found, not ctx.to_tiles), None, None, None

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from meshc.errors import MeshcError, PeerError, RanksDifferError, StateError
-from meshc.runtime.failure.one_thread import Turn
 from meshc.runtime.failure.peers import ENDED, KNOWS, Failure, Peer
 from meshc.runtime.failure.restarts import place_of_this_start
+from meshc.runtime.failure.thread_turn import ThreadTurn
 from meshc.runtime.failure.watch import BEAT_S, HAS_ENDED, Watch
 
 Phase = TypeVar("Phase")
@@ -68,16 +68,16 @@ class FailureBoard(Watch):
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, groups: Sequence[ProcessGroup] = ()) -> None:
         super().__init__(store, rank, world_size, groups)
-        self.turn = Turn(self.fail)  # which of its threads comes first is another on each rank: all must stop
+        self.turn = ThreadTurn(self.fail)  # which of its threads comes first is another on each rank: all must stop
         if not self._closed:
             atexit.register(self._at_exit)
             self._hook: object = self._uncaught  # one object, so that `close` knows it again
             self._hook_before, sys.excepthook = sys.excepthook, self._hook
 
-    def guard(self, step: int | None, instruction: str) -> _Guard:
+    def guard(self, step: int | None, instruction: str) -> _FailureGuard:
         """A context in which a failure on either side reaches the other: an exception inside is posted and raised on; a connection that
         broke because another rank failed becomes PeerError. Entering raises PeerError if a rank is known to have failed."""
-        return _Guard(self, step, instruction)
+        return _FailureGuard(self, step, instruction)
 
     @property
     def store(self) -> dist.Store:
@@ -105,7 +105,7 @@ class FailureBoard(Watch):
         """Raises PeerError if `rank`, for which this one waits, has ended its program or destroyed its process group, unless `came()`."""
         beat = self._beat(rank)
         if beat is not None and beat["left"] is not None and not came():
-            self._declare(self.gone(rank))
+            self._declare(self.departure_failure(rank))
             self.check()
 
     def ahead(self) -> int | None:
@@ -115,7 +115,7 @@ class FailureBoard(Watch):
         return next((rank for rank, peer in self._peers.items() if peer.beat is not None and peer.beat["began"] > self.began), None)
 
     @property
-    def lost(self) -> bool:
+    def has_failure(self) -> bool:
         """Whether a rank is known to have failed, this one or another."""
         return self._failure is not None
 
@@ -144,7 +144,7 @@ class FailureBoard(Watch):
         deadline = time.monotonic() + seconds
         while counts and self._failure is None and time.monotonic() < deadline:
             self._refresh(BEAT_S)
-            if self.numbers.settled((rank for rank, peer in self._peers.items() if not (peer.said_goodbye or peer.exited)), counts):
+            if self.numbers.has_compared((rank for rank, peer in self._peers.items() if not (peer.said_goodbye or peer.exited)), counts):
                 break
             time.sleep(0.02)
         self.check()
@@ -223,7 +223,7 @@ class FailureBoard(Watch):
             if gone is not None:
                 goodbye_at = goodbye_at or now
                 if now > goodbye_at + BEAT_S:
-                    self._declare(self.gone(gone))
+                    self._declare(self.departure_failure(gone))
             elif silent is not None and now < self._line_good_at + BEAT_S:
                 self._declare_dead(silent)
             time.sleep(0.05)
@@ -237,7 +237,7 @@ class FailureBoard(Watch):
         return peer.exited or peer.beat is None or peer.said_goodbye or peer.beat["knows"] or 0 in peer.beat["gone"]
 
 
-class _Guard:
+class _FailureGuard:
     __slots__ = ("_before", "_board", "_instruction", "_step")
 
     def __init__(self, board: FailureBoard, step: int | None, instruction: str) -> None:
@@ -295,7 +295,7 @@ def announce() -> FailureBoard | None:
     return world_board()
 
 
-def listening(board: FailureBoard | None, hook: Callable[[str, Phase], None] | None) -> Callable[[str, Phase], None] | None:
+def check_after_passes(board: FailureBoard | None, hook: Callable[[str, Phase], None] | None) -> Callable[[str, Phase], None] | None:
     """A hook for after each pass that also checks for failures of other ranks, since a compilation may take long; calls `hook`."""
     if board is None:
         return hook
@@ -314,10 +314,10 @@ def current_board() -> FailureBoard | None:
     return None if world is None else _BOARDS.get(world)
 
 
-def alone(what: str) -> AbstractContextManager[None]:
+def single_thread_context(what: str) -> AbstractContextManager[None]:
     """A context in which one thread of this process may send; another thread that enters meanwhile gets a StateError."""
     board = current_board()
-    return nullcontext() if board is None else board.turn.taken(what)
+    return nullcontext() if board is None else board.turn.hold(what)
 
 
 def _is_connection_error(exception: BaseException) -> bool:

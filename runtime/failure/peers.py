@@ -82,7 +82,7 @@ class Beat(TypedDict):
 
 
 @dataclass(frozen=True)
-class Awaited:
+class AwaitedRanks:
     """Ranks that the main thread waits for, and the place. noted: (stream, count) from which on a rank's beat shows that it has arrived."""
 
     ranks: frozenset[int]
@@ -119,7 +119,7 @@ class Peer:
             self.beat, self.changed_at, self.silent_reads = beat, time.monotonic(), 0
 
 
-def doing(beat: Beat | None) -> str:
+def activity_text(beat: Beat | None) -> str:
     """The text of a rank's activity, for warnings."""
     if beat is None:
         return "it has not come to its first line of meshc (compile, TrainStep) yet"
@@ -147,7 +147,7 @@ def users_line() -> str:
     return line if name == "<module>" else f"{name} ({line})"
 
 
-class Page:
+class StatusPage:
     """Shared memory with the main thread's step and instruction, which ranks of the machine can read when the process is dead."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Neighbours:
             self._poll.register(fd, select.POLLIN)
             self.wake()  # a poll that runs does not see it
 
-    def read(self, rank: int) -> tuple[int | None, str]:
+    def read_page(self, rank: int) -> tuple[int | None, str]:
         """(step, instruction) of a rank's page."""
         step, _, instruction = self.pages[rank][:].partition(b"\0")[0].decode(errors="replace").partition("|")
         return int(step) if step else None, instruction

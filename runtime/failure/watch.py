@@ -33,8 +33,8 @@ from torch.distributed import ProcessGroup
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.groups import own_groups
 from meshc.runtime.failure.interrupts import Interrupts
-from meshc.runtime.failure.numbers import Numbers, Row
-from meshc.runtime.failure.peers import ENDED, KNOWS, Awaited, Beat, Failure, Neighbours, Page, Peer, doing, users_line
+from meshc.runtime.failure.peers import ENDED, KNOWS, AwaitedRanks, Beat, Failure, Neighbours, Peer, StatusPage, activity_text, users_line
+from meshc.runtime.failure.step_numbers import Row, StepNumbers
 
 BEAT_S: Final = 1.0
 """A rank publishes where it is, and reads the others, this often."""
@@ -70,9 +70,9 @@ class Watch:
         self._world = groups[0] if groups else None
         self._step: int | None = None
         self._instruction = ""
-        self._page: Page | None = None
+        self._page: StatusPage | None = None
         self._inside = 0  # how many guards the main thread is in
-        self.numbers = Numbers(rank)
+        self.numbers = StepNumbers(rank)
         self.interrupts = Interrupts(lambda: self._inside > 0, self._print)
         self.began = 0
         """Calls of programs, and backwards, that this rank has begun to run: what `ahead` compares."""
@@ -80,7 +80,7 @@ class Watch:
         self.calling = "a program"
         """Which program this rank calls, as messages name it, among those that it has."""
         self._calls: Counter[str] = Counter()
-        self.awaited: Awaited | None = None
+        self.awaited: AwaitedRanks | None = None
         """Whom the main thread waits for in the store, or in an exchange that torch makes."""
         self._place: tuple[object, ...] = ()
         self._place_since = time.monotonic()
@@ -118,7 +118,7 @@ class Watch:
         self._round = threading.Condition()
         self._wake_reporter = threading.Event()
         self._neighbours = Neighbours(self.rank)
-        self._page = Page()
+        self._page = StatusPage()
         self._late_at = LATE_S
         self._arrived = threading.Event()
 
@@ -156,7 +156,7 @@ class Watch:
         self.began += 1
 
     @property
-    def called(self) -> str:
+    def last_call_name(self) -> str:
         """The name of the program or backward that this rank began last."""
         return self._call.partition(" of ")[2]
 
@@ -351,7 +351,7 @@ class Watch:
         peer = self._peers[rank]
         mark = self._neighbours.mark(rank)
         if rank in self._neighbours.pages and not mark and self._failure is None and not self._closing:
-            self._say(Failure(rank, *self._neighbours.read(rank), None))
+            self._say(Failure(rank, *self._neighbours.read_page(rank), None))
         self._refresh(2 * BEAT_S)  # its last words
         peer.exited = True
         in_peace = peer.said_goodbye or mark == ENDED or self._store_left_in_peace
@@ -406,13 +406,13 @@ class Watch:
         waited, late = now - self._place_since, self._late()
         gone = [rank for rank in late if rank in self._peers and self._peers[rank].said_goodbye]
         if gone and waited > 2 * BEAT_S:
-            self._declare(self.gone(gone[0]))
+            self._declare(self.departure_failure(gone[0]))
         elif waited > self._late_at and late:
             self._late_at *= 2
             where = self.awaited.where if self.awaited is not None else self._call
             for rank in late:
                 if not self._peers.get(rank, Peer()).named:
-                    text = f"waits since {waited:.0f} s for rank {rank}, which has not come to {where}; {doing(self._beat(rank))}"
+                    text = f"waits since {waited:.0f} s for rank {rank}, which has not come to {where}; {activity_text(self._beat(rank))}"
                     self._print(text + (self._alone(rank, late) if self._late_at == 2 * LATE_S else ""))
 
     def _alone(self, rank: int, late: Sequence[int]) -> str:
@@ -436,7 +436,7 @@ class Watch:
     def _beat(self, rank: int) -> Beat | None:
         return self._peers[rank].beat if rank in self._peers else self._strangers.get(rank)
 
-    def gone(self, rank: int) -> Failure:
+    def departure_failure(self, rank: int) -> Failure:
         """The failure of a rank that has left while this one still needs it."""
         beat = self._beat(rank)
         how = HAS_ENDED if beat is None or beat["left"] is None else beat["left"]
@@ -448,7 +448,7 @@ class Watch:
         this rank waits, since all ranks run one program."""
         beat = self._peers[rank].beat
         if rank in self._neighbours.pages:
-            step, instruction = self._neighbours.read(rank)
+            step, instruction = self._neighbours.read_page(rank)
         elif beat is None:
             step, instruction = None, "before this rank had heard of it"
         elif self._inside and self.step is not None and (beat["step"] is None or self.step >= beat["step"]):

@@ -20,7 +20,7 @@ from meshc.runtime.state.store import Store
 _version: Final = attrgetter("_version")
 
 
-class _Given:
+class _WriteTracker:
     """Version counters of a call's parameters and inputs, to find writes by users. All counters are compared as one list, the only
     cost when nothing has changed."""
 
@@ -29,23 +29,23 @@ class _Given:
         self._values = {key: value for key, value in given.items() if not value.is_inference()}
         found = ((key, store.find(key)) for key in given)
         self._held = {key: held for key, held in found if held is not None and held.shared}
-        self._then = self._now()
+        self._then = self._versions()
 
-    def written(self) -> set[str]:
+    def written_keys(self) -> set[str]:
         """Keys of tensors written to since, directly or through the DTensor that has their memory."""
-        now, then = self._now(), self._then
+        now, then = self._versions(), self._then
         if now == then:
             return set()
         keys = [*self._values, *self._held, *self._held]
         return {key for key, one, other in zip(keys, now, then, strict=True) if one != other}
 
-    def _now(self) -> list[int]:
+    def _versions(self) -> list[int]:
         lives = [held.live for held in self._held.values()]
         parts = [live._local_tensor if isinstance(live, DTensor) else live for live in lives]
         return [*map(_version, self._values.values()), *map(_version, lives), *map(_version, parts)]
 
 
-class Call:
+class ForwardCall:
     """The state of one forward call until its backward."""
 
     def __init__(
@@ -67,21 +67,21 @@ class Call:
         self.memory: set[int] = set()
         """Storage addresses of the saved values."""
         self._began: Mapping[int, str] = {}
-        self._given = _Given({}, session.store)
+        self._given = _WriteTracker({}, session.store)
 
     def keep(self, saved: dict[str, torch.Tensor], given: Mapping[str, torch.Tensor], began: Mapping[int, str]) -> None:
         """Keeps what backward reads. given: parameters and inputs by key; began: keys of the call's first values, by storage address."""
         self.saved, self.memory, self._began = saved, {_memory(value) for value in saved.values()}, began
-        self._given = _Given(given, self.session.store)
+        self._given = _WriteTracker(given, self.session.store)
 
-    def of_input(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def input_gradient(self, port: Port, own: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The gradient of an input, scaled; None if there is none."""
         found, times = own.get(f"gradient:input:{port.name}"), self.times.get(port.name, 1.0)
         return found if found is None or times == 1.0 else found * times
 
     def refuse_changed(self, read: Iterable[str]) -> None:
         """Raises StateError, as torch does, for a backward that would read values written to since the call. read: keys of its inputs."""
-        written = self._given.written()
+        written = self._given.written_keys()
         keys = (self._began.get(_memory(self.saved[key])) for key in read if key in self.saved) if written else ()
         changed = [key.partition(":")[2] for key in dict.fromkeys(keys) if key is not None and key in written]
         if changed:
@@ -95,7 +95,7 @@ class Call:
 class _Context(Protocol):
     """The context that torch passes to an autograd function, with what `forward` stores in it for `backward`."""
 
-    call: Call
+    call: ForwardCall
 
     def set_materialize_grads(self, value: bool) -> None: ...
     def mark_non_differentiable(self, *args: torch.Tensor) -> None: ...
@@ -105,20 +105,20 @@ class ProgramFunction(torch.autograd.Function):
     """forward(call, tensors, parameters..., inputs that need gradients...) -> outputs."""
 
     @staticmethod
-    def forward(ctx: _Context, call: Call, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: _Context, call: ForwardCall, tensors: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         session = call.session
         ctx.set_materialize_grads(False)
         env = {**session.values(tensors, call.numbers), **session.executor.constants}
         given = {key: env[key] for key in session.of_users if key in env}
         began = {_memory(value): key for key, value in (*env.items(), *given.items()) if isinstance(value, torch.Tensor)}
-        with session.executor.recording(call.step), session.executor.guarded(call.step, "run forward"):
+        with session.executor.record_call(call.step), session.executor.failure_guard(call.step, "run forward"):
             session.executor.perform(Instruction("run", "forward"), env)
         session.finish(env)
         call.keep({key: env[key] for key in session.program.stages["backward"].inputs if key in env}, given, began)
         ctx.call = call
         whole = [session.output(port, env[port.key]) for port in call.results]
         taken = call.memory | began.keys()
-        outputs = tuple(o if isinstance(o, DTensor) else _given(o, taken) for o in whole)
+        outputs = tuple(o if isinstance(o, DTensor) else _wrap_output(o, taken) for o in whole)
         ctx.mark_non_differentiable(*[o for port, o in zip(call.results, outputs, strict=True) if port.name not in call.tangents])
         return outputs
 
@@ -154,17 +154,17 @@ class ProgramFunction(torch.autograd.Function):
             env[tangent.key] = session.tangent(tangent, grad if scale == 1.0 else grad * scale)
         taken = call.memory | {_memory(env[port.key]) for port in call.tangents.values() if port.key in env}
         assert session.backwards is not None
-        with session.executor.guarded(call.step, "run backward"):
+        with session.executor.failure_guard(call.step, "run backward"):
             session.note_run(BACKWARD, call.calling)
         with torch.no_grad():
             made = session.backwards.run(frozenset(received), env, call.step, call.refuse_changed)
-            own = {key: _own(env[key], taken) for key in made}
+            own = {key: _copy_if_shared(env[key], taken) for key in made}
         found: list[object] = []
         for port in call.parameters:
             gradient = call.gradients.get(port.name)
             here = gradient is not None and gradient.key in own
             found.append(session.parameter_gradient(gradient, own[gradient.key]) if gradient is not None and here else None)
-        return (None, None, *found, *[call.of_input(port, own) for port in call.inputs])
+        return (None, None, *found, *[call.input_gradient(port, own) for port in call.inputs])
 
 
 def _refuse_anomalies() -> None:
@@ -176,7 +176,7 @@ def _refuse_anomalies() -> None:
         )
 
 
-def _given(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def _wrap_output(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """An output as the autograd function returns it. With memory of its own it may be changed in place: `logits /= 2`. If it is an input,
     another output or read by backward, it becomes a view, of which torch refuses that; a scalar is cloned: loops scale a loss in place."""
     memory = _memory(output)
@@ -186,7 +186,7 @@ def _given(output: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return output.new_empty(0).set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
-def _own(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
+def _copy_if_shared(gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """A gradient in memory of its own: a `.grad` is changed in place, and another one must not change with it."""
     if _memory(gradient) in taken:
         gradient = gradient.clone()

@@ -44,11 +44,11 @@ class CacheLayer(RowLayer, DynamicLayer):
 
     @property
     def keys(self) -> Tensor:
-        return self._given(0, sys._getframe(1))
+        return self._read_buffer(0, sys._getframe(1))
 
     @property
     def values(self) -> Tensor:
-        return self._given(1, sys._getframe(1))
+        return self._read_buffer(1, sys._getframe(1))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the layer has its buffers already."""
@@ -78,49 +78,49 @@ class CacheLayer(RowLayer, DynamicLayer):
     def _take(self, rows: Tensor) -> None:
         if self.length == 0:
             return
-        self.buffers = tuple(taken(buffer, rows) for buffer in self.buffers)
+        self.buffers = tuple(select_rows(buffer, rows) for buffer in self.buffers)
         self.rows = len(rows)
 
-    def _given(self, number: int, caller: FrameType) -> Tensor:
+    def _read_buffer(self, number: int, caller: FrameType) -> Tensor:
         if (caller.f_globals.get("__name__"), caller.f_code.co_name) != TAKES_APART:
-            return self._filled(self.buffers[number])
-        self.buffers = tuple(everywhere(buffer) for buffer in self.buffers)
-        return self._filled(self.buffers[number]).to_local()
+            return self._filled_part(self.buffers[number])
+        self.buffers = tuple(replicate_buffer(buffer) for buffer in self.buffers)
+        return self._filled_part(self.buffers[number]).to_local()
 
-    def _filled(self, buffer: DTensor) -> Any:
+    def _filled_part(self, buffer: DTensor) -> Any:
         return buffer[: self.rows, :, : self.length]
 
-    def fitted(self, rows: int, capacity: int) -> tuple[DTensor, ...]:
+    def fit_buffers(self, rows: int, capacity: int) -> tuple[DTensor, ...]:
         """The buffers with `rows` rows and room for `capacity` tokens; unused elements are arbitrary."""
-        return self._resized(rows, capacity)
+        return self._resize_buffers(rows, capacity)
 
-    def _resized(self, rows: int, capacity: int, begin: int = 0) -> tuple[DTensor, ...]:
+    def _resize_buffers(self, rows: int, capacity: int, begin: int = 0) -> tuple[DTensor, ...]:
         fit = self.buffers
         if fit[0].shape[ROWS] != rows:
             every = torch.arange(rows).clamp(max=self.rows - 1)
-            fit = tuple(taken(buffer, every) for buffer in fit)
+            fit = tuple(select_rows(buffer, every) for buffer in fit)
         if begin or fit[0].shape[TOKENS] != capacity:
-            fit = tuple(resized(buffer, capacity, begin) for buffer in fit)
+            fit = tuple(resize_tokens(buffer, capacity, begin) for buffer in fit)
         return fit
 
 
-def taken(buffer: DTensor, rows: Tensor) -> DTensor:
+def select_rows(buffer: DTensor, rows: Tensor) -> DTensor:
     """A buffer of the selected rows, sharded like `buffer`. Only the dim of rows is gathered for it."""
-    return _along(buffer, ROWS, len(rows), lambda local: local.index_select(ROWS, rows.to(local.device)))
+    return _apply_along_dim(buffer, ROWS, len(rows), lambda local: local.index_select(ROWS, rows.to(local.device)))
 
 
-def resized(buffer: DTensor, capacity: int, begin: int = 0) -> DTensor:
+def resize_tokens(buffer: DTensor, capacity: int, begin: int = 0) -> DTensor:
     """A buffer with room for `capacity` tokens, from place `begin` of `buffer` on; a negative `begin` puts as many places before it."""
     more = capacity - buffer.shape[TOKENS] + begin
-    return _along(buffer, TOKENS, capacity, lambda local: F.pad(local, (0, 0, -begin, more)))
+    return _apply_along_dim(buffer, TOKENS, capacity, lambda local: F.pad(local, (0, 0, -begin, more)))
 
 
-def everywhere(buffer: DTensor) -> DTensor:
+def replicate_buffer(buffer: DTensor) -> DTensor:
     """The buffer, replicated on every rank."""
     return buffer.redistribute(placements=[Replicate()] * buffer.device_mesh.ndim)
 
 
-def _along(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor]) -> DTensor:
+def _apply_along_dim(buffer: DTensor, dim: int, size: int, work: Callable[[Tensor], Tensor]) -> DTensor:
     """`work` applied to the local part of `buffer` with `dim` gathered, the result sharded like `buffer`. size: of `dim` after `work`."""
     mesh, placements = buffer.device_mesh, buffer.placements
     splits = [isinstance(place, Shard) and place.dim == dim for place in placements]

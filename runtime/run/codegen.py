@@ -30,18 +30,18 @@ from meshc.check.guards import guarded
 from meshc.errors import MeshcError
 from meshc.ir import is_getitem, record, runs_on_host, spmd
 from meshc.ir.functions import Function
-from meshc.ir.graph import dying, last_reads, output_of, placeholders
+from meshc.ir.graph import last_reads, output_of, placeholders, values_freed_after
 from meshc.ir.keys import is_a
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
 from meshc.program.accumulate import is_added
-from meshc.program.flying import awaited
+from meshc.program.in_flight import earlier_waits
 from meshc.program.packing import is_alone, pieces
 from meshc.program.program import Origin, Stage
-from meshc.runtime.comm import collectives, halo, host, rows
+from meshc.runtime.comm import collectives, halo_exchange, host, rows
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.accumulator import Accumulator
-from meshc.runtime.run.kept import KeptMemory
+from meshc.runtime.run.stage_memory import StageMemory
 
 RunStage = Callable[..., list[torch.Tensor]]
 """`run(inputs, mb, env, done)` -> outputs; an output that starts early is returned as a collective in flight."""
@@ -61,7 +61,7 @@ def integers(stage: Stage, coordinates: Mapping[str, int]) -> dict[Node, int]:
     return found
 
 
-def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., collectives.Work]:
+def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., collectives.CollectiveWork]:
     """A function that starts the node's collective on its operands. overwrites: an all-reduce may write over its operand."""
     group = groups.group(node.args[1])  # type: ignore[arg-type]
     name = node.target.__name__  # type: ignore[union-attr]
@@ -91,9 +91,9 @@ def starter(node: Node, groups: Groups, overwrites: bool) -> Callable[..., colle
     return lambda x: collectives.all_to_all_dims(x, rest[0], rest[1], group)  # type: ignore[arg-type]
 
 
-def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable[[torch.Tensor], collectives.Work]:
+def _halo(node: Node, counts: list[int], group: ProcessGroup | None) -> Callable[[torch.Tensor], collectives.CollectiveWork]:
     dim, size, window, *fill = node.args[2:]
-    exchange = halo.Exchange(size, window, counts, group)  # type: ignore[arg-type]
+    exchange = halo_exchange.HaloExchange(size, window, counts, group)  # type: ignore[arg-type]
     if node.target is spmd.halo:
         return lambda x: exchange.windows(x, dim, fill[0])  # type: ignore[arg-type]
     return lambda x: exchange.tiles(x, dim)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ OVERWRITING: Final[Mapping[object, Function]] = {
 """Operators that have a form which writes over their first operand."""
 
 
-class Source:
+class FunctionSource:
     """Lines of the generated function, and the objects bound to their names."""
 
     def __init__(self) -> None:
@@ -173,10 +173,10 @@ def generate(
     `overwrites`: all-reduces that may write over their operand, `own`: values that have memory of their own; both in addition to those
     that the graph shows. `before`: for a node that starts, the earlier ones that are waited for first; None: as the graph says.
     """
-    return _Writer(stage, groups, coordinates, device, here, overwrites, own, before).function()
+    return _StageWriter(stage, groups, coordinates, device, here, overwrites, own, before).function()
 
 
-class _Writer:
+class _StageWriter:
     """Writes a stage's function line by line."""
 
     def __init__(
@@ -194,12 +194,12 @@ class _Writer:
         self.graph, self.groups, self.device, self.here = stage.graph, groups, device, here
         self.origin, self.name = stage.origin, stage.name
         self.known = integers(stage, coordinates)
-        self.source = Source()
+        self.source = FunctionSource()
         self.env: dict[Node, str] = {}
         self.flying: set[Node] = set()
-        self.awaited = awaited(stage.graph.nodes) if before is None else before
+        self.awaited = earlier_waits(stage.graph.nodes) if before is None else before
         self.pieces = pieces(stage.graph)
-        self.lasting = KeptMemory(stage.graph, device)
+        self.lasting = StageMemory(stage.graph, device)
         self.memory: dict[Node, str] = {}
         """Names of memory shared by the operands of a `cat`, by the `cat`."""
         self.kept: set[Node] = set()
@@ -217,7 +217,7 @@ class _Writer:
         self.last = last_reads(node for node in stage.graph.nodes if node is not output)
         """The last reader of each value; a sum that the value is added to does not count."""
         self.last |= {value: output for value in self.returned if isinstance(value, Node)}
-        self.dying = dying(self.last)
+        self.dying = values_freed_after(self.last)
 
     def function(self) -> RunStage:
         lines = self.source.lines
@@ -249,7 +249,7 @@ class _Writer:
                 self._add(node)
             self._forget([*self.dying.pop(node, []), *([] if node in self.last else [node])])
         run = self.source.function("inputs, mb=0, env=None, done=None")
-        return run if self.origin is None else _naming(run, self.origin, self.source.makes)
+        return run if self.origin is None else _with_error_lines(run, self.origin, self.source.makes)
 
     def _wait_for(self, value: Node) -> None:
         if value in self.flying:
@@ -306,10 +306,10 @@ class _Writer:
             self.source.lines.append(f"{self.source.bind(host.settle, 'h')}({self.source.bind(device, 'c')})")
             device = torch.device("cpu")
         arguments = [self.source.literal(argument, self.env) for argument in node.args]
-        arguments += [f"{key}={self.source.literal(moved(key, value, device), self.env)}" for key, value in node.kwargs.items()]
+        arguments += [f"{key}={self.source.literal(device_argument(key, value, device), self.env)}" for key, value in node.kwargs.items()]
         function = function_of(node, device, self.origin, self.lasting.of(node))
         if runs_on_host(node) and not is_getitem(node):
-            function = host.watched(node, self.name, function)
+            function = host.observe_operator(node, self.name, function)
         return f"{self.source.bind(function, 'f')}({', '.join(arguments)})"
 
     def _make_inside(self, node: Node, name: str) -> None:
@@ -324,7 +324,7 @@ class _Writer:
             else:  # each call may use the same memory; fresh pages cost more than what is written to them
                 self.memory[piece.whole] = self.source.bind(kept, "b")
                 self.kept.add(piece.whole)
-        place = self.source.bind(partial(_place, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
+        place = self.source.bind(partial(_view_piece, start=piece.start, shape=made.shape), "f") + f"({self.memory[piece.whole]})"
         self.source.lines.append(f"{place}.copy_({self._call(node)})")
 
     def _forget(self, values: Collection[Node]) -> None:
@@ -334,7 +334,7 @@ class _Writer:
             self.source.lines.append("del " + ", ".join(dict.fromkeys(dead)))
 
 
-def _naming(run: RunStage, origin: Origin, makes: Sequence[str]) -> RunStage:
+def _with_error_lines(run: RunStage, origin: Origin, makes: Sequence[str]) -> RunStage:
     """`run`, with errors of operators that name the line of the program's text."""
 
     def run_of_text(*args: object, **kwargs: object) -> list[torch.Tensor]:
@@ -352,10 +352,10 @@ def _naming(run: RunStage, origin: Origin, makes: Sequence[str]) -> RunStage:
     return run_of_text
 
 
-def _place(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+def _view_piece(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     return memory[start : start + math.prod(shape)].view(shape)
 
 
-def moved(key: str, value: Argument, device: torch.device) -> Argument:
+def device_argument(key: str, value: Argument, device: torch.device) -> Argument:
     """A keyword argument for this device: constants are traced for the CPU, and created on the device that runs."""
     return device if key == "device" and value is not None else value

@@ -77,7 +77,7 @@ def refusal(
 _ALIVE: Final[weakref.WeakSet[torch.cuda.CUDAGraph]] = weakref.WeakSet()
 
 
-def recorded(work: Callable[[], Values]) -> Recorded:
+def record_graph(work: Callable[[], Values]) -> Recorded:
     """`work` as a CUDA graph. Raises RuntimeError if something in it cannot be recorded."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -91,7 +91,7 @@ def recorded(work: Callable[[], Values]) -> Recorded:
 class GraphedCalls:
     """Wraps a session's calls. `run` has the session's own signature."""
 
-    def __init__(self, step: Step, must: bool, record: Callable[[Callable[[], Values]], Recorded] = recorded) -> None:
+    def __init__(self, step: Step, must: bool, record: Callable[[Callable[[], Values]], Recorded] = record_graph) -> None:
         self.step = step
         self.must = must
         self.record = record

@@ -18,18 +18,18 @@ from meshc import environment
 from meshc.errors import InputError, StateError
 from meshc.ir import spmd
 from meshc.ir.keys import key_of
-from meshc.pipelining.cut import slot
+from meshc.pipelining.pipeline_stages import slot
 from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.program import Instruction, PlainProgram, Stage
-from meshc.program.steps import last_reads, steps_of
+from meshc.program.rank_instructions import last_reads, steps_of
 from meshc.runtime.agreement.compare import all_refuse
 from meshc.runtime.comm.channels import Channels
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.run.backends import maker
 from meshc.runtime.run.codegen import RunStage, generate
-from meshc.runtime.run.early import Start, watching
-from meshc.runtime.run.recorder import Recorder
+from meshc.runtime.run.early_collectives import EarlyStart, sum_listener
+from meshc.runtime.run.recorder import TraceRecorder
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LoadedStage:
 
 
 @dataclass(frozen=True)
-class Play:
+class ScheduledInstruction:
     """One instruction of the schedule, with what starts and ends at it.
 
     last    keys of values that no later instruction reads
@@ -63,10 +63,10 @@ class Play:
 
     step: Instruction
     last: frozenset[str]
-    starts: list[Start]
+    starts: list[EarlyStart]
 
 
-def _loaded(stage: Stage, run: RunStage) -> LoadedStage:
+def _load_stage(stage: Stage, run: RunStage) -> LoadedStage:
     return LoadedStage(stage.inputs, tuple(key for key in stage.outputs if not is_added(key)), run)
 
 
@@ -105,31 +105,31 @@ class Executor:
         mine = dict.fromkeys(step.stage for step in listed if step.op == "run")
         self.stages: dict[str, LoadedStage] = {name: self.load(program.stages[name]) for name in mine}
         started = {step.stage: program.stages[step.stage] for step in listed if step.op == "start"}
-        self.started = {name: _loaded(stage, generate(stage, groups, coordinates, device, here)) for name, stage in started.items()}
+        self.started = {name: _load_stage(stage, generate(stage, groups, coordinates, device, here)) for name, stage in started.items()}
         self.plays = self._plays(listed)
         file = environment.trace_file()
-        self.recorder = None if file is None else Recorder(program, coordinates, device, groups.world, board, file)
+        self.recorder = None if file is None else TraceRecorder(program, coordinates, device, groups.world, board, file)
         self._rows: dict[str, dict[int, torch.Tensor]] = {}
         """By the key of a joined value, its parts so far in this call, by microbatch."""
         self.constants = {key_of("constant", name): tensor.to(device) for name, tensor in program.constants.items()}
 
     def load(self, stage: Stage) -> LoadedStage:
         """A stage, executable on this rank. A stage from outside the program must use no other groups than the program does."""
-        return _loaded(stage, self._make(stage))
+        return _load_stage(stage, self._make(stage))
 
-    def _plays(self, listed: Sequence[Instruction]) -> list[Play]:
+    def _plays(self, listed: Sequence[Instruction]) -> list[ScheduledInstruction]:
         """The instructions, each run with the collectives that start within it."""
-        found: list[Play] = []
-        starts: list[Start] = []  # of the last run
+        found: list[ScheduledInstruction] = []
+        starts: list[EarlyStart] = []  # of the last run
         for step, last in zip(listed, last_reads(self.program, listed), strict=True):
             if step.op == "start":
                 outputs = self.program.stages[step.during].outputs
                 grown = frozenset(whole[1] for key in outputs if (whole := whole_of(key)) is not None)
-                starts.append(Start(partial(self.started[step.stage].perform, last=last), grown.intersection(step.keys)))
+                starts.append(EarlyStart(partial(self.started[step.stage].perform, last=last), grown.intersection(step.keys)))
                 continue
             if step.op == "run":
                 starts = []
-            found.append(Play(step, last, starts if step.op == "run" else []))
+            found.append(ScheduledInstruction(step, last, starts if step.op == "run" else []))
         return found
 
     def _here(self, instruction: str) -> None:
@@ -142,31 +142,31 @@ class Executor:
         self._rows.clear()  # of a call that failed
         if self.channels is not None:
             self.channels.begin()
-        with self.recording(step):
+        with self.record_call(step):
             for play in self.plays:
-                with self.guarded(step, told(play.step)):
-                    self.perform(play.step, env, play.last, watching(play.starts, env) if play.starts else None)
+                with self.failure_guard(step, instruction_text(play.step)):
+                    self.perform(play.step, env, play.last, sum_listener(play.starts, env) if play.starts else None)
             if self.channels is not None:
-                with self.guarded(step, "recv what the last stages have sent"):
+                with self.failure_guard(step, "recv what the last stages have sent"):
                     self.channels.finish(env)
         return env
 
     @contextmanager
-    def recording(self, step: int) -> Iterator[None]:
+    def record_call(self, step: int) -> Iterator[None]:
         """A context for a call, at whose end the ranks write their trace, if MESHC_TRACE is set."""
         if self.recorder is None:
             yield
             return
         with self.recorder.call():
             yield
-        with self.guarded(step, "write the trace"):
+        with self.failure_guard(step, "write the trace"):
             self.recorder.collect()
 
-    def doing(self, instruction: Instruction, arrived: Collection[str] = ()) -> AbstractContextManager[None]:
+    def record_instruction(self, instruction: Instruction, arrived: Collection[str] = ()) -> AbstractContextManager[None]:
         """A context that records one instruction, whose inputs `arrived` were waited for."""
-        return nullcontext() if self.recorder is None else self.recorder.doing(instruction, arrived)
+        return nullcontext() if self.recorder is None else self.recorder.record_instruction(instruction, arrived)
 
-    def guarded(self, step: int, text: str) -> AbstractContextManager[None]:
+    def failure_guard(self, step: int, text: str) -> AbstractContextManager[None]:
         """A context that reports a failure of this rank to the others, and raises theirs here."""
         return nullcontext() if self.board is None else self.board.guard(step, text)
 
@@ -175,7 +175,7 @@ class Executor:
     ) -> None:
         """Performs one instruction. `last`: keys that no later one reads. `done` is called with the key of each sum added to."""
         arrived = self._await(instruction, env)
-        with self.doing(instruction, arrived):
+        with self.record_instruction(instruction, arrived):
             try:
                 self._do(instruction, env, last, done)
             except InputError as error:  # checks of values that every rank has come first: nothing has been sent
@@ -188,7 +188,7 @@ class Executor:
         if self.channels is None or instruction.op not in ("run", "send"):
             return ()
         keys = self.stages[instruction.stage].inputs if instruction.op == "run" else instruction.keys
-        arrived = self.channels.arrived([slot(key, instruction.microbatch) for key in keys], env)
+        arrived = self.channels.wait_for_values([slot(key, instruction.microbatch) for key in keys], env)
         if instruction.op == "run" and instruction.stage.startswith("after_"):
             self.channels.settle()  # the stage may write what was sent
         return arrived
@@ -243,7 +243,7 @@ def _runs_with_sums(program: PlainProgram, steps: Sequence[Instruction]) -> list
     return found
 
 
-def told(step: Instruction) -> str:
+def instruction_text(step: Instruction) -> str:
     """An instruction as text for failure messages."""
     if step.op in ("send", "recv"):
         what = f"{step.stage} of microbatch {step.microbatch}" if step.stage else ", ".join(step.keys)

@@ -33,11 +33,11 @@ from meshc.ir.regions import blocks, is_number
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.private import FakeTensor, FakeTensorMode, TracingContext, tracing
 from meshc.program.accumulate import is_added
-from meshc.program.flying import awaited
+from meshc.program.in_flight import earlier_waits
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import codegen
-from meshc.runtime.run.kept import KeptMemory
+from meshc.runtime.run.stage_memory import StageMemory
 
 Given = torch.Tensor | int
 """An input of a region; integers are offsets in the microbatch."""
@@ -59,12 +59,12 @@ def compile_regions(
     overwrites: list[Node] = []
     own: list[Node] = []
     known_regions: dict[Key, Compiled] = {}
-    lasting = KeptMemory(stage.graph, device)
+    lasting = StageMemory(stage.graph, device)
     outer = Graph()
     env: dict[Node, Node] = {node: outer.placeholder(node.name) for node in placeholders(stage.graph)}
     for node, entered in env.items():
         set_record(entered, record(node))
-    for compiled, nodes in _pieces(stage, known):
+    for compiled, nodes in _compilation_units(stage, known):
         if compiled:
             own += _add_region(outer, env, nodes, known, device, added, known_regions)
             continue
@@ -72,7 +72,7 @@ def compile_regions(
             side = torch.device("cpu") if runs_on_host(node) else device
             env[node] = outer.create_node(
                 "call_function",
-                node.target if _is_the_ranks(node) else codegen.function_of(node, side, stage.origin, lasting.of(node)),
+                node.target if _is_rank_operator(node) else codegen.function_of(node, side, stage.origin, lasting.of(node)),
                 torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else env[n]),
                 torch.fx.node.map_arg(node.kwargs, lambda n: env[n]),
                 node.name,
@@ -82,16 +82,16 @@ def compile_regions(
             if OVER_OPERAND in sharing_of(node):
                 overwrites.append(env[node])
     outer.output(torch.fx.node.map_arg(results_of(stage.graph), lambda n: env[n]))
-    before = {env[node]: [env[earlier] for earlier in several] for node, several in awaited(stage.graph.nodes).items()}
+    before = {env[node]: [env[earlier] for earlier in several] for node, several in earlier_waits(stage.graph.nodes).items()}
     return codegen.generate(replace(stage, graph=outer), groups, coordinates, device, here, overwrites, own, before)
 
 
-def _is_the_ranks(node: Node) -> bool:
+def _is_rank_operator(node: Node) -> bool:
     """Whether the node is a collective, a copy to the host or back, or an integer of the rank's coordinates."""
     return spmd.is_collective(node.target) or spmd.is_host_copy(node.target) or is_number(node)
 
 
-def _pieces(stage: Stage, known: Mapping[Node, int]) -> Iterator[tuple[bool, list[Node]]]:
+def _compilation_units(stage: Stage, known: Mapping[Node, int]) -> Iterator[tuple[bool, list[Node]]]:
     """The stage's calls in order, in groups with a flag: compiled as one. In a program that was read from a text, a guarded operator is
     left out of regions and runs after its guard, which reads values."""
     calls = [node for node in stage.graph.nodes if node.op == "call_function" and node not in known]
@@ -99,11 +99,11 @@ def _pieces(stage: Stage, known: Mapping[Node, int]) -> Iterator[tuple[bool, lis
         if number is None or stage.origin is None:
             yield number is not None, nodes
             continue
-        for plain, members in groupby(nodes, lambda node: not is_guarded(_maker(node).target)):
+        for plain, members in groupby(nodes, lambda node: not is_guarded(_producer(node).target)):
             yield plain, list(members)
 
 
-def _maker(node: Node) -> Node:
+def _producer(node: Node) -> Node:
     return node.all_input_nodes[0] if is_getitem(node) else node
 
 
@@ -129,7 +129,7 @@ def _add_region(
                 copies[operand] = inner.call_function(operator.getitem, (box, len(inputs)))
                 inputs.append(operand)
     for node in region:
-        kwargs = {key: codegen.moved(key, value, device) for key, value in node.kwargs.items()}
+        kwargs = {key: codegen.device_argument(key, value, device) for key, value in node.kwargs.items()}
         copies[node] = inner.call_function(
             node.target,  # type: ignore[arg-type]
             torch.fx.node.map_arg(node.args, lambda n: known[n] if n in known else copies[n]),
@@ -138,7 +138,7 @@ def _add_region(
     results = [n for n in region if any(user not in members for user in n.users) and not _is_tuple(n)]
     inner.output(tuple(copies[n] for n in results))
     own = [index for index, node in enumerate(results) if node in added or any(OVER_OPERAND in sharing_of(user) for user in node.users)]
-    made = _Region(GraphModule(torch.nn.Module(), inner), own, compiled)
+    made = _CompiledRegion(GraphModule(torch.nn.Module(), inner), own, compiled)
     call = outer.create_node("call_function", made, ([env[n] for n in inputs],), name=region[0].name)  # by which a failure is named
     for index, node in enumerate(results):
         env[node] = outer.call_function(operator.getitem, (call, index))
@@ -153,7 +153,7 @@ ALIGNED: Final = 64
 """Bytes of alignment that Inductor's loads may assume."""
 
 
-class _Region:
+class _CompiledRegion:
     """A region, compiled at its first call for the form of those inputs. The results numbered in `own` have memory of their own.
 
     module  takes its inputs as one list
@@ -176,7 +176,7 @@ class _Region:
         if self.compiled is not None:
             results = self.compiled(inputs)
         else:
-            self.compiled = self._found(inputs)
+            self.compiled = self._compile_once(inputs)
             places = [_place(x) for x in inputs if isinstance(x, torch.Tensor)]
             results = self.compiled(inputs)
             self.copied = [index for index in self.own if _is_shared(index, places, results)]
@@ -185,17 +185,17 @@ class _Region:
         return results
 
 
-    def _found(self, inputs: list[Given]) -> Compiled:
+    def _compile_once(self, inputs: list[Given]) -> Compiled:
         """The compiled region, or an equal one compiled before. Names in a graph follow from its calls alone."""
         graph = self.module.graph
-        key = (str(graph), *(node.target for node in graph.nodes), *_forms(inputs))
+        key = (str(graph), *(node.target for node in graph.nodes), *_input_forms(inputs))
         if key not in self.known:
-            with _cached():
+            with _disk_cache():
                 self.known[key] = torch._inductor.compile(self.module, [list(inputs)])  # type: ignore[list-item]  # it takes lists too
         return self.known[key]
 
 
-class _Sized(FakeTensorMode):
+class _StaticSizes(FakeTensorMode):
     """Fake tensors with static sizes, whatever torch's default; integers stay symbolic."""
 
     def from_tensor(self, tensor: torch.Tensor, *, static_shapes: bool | None = None, **asked: Any) -> FakeTensor:
@@ -203,12 +203,12 @@ class _Sized(FakeTensorMode):
 
 
 @contextmanager
-def _cached() -> Iterator[None]:
+def _disk_cache() -> Iterator[None]:
     """A context in which Inductor uses its disk cache, for which torch needs a tracing context that could hold symbolic sizes. Torch's key
     has operators by name only, so a digest of the code of meshc's operators is put into the key's tag."""
     config = torch.compiler.config
     tag = f"{config.cache_key_tag} meshc {_version_of_operators()}"
-    context = TracingContext(_Sized(shape_env=ShapeEnv()))
+    context = TracingContext(_StaticSizes(shape_env=ShapeEnv()))
     with config.patch(cache_key_tag=tag), tracing(context):  # type: ignore[attr-defined]  # torch adds it when it is imported
         yield
 
@@ -219,7 +219,7 @@ def _version_of_operators() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _forms(inputs: Sequence[Given]) -> Iterator[object]:
+def _input_forms(inputs: Sequence[Given]) -> Iterator[object]:
     """What a compilation may depend on: all of each tensor but its values, and which tensors share a storage."""
     first: dict[int, int] = {}
     for number, x in enumerate(inputs):

@@ -75,34 +75,34 @@ def link_times(device: torch.device) -> Links:
     world, here = dist.get_world_size(), environment.local_world_size()
     nodes = [list(range(first, first + here)) for first in range(0, world, here)]
     places = [list(range(place, world, here)) for place in range(here)]
-    found = {where: _group(groups) for where, groups in ((INSIDE, nodes), (BETWEEN, places)) if len(groups[0]) > 1}
-    samples = {where: _measured(group, device) for where, group in found.items()}
+    found = {where: _own_group(groups) for where, groups in ((INSIDE, nodes), (BETWEEN, places)) if len(groups[0]) > 1}
+    samples = {where: _measure_samples(group, device) for where, group in found.items()}
     group = next(iter(found.values()))
-    return Links(samples, _contention(group, device), _uneven(group, device))
+    return Links(samples, _contention(group, device), _rank_drift(group, device))
 
 
-def _group(groups: list[list[int]]) -> ProcessGroup:
+def _own_group(groups: list[list[int]]) -> ProcessGroup:
     """The process group, of those of `groups`, that has this rank."""
     made = [dist.new_group(ranks) for ranks in groups]  # every rank makes every group
     (group,) = [one for one, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
     return group
 
 
-def _measured(group: ProcessGroup, device: torch.device) -> list[Sample]:
+def _measure_samples(group: ProcessGroup, device: torch.device) -> list[Sample]:
     samples = []
     for size in SIZES:
         x = torch.ones(size // 4, device=device)
         count = max(2, min(50, (1 << 24) // size))
         for kind, start in _collectives(x, group).items():
             samples.append(
-                Sample(kind, group.size(), size, _timed(lambda start=start: start().wait(), count, group, device))  # type: ignore[misc]
+                Sample(kind, group.size(), size, _time_runs(lambda start=start: start().wait(), count, group, device))  # type: ignore[misc]
             )
-        seconds = _timed(lambda x=x: _there_and_back(x, group), count, group, device)  # type: ignore[misc]
+        seconds = _time_runs(lambda x=x: _there_and_back(x, group), count, group, device)  # type: ignore[misc]
         samples.append(Sample("send", 2, size, seconds / 2))
     return samples
 
 
-def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[], collectives.Work]]:
+def _collectives(x: torch.Tensor, group: ProcessGroup) -> dict[str, Callable[[], collectives.CollectiveWork]]:
     """Collectives of as many bytes as `x` has; where `x` is not divisible by the ranks, its last elements are left out."""
     ranks, found = group.size(), {"all_reduce": lambda: collectives.all_reduce(x, group, "max", out=x)}
     if x.shape[0] >= ranks:
@@ -116,24 +116,24 @@ def _contention(group: ProcessGroup, device: torch.device) -> float:
     """The share of a collective's time that overlapped compute loses: mean over collectives of BESIDE bytes."""
     compute = _products(device)
 
-    def beside(start: Callable[[], collectives.Work], products: int) -> None:
+    def beside(start: Callable[[], collectives.CollectiveWork], products: int) -> None:
         work = start()
         compute(products)
         work.wait()
 
-    one_s = _timed(lambda: compute(1), 20, group, device)
+    one_s = _time_runs(lambda: compute(1), 20, group, device)
     lost = []
     for size in BESIDE:
         for start in _collectives(torch.ones(size // 4, device=device), group).values():
-            alone_s = _timed(lambda start=start: start().wait(), COUNT, group, device)  # type: ignore[misc]
+            alone_s = _time_runs(lambda start=start: start().wait(), COUNT, group, device)  # type: ignore[misc]
             products = max(1, math.ceil(LONGER * alone_s / one_s))
-            computing_s = _timed(lambda products=products: compute(products), COUNT, group, device)  # type: ignore[misc]
-            both_s = _timed(lambda start=start, products=products: beside(start, products), COUNT, group, device)  # type: ignore[misc]
+            computing_s = _time_runs(lambda products=products: compute(products), COUNT, group, device)  # type: ignore[misc]
+            both_s = _time_runs(lambda start=start, products=products: beside(start, products), COUNT, group, device)  # type: ignore[misc]
             lost.append(max(0.0, both_s - computing_s) / alone_s)
     return sum(lost) / len(lost)
 
 
-def _uneven(group: ProcessGroup, device: torch.device) -> float:
+def _rank_drift(group: ProcessGroup, device: torch.device) -> float:
     """Drift of ranks after a second of compute, as it grows by the root of the time: least squares over AFTER. Medians of interleaved
     batches, not minima, since disturbances are what is measured."""
     x, compute = torch.ones(MEET // 4, device=device), _products(device)
@@ -142,7 +142,7 @@ def _uneven(group: ProcessGroup, device: torch.device) -> float:
         compute(products)
         collectives.all_reduce(x, group, "max", out=x).wait()
 
-    one_s = _timed(lambda: compute(1), 20, group, device)
+    one_s = _time_runs(lambda: compute(1), 20, group, device)
     alike = squares = 0.0
     for seconds in AFTER:
         products = max(1, round(seconds / one_s))
@@ -178,7 +178,7 @@ def _there_and_back(x: torch.Tensor, group: ProcessGroup) -> None:
         collectives.send(x, group, 0).wait()
 
 
-def _timed(run: Callable[[], None], count: int, group: ProcessGroup, device: torch.device) -> float:
+def _time_runs(run: Callable[[], None], count: int, group: ProcessGroup, device: torch.device) -> float:
     """Seconds of one run: the fastest batch, since other load only slows, on the slowest rank of the group."""
     run()
     seconds = min(_batch(run, count, group, device) for _ in range(BATCHES))

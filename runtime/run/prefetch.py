@@ -58,12 +58,12 @@ class Prefetched(Generic[Batch]):
                     raise found.error
                 if found.last:
                     return
-                yield self._arrived(found)
+                yield self._await_copy(found)
         finally:
             left.set()
             thread.join()
 
-    def _arrived(self, found: _Ready) -> Batch:
+    def _await_copy(self, found: _Ready) -> Batch:
         batch: Batch = found.batch
         if found.copied is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -82,21 +82,21 @@ class Prefetched(Generic[Batch]):
                 try:
                     batch = next(source)
                 except StopIteration:
-                    return _put(ready, _Ready(last=True), left)
-                _put(ready, self._copied(batch, stream), left)
+                    return _enqueue(ready, _Ready(last=True), left)
+                _enqueue(ready, self._copy_batch(batch, stream), left)
         except BaseException as error:
-            _put(ready, _Ready(error=error), left)
+            _enqueue(ready, _Ready(error=error), left)
 
-    def _copied(self, batch: Batch, stream: torch.cuda.Stream | None) -> _Ready:
+    def _copy_batch(self, batch: Batch, stream: torch.cuda.Stream | None) -> _Ready:
         if stream is None:
-            return _Ready(trees.mapped(self._moved, batch))
+            return _Ready(trees.map_leaves(self._move_leaf, batch))
         with torch.cuda.stream(stream):
-            moved = trees.mapped(self._moved, batch)
+            moved = trees.map_leaves(self._move_leaf, batch)
             copied = torch.cuda.Event()
             copied.record(stream)
         return _Ready(moved, copied)
 
-    def _moved(self, leaf: object) -> object:
+    def _move_leaf(self, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.device == self._device:
             return leaf
         if self._device.type == "cuda" and leaf.device.type == "cpu" and not leaf.is_pinned():
@@ -104,7 +104,7 @@ class Prefetched(Generic[Batch]):
         return leaf.to(self._device, non_blocking=True)
 
 
-def _put(ready: queue.Queue[_Ready], one: _Ready, left: threading.Event) -> None:
+def _enqueue(ready: queue.Queue[_Ready], one: _Ready, left: threading.Event) -> None:
     """Puts an item into the queue, unless the reader has left."""
     while not left.is_set():
         try:
@@ -113,7 +113,7 @@ def _put(ready: queue.Queue[_Ready], one: _Ready, left: threading.Event) -> None
             continue
 
 
-def prefetched(batches: Iterable[Batch], device: torch.device, ahead: int) -> Prefetched[Batch]:
+def prefetch_batches(batches: Iterable[Batch], device: torch.device, ahead: int) -> Prefetched[Batch]:
     """Raises InputError for a number of batches below 1."""
     if ahead < 1:
         raise InputError(f"prefetch(..., ahead={ahead}): how many batches are loaded ahead, at least 1")

@@ -33,13 +33,13 @@ import torch.distributed as dist
 from meshc import environment
 from meshc.errors import FileError
 from meshc.files.folders import write_text, writing
-from meshc.pipelining import trace
-from meshc.pipelining.cut import slot
-from meshc.pipelining.events import Item, Run, There, parse_item
+from meshc.pipelining import perfetto_trace
+from meshc.pipelining.events import HostEvent, Item, StageRun, parse_item
+from meshc.pipelining.pipeline_stages import slot
 from meshc.pipelining.timing import Event, Timeline
 from meshc.program.program import Instruction, PlainProgram
-from meshc.program.steps import items_of, steps_of
-from meshc.runtime.agreement.compare import behind, to_rank_0
+from meshc.program.rank_instructions import items_of, steps_of
+from meshc.runtime.agreement.compare import collect_after_failure, to_rank_0
 from meshc.runtime.comm import collectives, host
 from meshc.runtime.failure.failed_rank import FailureBoard
 
@@ -49,7 +49,7 @@ _LAST_WORDS_S: Final = 1.0
 """Seconds that rank 0 waits, after a failure, for the records of the others."""
 
 
-class _Clock(Protocol):
+class _MarkClock(Protocol):
     def mark(self) -> int:
         """Marks the present time; returns the index of the mark in this call."""
 
@@ -121,7 +121,7 @@ class _Note:
     end: int = _ON_ITS_WAY
 
 
-class _Report(TypedDict):
+class _RankTrace(TypedDict):
     """Record of a rank: items with start and end, and when the rank entered and left each all-reduce; seconds of its host's clock."""
 
     rank: int
@@ -129,7 +129,7 @@ class _Report(TypedDict):
     rounds: list[tuple[float, float]]
 
 
-class Recorder:
+class TraceRecorder:
     """Record of a program on this rank, one call at a time."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Recorder:
         self.rank = 0 if board is None else board.rank
         self.notes: list[_Note] = []
         self.there: list[_Note] = []
-        self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
+        self._clock: _MarkClock = _StreamClock() if device.type == "cuda" else _HostClock()
         self._coming: dict[str, _Note] = {}
         self._offsets: list[tuple[float, float]] = []
         self._labels: dict[Instruction, list[Item]] = defaultdict(list)
@@ -164,11 +164,11 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------------------- while it runs
 
     @contextmanager
-    def doing(self, step: Instruction, arrived: Collection[str] = ()) -> Iterator[None]:
+    def record_instruction(self, step: Instruction, arrived: Collection[str] = ()) -> Iterator[None]:
         """A context that records one instruction. `arrived`: inputs that were waited for."""
         start = self._clock.mark()
         for name in arrived:
-            self._came(name, start)
+            self._note_arrival(name, start)
         try:
             yield
         finally:
@@ -181,7 +181,7 @@ class Recorder:
             else:  # of the stage before
                 self.notes[-1].end = end
 
-    def _came(self, name: str, now: int) -> None:
+    def _note_arrival(self, name: str, now: int) -> None:
         """Notes the arrival of a value; the first value of a message ends its receive."""
         note = self._coming.pop(name)
         note.end = now if note.end == _ON_ITS_WAY else note.end
@@ -190,7 +190,7 @@ class Recorder:
         """The item of an instruction; equal instructions (one value, for two stages of one rank) get their items in turn."""
         known = self._labels.get(step)
         if not known:
-            return Run(step.stage, step.microbatch)
+            return StageRun(step.stage, step.microbatch)
         self._used[step] += 1
         return known[(self._used[step] - 1) % len(known)]
 
@@ -200,17 +200,17 @@ class Recorder:
         self.notes, self.there, self._coming = [], [], {}
         self._used.clear()
         self._clock.begin()
-        host.WATCH.tell = self._beside
+        host.WATCH.tell = self._note_host_event
         try:
             yield
         except Exception:
             if not isinstance(self._clock, _StreamClock):  # a stream that is stuck would hold up the failure
-                self._leave_behind()
+                self._write_partial_trace()
             raise
         finally:
             host.WATCH.tell = None
 
-    def _beside(self, what: There, start: host.Mark, end: host.Mark) -> None:
+    def _note_host_event(self, what: HostEvent, start: host.Mark, end: host.Mark) -> None:
         self.there.append(_Note(what, self._clock.take(start), self._clock.take(end)))
 
     def collect(self) -> None:
@@ -219,7 +219,7 @@ class Recorder:
         rounds = [] if self.board is None else self._rounds()
         texts = to_rank_0(self.board, self._report(rounds))
         if texts is not None:
-            reports: list[_Report] = [json.loads(text) for text in texts]
+            reports: list[_RankTrace] = [json.loads(text) for text in texts]
             self._offsets = [_offset(reports[0]["rounds"], one["rounds"]) for one in reports]
             self._write(reports)
 
@@ -227,7 +227,7 @@ class Recorder:
         """Ends the receives whose messages have not arrived."""
         end = self._clock.mark()
         for name in list(self._coming):
-            self._came(name, end)
+            self._note_arrival(name, end)
 
     # ---------------------------------------------------------------------------------------------------------------- all ranks'
 
@@ -244,17 +244,17 @@ class Recorder:
     def _report(self, rounds: Sequence[tuple[float, float]]) -> str:
         times = self._clock.seconds()
         rows = [(str(note.item), times[note.start], times[note.end]) for note in (*self.notes, *self.there)]
-        report: _Report = {"rank": self.rank, "events": rows, "rounds": list(rounds)}
+        report: _RankTrace = {"rank": self.rank, "events": rows, "rounds": list(rounds)}
         return json.dumps(report)
 
-    def _leave_behind(self) -> None:
+    def _write_partial_trace(self) -> None:
         self._close()
         with contextlib.suppress(RuntimeError, FileError):  # the failure that is on its way says more
-            texts = behind(self.board, self._report([]), _LAST_WORDS_S)
+            texts = collect_after_failure(self.board, self._report([]), _LAST_WORDS_S)
             if texts is not None:
                 self._write([json.loads(text) for text in texts])
 
-    def _write(self, reports: Sequence[_Report]) -> None:
+    def _write(self, reports: Sequence[_RankTrace]) -> None:
         mesh, pipeline = self.program.mesh, self.program.pipeline
         offsets = self._offsets or [(0.0, float("inf"))] * mesh.world_size  # of a call that failed before any was over
         rows = [(one["rank"], *row) for one in reports for row in one["events"]]
@@ -264,7 +264,9 @@ class Recorder:
         pipelines = () if pipeline is None else tuple(map(tuple, mesh.groups((pipeline.axis,))))
         name = pipeline.schedule.name or "own schedule" if pipeline is not None else self.program.mode
         accuracy = {str(rank): f"{1e6 * width:.1f} us" for rank, (_, width) in enumerate(offsets)}
-        text = trace.write(Timeline(events, mesh.world_size, f"{name}, measured", pipelines), {"clocks are right to": accuracy})
+        text = perfetto_trace.timeline_to_trace(
+            Timeline(events, mesh.world_size, f"{name}, measured", pipelines), {"clocks are right to": accuracy}
+        )
         target = Path(str(self.file).replace("{call}", str(environment.next_trace(self.file))))
         write_text(target, text, lasting=False)
 

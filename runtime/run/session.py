@@ -31,13 +31,13 @@ from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.random import seed_step
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.comm import collectives
-from meshc.runtime.comm.uneven_rows import Dealt
-from meshc.runtime.failure.numbers import Stream
-from meshc.runtime.run.backwards import Backwards, Make
+from meshc.runtime.comm.uneven_rows import UnevenBatch
+from meshc.runtime.failure.step_numbers import Stream
+from meshc.runtime.run.backward_programs import BackwardPrograms, Make
 from meshc.runtime.run.cache_ports import CachePorts
 from meshc.runtime.run.cuda_graph import ON_DEVICE, GraphedCalls, refusal
+from meshc.runtime.run.duplicate_batches import DuplicateBatchCheck
 from meshc.runtime.run.executor import Executor
-from meshc.runtime.run.same_parts import SameParts
 from meshc.runtime.state.store import Store
 
 FORWARD: Final = "forward"
@@ -45,7 +45,7 @@ BACKWARD: Final = "backward"
 """Parts of a call; in module mode BACKWARD is run by torch's autograd, later."""
 
 
-class _EmptyIsNothing(TorchFunctionMode):
+class _SkipEmptyCat(TorchFunctionMode):
     """Caches are rebuilt by appending to an empty plain tensor, which torch refuses for DTensors: the result is the DTensor itself."""
 
     def __torch_function__(self, func: Function, types: object, args: Sequence[object] = (), kwargs: Keywords | None = None) -> object:
@@ -103,7 +103,7 @@ class Session:
         self._written = [port.key for port in self.written]
         self._owned = [key for key in self._written if program.owns(key, mine)]
         self.numbers: dict[str, torch.Tensor] = {
-            port.key: torch.zeros((), dtype=torch.float64, device=self.device if _on_device(port) else "cpu")
+            port.key: torch.zeros((), dtype=torch.float64, device=self.device if _is_on_device(port) else "cpu")
             for port in program.inputs
             if port.kind == "number"
         }
@@ -128,16 +128,16 @@ class Session:
         """Forms of calls whose inputs were checked and fit."""
         self.calls = 0
         self.check_inputs = check_inputs
-        self._partners, self._common = _partners(program), _common(program)
-        self._parts = SameParts(program, store)
-        self.backwards = Backwards(program, executor, make_backward) if make_backward and "backward" in program.stages else None
+        self._partners, self._common = _ranks_with_equal_inputs(program), _batchless_inputs(program)
+        self._parts = DuplicateBatchCheck(program, store)
+        self.backwards = BackwardPrograms(program, executor, make_backward) if make_backward and "backward" in program.stages else None
         on_device = dist.get_world_size() == 1 or collectives.waits_on_device(dist.group.WORLD)
         traced = "off: MESHC_TRACE records one instruction after another" if executor.recorder is not None else ""
         in_stages = program.pipeline is not None
         offloads = uses_host(program) or any(self._buffers[key].device.type != self.device.type for key in self._written)
         waiting = (*spmd.OF_ROWS, torch.ops.meshc.used_rows.default)  # for how many rows there are
         by_choice = any(node.target in waiting for stage in program.stages.values() for node in stage.graph.nodes)
-        self.lent = tuple(_lent(program))
+        self.lent = tuple(_overwritten_inputs(program))
         has_backward = self.backwards is not None
         self.cuda_graph = traced or refusal(
             self.device, cuda_graph, program.mode, on_device, in_stages, offloads, by_choice, has_backward, bool(self.caches)
@@ -158,7 +158,7 @@ class Session:
         values: dict[str, torch.Tensor] = dict(self._buffers)
         with torch.no_grad():
             for place, (port, tensor) in enumerate(zip(self.inputs, tensors, strict=True)):
-                values[port.key] = self._taken(place, port, tensor)
+                values[port.key] = self._input_tile(place, port, tensor)
         for key, tensor in self.numbers.items():
             tensor.fill_(numbers[name_of(key)])
             values[key] = tensor if self.backwards is None else tensor.clone()  # a backward comes after other calls, maybe
@@ -179,12 +179,12 @@ class Session:
             what = calling if part == FORWARD else f"the backward of {calling}"
             self.store.changes.note_run(self.executor.board, self._sends[part], what)
 
-    def _taken(self, place: int, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+    def _input_tile(self, place: int, port: Port, tensor: torch.Tensor) -> torch.Tensor:
         if port.name not in self.caches:
-            return self._as_it_lies(port, tensor)
+            return self._to_local_tile(port, tensor)
         taken = self._cached.as_taken(place, tensor)
         if taken is None:
-            taken = self._as_it_lies(port, tensor)
+            taken = self._to_local_tile(port, tensor)
             self._cached.note(place, tensor, taken)
         return taken
 
@@ -198,9 +198,9 @@ class Session:
 
     def tangent(self, port: Port, gradient: torch.Tensor) -> torch.Tensor:
         """An output's gradient, as the local tensor that the program takes."""
-        return self._as_it_lies(port, gradient.detach().contiguous())
+        return self._to_local_tile(port, gradient.detach().contiguous())
 
-    def _as_it_lies(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_local_tile(self, port: Port, tensor: torch.Tensor) -> torch.Tensor:
         """The local tensor that the program takes: a plain tensor as it is, a DTensor's local tensor, resharded if the program needs
         another sharding. Without gradients."""
         if not isinstance(tensor, DTensor):
@@ -218,7 +218,7 @@ class Session:
         return found
 
     def check(
-        self, tensors: Sequence[object], dealt: Dealt | None = None, form: Form | None = None, state: ModuleState | None = None
+        self, tensors: Sequence[object], dealt: UnevenBatch | None = None, form: Form | None = None, state: ModuleState | None = None
     ) -> None:
         """Raises for inputs that the program was not compiled for, and for a model without values, before anything is sent. dealt: row
         counts of inputs in uneven parts. form: calls of an equal form are checked once; state: of the model, likewise."""
@@ -229,7 +229,7 @@ class Session:
             if form is not None and dealt is None:
                 self._fit.add(form)
 
-    def _refuse_misfits(self, tensors: Sequence[object], dealt: Dealt | None) -> None:
+    def _refuse_misfits(self, tensors: Sequence[object], dealt: UnevenBatch | None) -> None:
         faults = []
         sizes = self.program.axis_sizes
         for port, tensor in zip(self.inputs, tensors, strict=True):
@@ -248,7 +248,7 @@ class Session:
         if faults:
             raise InputError("inputs do not match the program:\n  " + "\n  ".join(faults))
 
-    def tiles(self, tensors: Sequence[torch.Tensor], dealt: Dealt) -> list[torch.Tensor]:
+    def tiles(self, tensors: Sequence[torch.Tensor], dealt: UnevenBatch) -> list[torch.Tensor]:
         """This rank's tiles of parts of the batch with unequal numbers of rows."""
         pairs = zip(self.inputs, tensors, strict=True)
         return [x if isinstance(x, DTensor) else dealt.tile(x.to(self.device), port.sharding, port.name) for port, x in pairs]
@@ -257,28 +257,28 @@ class Session:
         """Ranks that are to pass the same inputs compare digests, at the calls that `Options.check_inputs` says; so do ranks that are to
         pass different parts of a batch, until that is settled."""
         self.calls += 1
-        if not _due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._common or self._parts.open):
+        if not _is_check_due(self.calls, self.check_inputs) or not tensors or not (self._partners or self._common or self._parts.open):
             return
         plain = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name not in self.caches]
         common = [tensor for port, tensor in zip(self.inputs, tensors, strict=True) if port.name in self._common]
-        called = self.executor.board.called if self.executor.board is not None else ""
+        called = self.executor.board.last_call_name if self.executor.board is not None else ""
         told = [digest_of(plain), digest_of(common), _digest([called.encode()])]
         if self.executor.board is not None:
             self.executor.board.numbers.note_sends(range(dist.get_world_size()))
-        with self.executor.guarded(self.store.step, "compare inputs"):
+        with self.executor.failure_guard(self.store.step, "compare inputs"):
             told_here = torch.tensor([told], dtype=torch.int64, device=self.device)
             digests = collectives.all_gather(told_here, self.store.transfers.groups.world).wait().tolist()
         other = next((rank for rank, row in enumerate(digests) if row[2] != told[2]), None)
         if other is not None:
-            raise _everywhere(StateError(OTHER_CALL.format(called=called, other=other)))
+            raise _mark_everywhere(StateError(OTHER_CALL.format(called=called, other=other)))
         other = next((rank for rank, row in enumerate(digests) if row[1] != digests[0][1]), None)
         if other is not None:
             names = " or ".join(sorted(self._common))
-            raise _everywhere(InputError(f"ranks 0 and {other} passed different {names}, {OF_COMMON.format(name=min(self._common))}"))
+            raise _mark_everywhere(InputError(f"ranks 0 and {other} passed different {names}, {OF_COMMON.format(name=min(self._common))}"))
         found = next(((ranks[0], rank) for ranks in self._partners for rank in ranks if digests[rank][0] != digests[ranks[0]][0]), None)
         if found is not None:
             why = OF_PARTS if self.program.info.get("inputs") == "local" else OF_WHOLE
-            raise _everywhere(InputError(f"ranks {found[0]} and {found[1]} passed different inputs, {why}"))
+            raise _mark_everywhere(InputError(f"ranks {found[0]} and {found[1]} passed different inputs, {why}"))
         self._parts.compare([row[0] for row in digests])
 
     # ------------------------------------------------------------------------------------------------------------------ outputs
@@ -308,14 +308,14 @@ class Session:
             found.append(given if here and given is not None else self.output(port, value))
         return found
 
-    def parts(self, leaves: Sequence[torch.Tensor], dealt: Dealt | None) -> Sequence[torch.Tensor]:
+    def parts(self, leaves: Sequence[torch.Tensor], dealt: UnevenBatch | None) -> Sequence[torch.Tensor]:
         """Outputs with the rows that this rank has passed, where ranks passed unequal numbers of rows."""
         if dealt is None:
             return leaves
         pairs = zip(self.results, leaves, strict=True)
         return [x if isinstance(x, DTensor) else dealt.part(x, port.sharding, port.name) for port, x in pairs]
 
-    def metrics(self, env: Mapping[str, torch.Tensor], dealt: Dealt | None = None) -> dict[str, torch.Tensor]:
+    def metrics(self, env: Mapping[str, torch.Tensor], dealt: UnevenBatch | None = None) -> dict[str, torch.Tensor]:
         """Metrics of a step, by name."""
         ports = [port for port in self.program.outputs if port.kind == "metric"]
         found = {port.name: self.output(port, env[port.key]) for port in ports}
@@ -323,14 +323,14 @@ class Session:
             return found
         return {port.name: dealt.part(found[port.name], port.sharding, port.name) for port in ports}
 
-    def structured(self, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> object:
+    def build_output(self, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor] = ()) -> object:
         """Output tensors in the model's own structure, or by path if the structure is unknown. tensors: the call's inputs; a cache that
         comes back whole is AS_PASSED in the structure."""
         if self.output_tree is None:
             return {port.name: leaf for port, leaf in zip(self.results, leaves, strict=True)}
         if tensors and self._cached.stand(leaves, tensors):
             return self.output_tree.build_around(AS_PASSED, [leaves[at] for at in self._cached.beside])
-        with _EmptyIsNothing():
+        with _SkipEmptyCat():
             return self.output_tree.build(leaves)
 
     def output(self, port: Port, value: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ class Session:
     def _dtensor(self, port: Port, value: torch.Tensor) -> DTensor:
         mesh, sharding = self.program.mesh, port.sharding
         assert sharding is not None
-        if layouts.aligned(sharding, mesh):
+        if layouts.is_aligned(sharding, mesh):
             local = layouts.tile_to_chunk(value, sharding, mesh, mesh.coordinates(dist.get_rank()))
         else:
             local = self.store.transfers.to_chunk(value, sharding)
@@ -385,7 +385,7 @@ def _axes_of_sends(program: PlainProgram, part: str) -> tuple[str, ...]:
     return tuple(axis.name for axis in program.mesh.axes if axis.size > 1 and (axis.name in found or program.pipeline is not None))
 
 
-def _lent(program: PlainProgram) -> Iterator[str]:
+def _overwritten_inputs(program: PlainProgram) -> Iterator[str]:
     """Keys of inputs that the program writes in place: buffers of a cache."""
     for stage in program.stages.values():
         keys = stage.keys()
@@ -395,7 +395,7 @@ def _lent(program: PlainProgram) -> Iterator[str]:
                     yield keys[node]
 
 
-def _partners(program: PlainProgram) -> list[list[int]]:
+def _ranks_with_equal_inputs(program: PlainProgram) -> list[list[int]]:
     """Groups of two or more ranks that are to pass the same inputs: all ranks, or the ranks with the same part of the batch."""
     inputs = program.info.get("inputs")
     if inputs not in ("global", "local"):
@@ -408,7 +408,7 @@ def _partners(program: PlainProgram) -> list[list[int]]:
     return [ranks for ranks in found.values() if len(ranks) > 1]
 
 
-def _common(program: PlainProgram) -> frozenset[str]:
+def _batchless_inputs(program: PlainProgram) -> frozenset[str]:
     """Names of inputs without a batch dim, in a program whose ranks pass parts of the batch."""
     if program.info.get("inputs") != "local":
         return frozenset()
@@ -417,19 +417,19 @@ def _common(program: PlainProgram) -> frozenset[str]:
     return frozenset(port.name for port in ports if port.sharding is None or not axes & port.sharding.split_axes())
 
 
-def _everywhere(error: MeshcError) -> MeshcError:
+def _mark_everywhere(error: MeshcError) -> MeshcError:
     error.everywhere = True  # all have the same digests
     return error
 
 
-def _due(call: int, every: int | None) -> bool:
+def _is_check_due(call: int, every: int | None) -> bool:
     """Whether inputs are compared at call number `call`, from 1."""
     if every is None:
         return call % 1024 == 0 if call > 1024 else call & (call - 1) == 0
     return every > 0 and (call - 1) % every == 0
 
 
-def _on_device(port: Port) -> bool:
+def _is_on_device(port: Port) -> bool:
     """Whether a fused kernel reads the number from device memory."""
     return port.name.split(".")[-1] in ON_DEVICE
 

@@ -18,13 +18,13 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from meshc.errors import StateError
 from meshc.frontend.stock_caches import STATES
-from meshc.runtime.run.cache_layers import ROWS, CacheLayer, taken
+from meshc.runtime.run.cache_layers import ROWS, CacheLayer, select_rows
 from meshc.runtime.run.row_layers import RowLayer, refuse_writer
 
 Tables = Mapping[str, Mapping[int, DTensor]]
 
 
-class StateLayer(RowLayer, LinearAttentionLayer):
+class RecurrentStateLayer(RowLayer, LinearAttentionLayer):
     """States of one recurrent layer, by kind and number. `conv_states` and `recurrent_states` are the rows in use, as DTensors."""
 
     is_compileable, is_croppable = False, False
@@ -69,18 +69,21 @@ class StateLayer(RowLayer, LinearAttentionLayer):
     def states_of(self, rows: int) -> dict[str, dict[int, DTensor]]:
         """The states with `rows` rows; unused rows are arbitrary."""
         every = torch.arange(rows).clamp(max=self.rows - 1)
-        return {name: {n: x if x.shape[ROWS] == rows else taken(x, every) for n, x in table.items()} for name, table in self.tables.items()}
+        return {
+            name: {n: x if x.shape[ROWS] == rows else select_rows(x, every) for n, x in table.items()}
+            for name, table in self.tables.items()
+        }
 
     def _take(self, rows: Tensor) -> None:
         if self.tables:
-            self.tables = {name: {n: taken(x, rows) for n, x in table.items()} for name, table in self.tables.items()}
+            self.tables = {name: {n: select_rows(x, rows) for n, x in table.items()} for name, table in self.tables.items()}
             self.rows = len(rows)
 
     def _in_use(self, name: str) -> dict[int, Any]:
         return {number: state[: self.rows] for number, state in self.tables.get(name, {}).items()}
 
 
-class MixedLayer(StateLayer, CacheLayer):
+class MixedStateLayer(RecurrentStateLayer, CacheLayer):
     """States, keys and values of a layer with both a recurrence and attention."""
 
     is_compileable, is_croppable = False, False
@@ -89,15 +92,15 @@ class MixedLayer(StateLayer, CacheLayer):
         self, tables: Tables, buffers: Sequence[DTensor], rows: int, length: int, is_sliding: bool = False, max_length: int = -1
     ) -> None:
         CacheLayer.__init__(self, buffers, rows, length, is_sliding, max_length)
-        StateLayer.__init__(self, tables, rows, length)
+        RecurrentStateLayer.__init__(self, tables, rows, length)
 
     def reset(self) -> None:
-        StateLayer.reset(self)
+        RecurrentStateLayer.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        StateLayer.crop(self, tokens_to_remove)
+        RecurrentStateLayer.crop(self, tokens_to_remove)
 
     def _take(self, rows: Tensor) -> None:
         if self.length:
-            self.buffers = tuple(taken(buffer, rows) for buffer in self.buffers)
-        StateLayer._take(self, rows)
+            self.buffers = tuple(select_rows(buffer, rows) for buffer in self.buffers)
+        RecurrentStateLayer._take(self, rows)

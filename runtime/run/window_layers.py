@@ -65,19 +65,19 @@ class WindowLayer(CacheLayer):
         super().reset()
         self.first = 0
 
-    def _filled(self, buffer: DTensor) -> Any:
+    def _filled_part(self, buffer: DTensor) -> Any:
         return buffer[: self.rows, :, self.needed - self.first : self.length - self.first]
 
-    def begun(self, rows: int, capacity: int, first: int) -> tuple[DTensor, ...]:
+    def rebase_buffers(self, rows: int, capacity: int, first: int) -> tuple[DTensor, ...]:
         """The buffers with `rows` rows, room for `capacity` tokens, and token `first` at the first place."""
-        return self._resized(rows, capacity, first - self.first)
+        return self._resize_buffers(rows, capacity, first - self.first)
 
     def begin_at(self, first: int, capacity: int) -> None:
         """Replaces the buffers by ones of `capacity` places that begin at token `first`."""
-        self.buffers, self.first = self.begun(self.buffers[0].shape[ROWS], capacity, first), first
+        self.buffers, self.first = self.rebase_buffers(self.buffers[0].shape[ROWS], capacity, first), first
 
 
-def begin(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
+def window_extent(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
     """First token and capacity, common to the buffers of all `windows`, for a call after which there are `tokens` tokens."""
     first, needed = (min(getattr(layer, name) for layer in windows) for name in ("first", "needed"))
     most = room_of(max(layer.window for layer in windows), tokens - needed)
@@ -85,7 +85,7 @@ def begin(windows: Sequence[WindowLayer], tokens: int) -> tuple[int, int]:
     return (first, room) if tokens - first <= room else (needed, most)
 
 
-def forget(windows: Sequence[WindowLayer]) -> None:
+def drop_unseen_tokens(windows: Sequence[WindowLayer]) -> None:
     """After a prompt: drops tokens that no later token sees, in layers whose buffers are larger than needed."""
     needed = min(layer.needed for layer in windows)
     for layer in windows:

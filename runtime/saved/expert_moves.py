@@ -26,7 +26,7 @@ from meshc.program.program import PlainProgram, Port
 from meshc.report.rebalanced import LEAST, Report, planned
 from meshc.runtime.comm import reorder
 from meshc.runtime.saved.loaded_program import LoadedProgram
-from meshc.runtime.state.held import inverse
+from meshc.runtime.state.stored_tensor import inverse
 
 
 class Placement:
@@ -87,11 +87,11 @@ class Placement:
 
     def _move(self, layer: str, wanted: Spread) -> None:
         loaded, source = self.loaded, self._source(layer, wanted.slots)
-        with loaded.executor.guarded(loaded.step, "move experts"), torch.no_grad():
+        with loaded.executor.failure_guard(loaded.step, "move experts"), torch.no_grad():
             for port in self.rows[layer] if source != sorted(source) else ():
                 tile = loaded.buffers.get(port.key)
                 if tile is not None:  # else it is another stage's
-                    tile.copy_(loaded.transfers.reordered(tile, _lies(port), source))
+                    tile.copy_(loaded.transfers.permute_rows(tile, _lies(port), source))
             for name, values in ((SLOTS, wanted.slots), (COPIES, wanted.copies)):
                 buffer = loaded.buffers.get(_key(layer, name))
                 if buffer is not None:

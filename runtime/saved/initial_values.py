@@ -15,10 +15,10 @@ from meshc.errors import StateError, join_names
 from meshc.frontend.recorded_init import Recording
 from meshc.frontend.recorded_values import RecordedValue
 from meshc.ops.random import FIRST_VALUES
-from meshc.runtime.failure.failed_rank import alone
+from meshc.runtime.failure.failed_rank import single_thread_context
 from meshc.runtime.saved.weight_loading import reset_copied_state, write_tensor
-from meshc.runtime.state.held import Held
 from meshc.runtime.state.store import Store
+from meshc.runtime.state.stored_tensor import StoredTensor
 
 _ADVICE: Final = (
     "  what to do: program.init_weights(fn) with a function that writes those too; or load them (program.load_state_dict, "
@@ -28,10 +28,10 @@ _ADVICE: Final = (
 
 def init_weights(store: Store, fn: Callable[[nn.Module], object]) -> None:
     """`Program.init_weights` of a store. All ranks call it."""
-    with alone("init_weights"):
+    with single_thread_context("init_weights"):
         store.adopt_changes()
         held_ones = [held for held in store.held.values() if not held.of]
-        unfilled = set(store.unfilled)
+        unfilled = set(store.unfilled_names)
 
         def current_value(at: int) -> Tensor | None:
             return None if held_ones[at].name in unfilled else held_ones[at].whole().to("cpu", copy=True)
@@ -58,14 +58,14 @@ class _ComputedValue:
         self._recording, self._value = recording, value
 
     def slice(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
-        return self._recording.read(self._value, tuple(ranges))
+        return self._recording.compute_box(self._value, tuple(ranges))
 
     def tensor(self, name: str) -> Tensor:
-        return self._recording.read(self._value)
+        return self._recording.compute_box(self._value)
 
 
 def _record_init(
-    store: Store, held_ones: Sequence[Held], recording: Recording, fn: Callable[[nn.Module], object]
+    store: Store, held_ones: Sequence[StoredTensor], recording: Recording, fn: Callable[[nn.Module], object]
 ) -> tuple[str | None, list[RecordedValue | None]]:
     """(error text or None, recorded value of each tensor; None where `fn` left it unchanged)."""
     try:
@@ -88,7 +88,7 @@ def _record_init(
                 members[name] = held.live
 
 
-def _final_value(held: Held, recording: Recording) -> RecordedValue | None:
+def _final_value(held: StoredTensor, recording: Recording) -> RecordedValue | None:
     members, name = held.places[0]
     found = members[name]
     if tuple(found.shape) != held.shape:

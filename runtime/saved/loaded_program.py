@@ -117,9 +117,9 @@ class LoadedProgram:
 
     def _at_home(self, port: Port, tile: Tensor) -> Tensor:
         if port.disk:
-            return disk.moved(tile, port.name)
+            return disk.copy_to_disk(tile, port.name)
         on_host = port.kind == "state" and not port.shape  # step counts stay on the CPU, as in torch
-        return tile if on_host else host.moved(tile, self.device) if port.host else tile.to(self.device)
+        return tile if on_host else host.copy_to_host(tile, self.device) if port.host else tile.to(self.device)
 
     def kept_tiles(self) -> list[tuple[Port, Tensor | None]]:
         """The ports of values kept between calls, each with this rank's tile as it is now; None if the rank has no part of it."""
@@ -190,7 +190,7 @@ class LoadedProgram:
             for port in self.program.outputs:
                 if port.key in self.buffers and values[port.key] is not self.buffers[port.key]:
                     self.buffers[port.key].copy_(values[port.key])
-            with self.executor.guarded(self.step, "gather outputs"):
+            with self.executor.failure_guard(self.step, "gather outputs"):
                 results = [port for port in self.program.outputs if port.kind in ("output", "metric")]
                 found = {port.key: self._whole(port, values[port.key]) for port in results}
         self.step += 1

@@ -18,7 +18,7 @@ from math import isfinite
 from pathlib import Path
 
 from meshc.errors import InputError, StateError, lines_of
-from meshc.optimizer.spec import Guard
+from meshc.optimizer.spec import NumberGuard
 from meshc.program.program import PlainProgram
 
 
@@ -79,7 +79,7 @@ class NumbersByStep:
         faults = []
         for group, number, relation, constant in program.info.get("guards", []):
             name = number if group < 0 else f"{group}.{number}"
-            guard = Guard(name, relation, constant)
+            guard = NumberGuard(name, relation, constant)
             now = guard.outcome(self.saved)
             for step, _ in self.changes:
                 if guard.outcome(self.at(step)) != now:

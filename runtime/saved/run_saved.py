@@ -28,7 +28,7 @@ from meshc.files.folders import write_file, write_text, writing
 from meshc.files.tensor_file import TensorFile
 from meshc.ir import Record
 from meshc.program.program import PlainProgram
-from meshc.runtime.agreement import agreed
+from meshc.runtime.agreement import descriptions
 from meshc.runtime.agreement.compare import agree, to_all
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.saved.checkpoint_folder import SavedState, check_target, save_state
@@ -89,7 +89,7 @@ def run_saved(ask: RunRequest) -> None:
                 given["--numbers"] = None if ask.numbers is None else _digest(ask.numbers)
                 given |= {"--rebalance-every": ask.rebalance_every}
                 given |= {"number of --inputs": len(ask.inputs), "--save-state": ask.save_state is not None}
-                agree(board, "load", agreed.before_running(program, ask.path, ask.state, given), agreed.advice)
+                agree(board, "load", descriptions.describe_run(program, ask.path, ask.state, given), descriptions.advice)
             _refuse_other_backend(program, ask)
             _run_rank(program, ask, device, board)
     finally:

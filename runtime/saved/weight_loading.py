@@ -14,8 +14,8 @@ from meshc.files.weight_files import Weights
 from meshc.ir.keys import key_of
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.saved.pieces import Slices, read_tile
-from meshc.runtime.state.held import Held
 from meshc.runtime.state.store import Store
+from meshc.runtime.state.stored_tensor import StoredTensor
 
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 _EXTRA: Final = "_extra_state"
@@ -27,7 +27,7 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
     their values, and of tensors that the model does not have."""
     store.adopt_changes()
     wanted = [name for name in store.model.state_dict() if name.rpartition(".")[2] != _EXTRA and expected(name)]
-    pairs: dict[str, tuple[Held, str]] = {}
+    pairs: dict[str, tuple[StoredTensor, str]] = {}
     for name in weights.names:
         held = held_of(store, name)
         if held is not None:
@@ -44,7 +44,7 @@ def load(store: Store, weights: Weights, where: str, expected: Callable[[str], b
     reset_copied_state(store, pairs.keys())
 
 
-def write_tensor(store: Store, held: Held, weights: Slices, name: str) -> None:
+def write_tensor(store: Store, held: StoredTensor, weights: Slices, name: str) -> None:
     """Writes the file's tensor `name` to a stored tensor: this rank reads its own tile."""
     home = held.home
     if not isinstance(home, StageTransfers) or home.member or held.lags:
@@ -63,7 +63,7 @@ def reset_copied_state(store: Store, keys: Collection[str]) -> None:
 def fill_buffers(store: Store, fill: Callable[[nn.Module], object]) -> None:
     """Fills buffers that no file holds: those of a model from `meta` that state dicts leave out. `fill(module)` is called for each module
     that has some, with empty buffers on the CPU and parameters on `meta`; it has to write the same values on all ranks."""
-    empty = {name for name in store.unfilled if store.find(key_of("buffer", name)) is not None}
+    empty = {name for name in store.unfilled_names if store.find(key_of("buffer", name)) is not None}
     modules = [(path, module) for path, module in store.model.named_modules() if empty & {_name(path, name) for name in module._buffers}]
     for path, module in modules:
         for name, value in _fill_module(module, fill).items():
@@ -104,11 +104,11 @@ def _same(value: Tensor, other: Tensor | None) -> bool:
     return other is not None and value.shape == other.shape and torch.allclose(value, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def held_of(store: Store, name: str) -> Held | None:
+def held_of(store: Store, name: str) -> StoredTensor | None:
     return store.find(key_of("parameter", name)) or store.find(key_of("buffer", name))
 
 
-def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[Held, str]], missing: Sequence[str], where: str) -> None:
+def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[StoredTensor, str]], missing: Sequence[str], where: str) -> None:
     faults = []
     for held, name in pairs.values():
         if weights.shape(name) != held.shape:
@@ -122,7 +122,7 @@ def _refuse(store: Store, weights: Weights, pairs: Mapping[str, tuple[Held, str]
         shown = "\n    ".join(lines_of(faults, 8))
         advice = "build the model from the configuration that lies beside them"
         raise StateError(f"the weights in {where} do not fit the model:\n    {shown}\n  what to do: {advice}")
-    empty = set(store.unfilled) & {one.name for name in missing if (one := held_of(store, name)) is not None}
+    empty = set(store.unfilled_names) & {one.name for name in missing if (one := held_of(store, name)) is not None}
     if empty:
         raise StateError(
             f"the model was built on `meta`, and {where} has no values for {join_names(sorted(empty), 6)}\n"

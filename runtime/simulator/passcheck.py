@@ -18,7 +18,7 @@ from meshc.errors import VerifyError
 from meshc.frontend.capture import TorchGraph
 from meshc.ir import has_record, records
 from meshc.ir.keys import kind_of
-from meshc.program.parts import Parts
+from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.simulator.callcheck import CallCheck
 from meshc.runtime.simulator.reference_comparison import FLOOR, error
@@ -58,7 +58,7 @@ class PassCheck:
             self.tolerance = LOW_TOLERANCE
         self._compare(name, interpret(graph, inputs, outputs, self.values))
 
-    def check_program(self, name: str, program: PlainProgram, parts: Parts | None) -> None:
+    def check_program(self, name: str, program: PlainProgram, parts: MicrobatchSplit | None) -> None:
         """Checks the per-rank program, on simulated ranks. A program in microbatches is skipped until these are stages with a schedule."""
         self._draw(program.inputs, program.constants)
         ordered = bool(program.schedule) or program.pipeline is not None
@@ -71,7 +71,7 @@ class PassCheck:
             if port.key not in self.values:
                 self.values[port.key] = _value(port, constants)
 
-    def _first(self, program: PlainProgram, parts: Parts | None) -> tuple[PlainProgram, dict[str, torch.Tensor]]:
+    def _first(self, program: PlainProgram, parts: MicrobatchSplit | None) -> tuple[PlainProgram, dict[str, torch.Tensor]]:
         """The program and its values; for a step that is the mean of its microbatches, its first microbatch, as in earlier passes."""
         if parts is None:
             return program, self.values

@@ -109,5 +109,5 @@ def widen_inputs(tree: Tree, double: bool) -> Tree:
         dtype = WIDER.get(leaf.dtype, leaf.dtype) if double else leaf.dtype
         return leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
 
-    copied: Tree = trees.mapped(wide, tree)
+    copied: Tree = trees.map_leaves(wide, tree)
     return copied

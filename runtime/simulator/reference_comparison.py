@@ -33,7 +33,7 @@ from meshc.ir.functions import Function
 from meshc.ir.keys import key_of, kind_of, name_of
 from meshc.ops.random import seed_step
 from meshc.optimizer.optimizer import AnyOptimizer, members_of
-from meshc.program.parts import Parts
+from meshc.program.microbatch_split import MicrobatchSplit
 from meshc.program.program import PlainProgram, Port
 from meshc.runtime.simulator import update_comparison
 from meshc.runtime.simulator.float64_comparison import WidenedConstants, WidenedOperators
@@ -231,7 +231,7 @@ class Reference:
     kwargs: dict[str, object]
     seed: int = 0
     double: bool = False
-    parts: Parts | None = None
+    parts: MicrobatchSplit | None = None
     perturbed: int | None = None
     hooks: Mapping[str, Hooks] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class Reference:
         with self._under(ReferenceRandom(self.seed, step)):
             yield
 
-    def run(self) -> object:
+    def call_model(self) -> object:
         """The model's output for the whole batch; call it, and backward, inside `at`."""
         return self.function(self.module, *self.args, **self.kwargs)
 
@@ -258,7 +258,7 @@ class Reference:
         """
         if self.parts is None:
             with self.at(step):
-                loss, metrics = split_result(self.run())
+                loss, metrics = split_result(self.call_model())
                 loss.backward()
             self.dense_gradients()
             return loss.detach(), metrics
@@ -267,7 +267,7 @@ class Reference:
         sums: dict[str, torch.Tensor] = {}
         for index in range(self.parts.count):
             random = ReferenceRandom(self.seed, step, Microbatch(drawn, self.parts.count, index))
-            args, kwargs = self.parts.cut((self.args, self.kwargs), index)
+            args, kwargs = self.parts.microbatch_inputs((self.args, self.kwargs), index)
             with self._under(random):
                 loss, metrics = split_result(self.function(self.module, *args, **kwargs))
                 (loss / self.parts.count).backward()
@@ -286,7 +286,7 @@ class Reference:
         """The random draws of the whole batch. Restores the buffers."""
         before, random = ModelSnapshot(self.module), ReferenceRandom(self.seed, step)
         with torch.no_grad(), self._under(random):
-            self.run()
+            self.call_model()
         before.put_back()
         return random.drawn
 
@@ -433,7 +433,7 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report, 
     tangents = {port.name: values[port.key] for port in program.inputs if port.kind == "tangent"}
     names = [port.name for port in program.outputs if port.kind == "output"]
     with reference.at(0):
-        leaves = [leaf for leaf in trees.leaves(reference.run()) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in trees.leaves(reference.call_model()) if isinstance(leaf, torch.Tensor)]
         outputs = dict(zip(names, leaves, strict=True))
         wanted = {name: leaf.detach().clone() for name, leaf in outputs.items()}
         if tangents:
@@ -450,7 +450,7 @@ def compare_module(program: PlainProgram, reference: Reference, report: Report, 
 
 
 def first_wrong(
-    program: PlainProgram, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: Parts | None = None
+    program: PlainProgram, graph: Graph, values: Mapping[str, torch.Tensor], tolerance: float, parts: MicrobatchSplit | None = None
 ) -> str:
     """Text of the first per-rank value, in program order, that differs from the global-view graph's value on one device; empty if none.
 
@@ -461,7 +461,7 @@ def first_wrong(
     if parts is not None:
         program = first_microbatch(program)
         inputs = {port.key: values[port.key] for port in program.inputs if port.kind == "input"}
-        mine = {**values, **parts.cut(inputs, 0)}
+        mine = {**values, **parts.microbatch_inputs(inputs, 0)}
     env: dict[Node, Argument] = {}
     placeholders = iter(program.inputs)
     for node in graph.nodes:

@@ -53,7 +53,7 @@ class RoundingPerturbation(TorchDispatchMode):
                         if _is_floating(leaf):
                             leaf.copy_(self._perturb(leaf))
             return made
-        return trees.mapped(lambda leaf: self._perturb(leaf) if _is_floating(leaf) else leaf, made)
+        return trees.map_leaves(lambda leaf: self._perturb(leaf) if _is_floating(leaf) else leaf, made)
 
     def _perturb(self, value: Tensor) -> Tensor:
         unit = torch.finfo(value.dtype).eps

@@ -3,8 +3,9 @@
     flat: "f32[68]; its parts inside, kept" = aten.cat([a, b])              a and b are computed into the memory of flat
     r: "f32[68]; over its operand" = all_reduce(flat, ["dp"], "sum")        flat has the values of r from here on
 
-Kept memory is reused by the next value placed there (`meshc/program/kept.py`), and by the stage's next call; here it is overwritten before.
-So a program that reads overwritten values, or whose result shares kept memory, computes other numbers here, as it would on ranks.
+Kept memory is reused by the next value placed there (`meshc/program/static_memory.py`), and by the stage's next call; here it is
+overwritten before. So a program that reads overwritten values, or whose result shares kept memory, computes other numbers here, as it
+would on ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.fx import Graph, Node
 
 from meshc.ir import record
 from meshc.ir.sharing import KEPT, OVER_OPERAND, sharing_of
-from meshc.program.kept import places
 from meshc.program.packing import pieces
+from meshc.program.static_memory import places
 
 
 class SharedMemory:

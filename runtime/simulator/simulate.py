@@ -19,7 +19,7 @@ from meshc.check.guards import guarded
 from meshc.errors import CompileError, DeadlockError, MeshcError
 from meshc.ir import Record, records, spmd
 from meshc.ir.functions import Function, Keywords
-from meshc.ir.graph import dying, last_reads
+from meshc.ir.graph import last_reads, values_freed_after
 from meshc.ir.mesh import Mesh
 from meshc.ir.reductions import REDUCTIONS
 from meshc.ir.sharding import Sharding, is_padded, local_size, tile_count, zigzag_halves
@@ -313,7 +313,7 @@ def rank_program(
 ) -> RankProgram[list[torch.Tensor]]:
     """One rank's run of a stage, which stops at every collective. Returns the stage's outputs."""
     env: dict[Node, object] = {}
-    dead = dying(last_reads(stage.graph.nodes))
+    dead = values_freed_after(last_reads(stage.graph.nodes))
     memory = SharedMemory(stage.graph) if note is None else None  # observed values must not be overwritten
 
     def value(argument: object) -> object:

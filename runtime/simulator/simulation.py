@@ -11,11 +11,11 @@ from meshc.errors import DeadlockError, VerifyError
 from meshc.ir.keys import key_of
 from meshc.ir.layouts import put_tiles, take_tile
 from meshc.ir.sharding import Sharding, padded_parts
-from meshc.pipelining.cut import slot
+from meshc.pipelining.pipeline_stages import slot
 from meshc.pipelining.schedule import Action, Recv, Schedule, Send
 from meshc.program.accumulate import ACCUMULATES
 from meshc.program.program import RUNS, Instruction, PlainProgram, Port
-from meshc.program.steps import steps_of
+from meshc.program.rank_instructions import steps_of
 from meshc.runtime.simulator.simulate import Letter, LetterWait, Observer, RankProgram, lock_step, rank_program, run_stage
 
 Values = Mapping[str, torch.Tensor]

@@ -21,7 +21,7 @@ from meshc.ir.mesh import Mesh
 from meshc.program.program import Port
 
 if TYPE_CHECKING:
-    from meshc.runtime.state.held import Held
+    from meshc.runtime.state.stored_tensor import StoredTensor
 
 FUNCTIONAL: Final = ("torch._functorch.functional_call", "torch.nn.utils.stateless")
 """Modules of torch whose functions replace parameters for the time of a call."""
@@ -58,7 +58,7 @@ def check_ports(ports: Iterable[Port], tensors: Mapping[str, Tensor]) -> None:
         raise StateError("the model is not the one that was compiled:\n    " + "\n    ".join(faults))
 
 
-def check_storage(find: Callable[[str], Held | None], ports: Iterable[Port], mesh: Mesh) -> None:
+def check_storage(find: Callable[[str], StoredTensor | None], ports: Iterable[Port], mesh: Mesh) -> None:
     """Raises StateError where a port requires another storage than the tensor that `find` returns has."""
     faults = []
     for port in ports:
@@ -82,7 +82,7 @@ def _where(offloaded: bool, on_disk: bool) -> str:
     return "disk" if on_disk else "host" if offloaded else "device"
 
 
-def refuse_converted(stored: Iterable[Held]) -> None:
+def refuse_converted(stored: Iterable[StoredTensor]) -> None:
     """Raises StateError if `half()`, `to(...)` or the like has converted a compiled model: the program's memory is as before."""
     faults = []
     for held in stored:
@@ -98,7 +98,7 @@ def refuse_converted(stored: Iterable[Held]) -> None:
         )
 
 
-def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
+def refuse_swapped(model: nn.Module, stored: Iterable[StoredTensor]) -> None:
     """Raises StateError for tensors that replace parameters for the time of a call, or come from another library that shards parameters:
     the program would take them for new values."""
     swapped = [held for held in stored if not held.of and held.current() is not held.live]
@@ -117,7 +117,7 @@ def refuse_swapped(model: nn.Module, stored: Iterable[Held]) -> None:
         )
 
 
-def refuse_moved(stored: Iterable[Held]) -> None:
+def refuse_moved(stored: Iterable[StoredTensor]) -> None:
     """Raises StateError for parameters that were tied, untied, moved or removed: the program has memory for each as it was. In plain torch
     they would be other parameters from then on; here a tensor in a place is a new value of the parameter that belongs there."""
     parameters = [held for held in stored if not held.of and isinstance(held.live, nn.Parameter)]
@@ -146,10 +146,10 @@ def _equal(tensors: Sequence[object]) -> bool:
     return len(plain) < len(tensors) or all(one.shape == plain[0].shape and torch.equal(one, plain[0]) for one in plain)
 
 
-def refuse_set(stored: Iterable[Held]) -> None:
+def refuse_set_data(stored: Iterable[StoredTensor]) -> None:
     """Raises StateError after `parameter.data = value` on a DTensor: torch replaces its wrapper, and leaves the values unchanged. Raised
     once: the new values are lost."""
-    found = [held for held in stored if held.set_aside and not held.swapped]
+    found = [held for held in stored if held.has_other_wrapper and not held.is_swapped]
     for held in found:
         held.remember()
     if found:

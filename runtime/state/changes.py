@@ -4,7 +4,7 @@
               │ torch counts writes in `_version`
     look      finds tensors whose version differs from that after the last program, or optimizer step (`record`)
     tell      notes them, before the next run, in a stream of the ranks that hold them: the board compares streams beside
-              the runs (`failure/numbers.py`), so a rank never waits
+              the runs (`failure/step_numbers.py`), so a rank never waits
 
 A write through a DTensor must be made by every rank. A write through `to_local()` concerns this rank's part and its replicas alone. Where
 ranks have changed the same tensors, values of replicas are compared (`replicas.py`): at the first such run, and ever more rarely if every
@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshc.optimizer.spec import GRADIENT
-from meshc.runtime.agreement.compare import meet
+from meshc.runtime.agreement.compare import rendezvous
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.failure.failed_rank import FailureBoard, current_board
-from meshc.runtime.failure.numbers import CHANGES, NOT_THERE, Difference
+from meshc.runtime.failure.step_numbers import CHANGES, NOT_THERE, Difference
 from meshc.runtime.state import random_draws, replicas
-from meshc.runtime.state.held import Held
+from meshc.runtime.state.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
@@ -67,7 +67,7 @@ class Changes:
         self._store: Store = weakref.proxy(store)  # no circle: what the store holds is free as soon as its model is
         self._number = next(_STORES)
         self.steps = 0
-        self._held: list[Held] = []
+        self._held: list[StoredTensor] = []
         self._lives: list[Tensor] = []
         """The DTensors of `_held`, which programs do not write through."""
         self._parts: list[Tensor] = []
@@ -80,14 +80,14 @@ class Changes:
         """Changes not yet announced: by name the ranks that should have made the change."""
         self._told: dict[str, tuple[int, ...]] = {}
         """Announced changes since the last run, likewise."""
-        self._unseen: dict[str, Held] = {}
+        self._unseen: dict[str, StoredTensor] = {}
         """Changed tensors whose values were not compared since, by key."""
         self._noted_steps: dict[tuple[int, ...], int] = {}
         self._groups: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._hurried, self._asked = Pace(), Pace()
         self._given = 0
         self._given_at = -1
-        self._by_live: dict[int, Held] = {}
+        self._by_live: dict[int, StoredTensor] = {}
         """Parameters by the identity of their live tensor."""
         self._states: dict[tuple[int, str], Version] = {}
 
@@ -102,7 +102,7 @@ class Changes:
         self._read.update(held.key for held in map(self._store.find, keys) if held is not None)
         self._anew = True
 
-    def look(self, replaced: Iterable[Held] = ()) -> None:
+    def look(self, replaced: Iterable[StoredTensor] = ()) -> None:
         """Finds changes since `record`. replaced: stored tensors that were replaced in the model."""
         self._list()
         lives, parts = list(map(_version, self._lives)), list(map(_version, self._parts))
@@ -121,7 +121,7 @@ class Changes:
         self._list()
         self._parts_then = list(map(_version, self._parts))
 
-    def _find(self, held: Held, whole: bool) -> None:
+    def _find(self, held: StoredTensor, whole: bool) -> None:
         ranks = self.ranks_of(held, whole)
         if len(ranks) > len(self._uncompared.get(held.name, ())):
             self._uncompared[held.name] = ranks
@@ -141,7 +141,7 @@ class Changes:
         self._lives_then = [lives.get(id(live), live._version) for live in self._lives]
         self._parts_then = [parts.get(id(part), part._version) for part in self._parts]
 
-    def _is_followed(self, held: Held) -> bool:
+    def _is_followed(self, held: StoredTensor) -> bool:
         """Excludes gradients, which `zero_grad` may clear, tensors of other stages, and inference tensors, which have no version."""
         if held.slot == GRADIENT or not _is_here(held) or held.live.is_inference() or _part(held).is_inference():
             return False
@@ -179,10 +179,10 @@ class Changes:
 
     # ---- who holds what
 
-    def ranks_of(self, held: Held, whole: bool) -> tuple[int, ...]:
+    def ranks_of(self, held: StoredTensor, whole: bool) -> tuple[int, ...]:
         """The ranks that hold the same part of a tensor as this rank; whole: those that hold any part."""
         axes = tuple(axis.name for axis in held.home.mesh.axes if axis.size > 1)
-        return self.group(axes if whole or not held.placements else random_draws.replicating(held))
+        return self.group(axes if whole or not held.placements else random_draws.replicated_axes(held))
 
     def group(self, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from this one along these axes only."""
@@ -233,14 +233,14 @@ class Changes:
                 stream = board.numbers.joint(CHANGES, ranks, other_change)
                 stream.note(tuple(sorted(names)), (done,) * len(names))
                 if sends:
-                    meet(board, ranks, "exchange parts of what was changed", stream.count)
+                    rendezvous(board, ranks, "exchange parts of what was changed", stream.count)
 
     def note_run(self, board: FailureBoard, axes: Sequence[str], what: str) -> None:
         """Notes the begin of a run that sends along `axes`. Raises StateError where values of replicas differ."""
         reached = self.group(axes)
         if len(reached) < 2:
             return
-        for ranks, stream in board.numbers.within(RUNS, reached):
+        for ranks, stream in board.numbers.joint_streams(RUNS, reached):
             since = self.steps - self._noted_steps.get(ranks, 0)
             self._noted_steps[ranks] = self.steps
             stream.note((PROGRAM, STEPS), (what, since))
@@ -250,10 +250,10 @@ class Changes:
             self._compare_now_and_then(board, board.numbers.joint(RUNS, reached, other_run).count)
 
     def _compare_now_and_then(self, board: FailureBoard, run: int) -> None:
-        stored: Collection[Held] = ()
+        stored: Collection[StoredTensor] = ()
         if self._unseen and self._hurried.due(run):
             stored = self._unseen.values()
-        elif run >= FIRST_LOOK and _rarely(run):
+        elif run >= FIRST_LOOK and _is_rare_turn(run):
             stored = [held for held in self._held if not held.on_disk]
         if stored:
             self._compare(board, f"run {run}", stored, {}, 0.0)
@@ -287,7 +287,7 @@ class Changes:
         return board.numbers.joint(RUNS, tuple(range(board.world_size)), other_run).count
 
     def _compare(
-        self, board: FailureBoard, when: str, stored: Iterable[Held], changed: Mapping[str, Sequence[int]], wait_s: float
+        self, board: FailureBoard, when: str, stored: Iterable[StoredTensor], changed: Mapping[str, Sequence[int]], wait_s: float
     ) -> None:
         with torch.no_grad():
             values = replicas.sketches([held for held in stored if len(self.ranks_of(held, whole=False)) > 1])
@@ -305,18 +305,18 @@ class Pace:
     def due(self, run: int) -> bool:
         self._times = self._times + 1 if run - self._last <= NEAR else 1
         self._last = run
-        return _rarely(self._times)
+        return _is_rare_turn(self._times)
 
 
-def _rarely(count: int) -> bool:
+def _is_rare_turn(count: int) -> bool:
     return count % RARE == 0 if count > RARE else count & (count - 1) == 0
 
 
-def _part(held: Held) -> Tensor:
+def _part(held: StoredTensor) -> Tensor:
     return held.local if held.memory is None else held.memory
 
 
-def _is_here(held: Held) -> bool:
+def _is_here(held: StoredTensor) -> bool:
     """Whether the tensor is stored on this rank's pipeline stage."""
     return not isinstance(held.home, StageTransfers) or held.home.member
 
@@ -339,7 +339,7 @@ def other_change(found: Difference, first: tuple[int, str], second: tuple[int, s
             "  why: it is stored in no layout of torch's, so what you see is a copy, which ranks make together\n"
             "  what to do: call state_dict, load_state_dict and program.sync on every rank, without `if rank == 0`"
         )
-    return f"{replicas.changed([found.name], found.more, where, other)}{replicas.CHANGED_ALONE}"
+    return f"{replicas.change_text([found.name], found.more, where, other)}{replicas.CHANGED_ALONE}"
 
 
 def other_run(found: Difference, first: tuple[int, str], second: tuple[int, str]) -> str:

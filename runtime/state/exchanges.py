@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate
 
 from meshc.private import dtensor_dispatch, dtensor_redistribute
 from meshc.runtime.failure.failed_rank import current_board
-from meshc.runtime.failure.numbers import CHANGES
-from meshc.runtime.failure.peers import Awaited
+from meshc.runtime.failure.peers import AwaitedRanks
+from meshc.runtime.failure.step_numbers import CHANGES
 from meshc.runtime.state import random_draws
 from meshc.runtime.state.changes import EXCHANGED, other_change
 
@@ -33,11 +33,11 @@ def follow() -> None:
     modules: tuple[Any, ...] = (dtensor_dispatch, dtensor_redistribute)
     for module in modules:
         if not hasattr(module.redistribute_local_tensor, "noted"):
-            module.redistribute_local_tensor = _noted(module.redistribute_local_tensor)
+            module.redistribute_local_tensor = _note_exchange(module.redistribute_local_tensor)
 
 
-def _noted(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def noted(local: Tensor, current: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _note_exchange(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def exchange_with_note(local: Tensor, current: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor:
         board, axes = current_board(), _sent_along(current, target)
         if board is None or not axes or type(local) is not Tensor or random_draws.home_of(current.mesh) is None:
             return exchange(local, current, target, *args, **kwargs)
@@ -47,18 +47,18 @@ def _noted(exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
         names = ", ".join(str((current.mesh.mesh_dim_names or range(current.mesh.ndim))[axis]) for axis in axes)
         what = f"a tensor of shape {list(current.shape)} over {names}"
         stream = board.numbers.joint(CHANGES, ranks, other_change)
-        for _, each in board.numbers.within(CHANGES, ranks):
+        for _, each in board.numbers.joint_streams(CHANGES, ranks):
             each.note((what,), (EXCHANGED,))
         before = board.awaited
-        board.awaited = Awaited(frozenset(ranks) - {board.rank}, f"the exchange of {what}", (stream.name, stream.count))
+        board.awaited = AwaitedRanks(frozenset(ranks) - {board.rank}, f"the exchange of {what}", (stream.name, stream.count))
         try:
             with board.guard(board.step, f"exchange {what}"):
                 return exchange(local, current, target, *args, **kwargs)
         finally:
             board.awaited = before
 
-    noted.__dict__["noted"] = True
-    return noted
+    exchange_with_note.__dict__["noted"] = True
+    return exchange_with_note
 
 
 def _sent_along(current: Any, target: Any) -> tuple[int, ...]:

@@ -26,13 +26,13 @@ from meshc.ir.keys import key_of
 from meshc.runtime.comm import collectives, reorder
 from meshc.runtime.comm.stage_transfers import StageTransfers
 from meshc.runtime.state import ownership
-from meshc.runtime.state.held import Held, inverse
+from meshc.runtime.state.stored_tensor import StoredTensor, inverse
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
 
 
-def spread_now(store: Store, path: str, groups: int) -> Spread:
+def current_spread(store: Store, path: str, groups: int) -> Spread:
     """Slots and copies of the experts at a module's path, which are split among `groups` groups of ranks."""
     slots = [int(slot) for slot in store.buffer(key_of("buffer", f"{path}.{SLOTS}".lstrip("."))).tolist()]
     if not copies_per_rank(store.model.get_submodule(path)):
@@ -41,31 +41,31 @@ def spread_now(store: Store, path: str, groups: int) -> Spread:
     return Spread(tuple(slots), tuple(int(slot) for slot in copies.tolist()))
 
 
-def rows_of(store: Store, path: str) -> list[Held]:
+def rows_of(store: Store, path: str) -> list[StoredTensor]:
     """Stored tensors with a row per expert at this path: parameters and their state. Raises StateError for state that mixes experts."""
     module = store.model.get_submodule(path)
-    found: list[Held] = []
+    found: list[StoredTensor] = []
     for name in weights_of(module):
         parameter = store.find(key_of("parameter", f"{path}.{name}".lstrip(".")))
         assert parameter is not None, "a store has all parameters of its model"
         states = [held for held in store.held.values() if held.of == parameter.key]
-        mixed = [held for held in states if not _follows(held, parameter) and held.shape[:1] not in ((), (1,))]
+        mixed = [held for held in states if not _has_expert_rows(held, parameter) and held.shape[:1] not in ((), (1,))]
         if mixed:
             raise StateError(
                 f"{mixed[0].name} is of shape {list(mixed[0].shape)}, and experts of {path} cannot be moved with state that has no row for "
                 f"each of the {parameter.shape[0]}\n  what to do: another optimizer for the experts, or leave them where they are"
             )
-        found += [parameter, *(held for held in states if _follows(held, parameter))]
+        found += [parameter, *(held for held in states if _has_expert_rows(held, parameter))]
     return found
 
 
-def bytes_of(store: Store, path: str, wanted: Sequence[int]) -> int:
+def received_bytes_of_move(store: Store, path: str, wanted: Sequence[int]) -> int:
     """Bytes that the rank with the most is sent, if the experts at this path move to the slots `wanted`."""
-    source = _source(spread_now(store, path, 1).slots, wanted)
+    source = _source(current_spread(store, path, 1).slots, wanted)
     return sum(reorder.received_bytes(held.sharding, held.home.mesh, source, held.dtype.itemsize) for held in rows_of(store, path))
 
 
-def first_that_differs(store: Store, said: str) -> int | None:
+def first_differing_rank(store: Store, said: str) -> int | None:
     """The first rank whose `said` differs from that of rank 0; None if all are equal. All ranks call this."""
     world = store.transfers.groups.world
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
@@ -77,11 +77,11 @@ def move(store: Store, path: str, wanted: Spread) -> None:
     """Moves expert i at this path to slot wanted.slots[i], and sets its copies to wanted.copies. All ranks call this, in the same order,
     between two calls."""
     module = store.model.get_submodule(path)
-    source, held_ones = _source(spread_now(store, path, 1).slots, wanted.slots), rows_of(store, path)
+    source, held_ones = _source(current_spread(store, path, 1).slots, wanted.slots), rows_of(store, path)
     with torch.no_grad():
         for held in held_ones if source != sorted(source) else ():
-            held.buffer.copy_(held.home.reordered(held.buffer, held.sharding, source))
-            _lies(held, wanted.slots)
+            held.buffer.copy_(held.home.permute_rows(held.buffer, held.sharding, source))
+            _record_slots(held, wanted.slots)
         where = expert_slots_of(module)
         assert where is not None
         where.slots.copy_(torch.tensor(wanted.slots, dtype=torch.int64))
@@ -91,15 +91,15 @@ def move(store: Store, path: str, wanted: Spread) -> None:
     store.moves += 1
 
 
-def follow(parameter: Held, state: Held) -> None:
+def reorder_new_state(parameter: StoredTensor, state: StoredTensor) -> None:
     """Permutes new state, which is in the model's order, like its parameter, if the experts of that have been moved."""
-    if parameter.slots is not None and _follows(state, parameter):
+    if parameter.slots is not None and _has_expert_rows(state, parameter):
         with torch.no_grad():
-            state.buffer.copy_(state.home.reordered(state.buffer, state.sharding, inverse(parameter.slots)))
-        _lies(state, parameter.slots)
+            state.buffer.copy_(state.home.permute_rows(state.buffer, state.sharding, inverse(parameter.slots)))
+        _record_slots(state, parameter.slots)
 
 
-def _follows(state: Held, parameter: Held) -> bool:
+def _has_expert_rows(state: StoredTensor, parameter: StoredTensor) -> bool:
     return state.shape[:1] == parameter.shape[:1]
 
 
@@ -108,7 +108,7 @@ def _source(now: Sequence[int], wanted: Sequence[int]) -> list[int]:
     return [now[expert] for expert in inverse(wanted)]
 
 
-def _lies(held: Held, slots: Sequence[int]) -> None:
+def _record_slots(held: StoredTensor, slots: Sequence[int]) -> None:
     """Records that rows have moved: the live tensor shares the buffer only if that is in the model's order again."""
     held.slots = None if list(slots) == sorted(slots) else list(slots)
     if isinstance(held.home, StageTransfers) and not held.home.member:
@@ -116,7 +116,7 @@ def _lies(held: Held, slots: Sequence[int]) -> None:
     held.shared = held.slots is None and layouts.shares_memory(held.sharding, held.home.mesh)
     held.stale = held.slots is not None
     if held.slots is not None:
-        held.let_go()
+        held.release_copy()
     else:
         chunk = held.as_chunk()
         held.show(chunk if held.shared else chunk.to(held.local.device, copy=True))

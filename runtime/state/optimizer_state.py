@@ -22,14 +22,14 @@ from meshc.errors import StateError, join_names
 from meshc.ir import layouts
 from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
-from meshc.optimizer.forms import in_form, other_names
 from meshc.optimizer.optimizer import AnyOptimizer, Optimizers, OptimizerSpec, Slot, attach_state, members_of, replace_parameters
+from meshc.optimizer.state_formats import alternative_names, convert_state
 from meshc.program.program import Port
 from meshc.runtime.state import moved_experts, ownership
 
 if TYPE_CHECKING:
-    from meshc.runtime.state.held import Held
     from meshc.runtime.state.store import Store
+    from meshc.runtime.state.stored_tensor import StoredTensor
 
 
 def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: OptimizerSpec | None = None) -> None:
@@ -62,7 +62,7 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
                 name = port.name.removeprefix(f"{port.of}/")
                 slot = slots.get((parameter.key, name))
                 entries = member.state.get(old, {})
-                present = entries.get(name) if slot is None else in_form(slot, entries, partial(_whole, store))
+                present = entries.get(name) if slot is None else convert_state(slot, entries, partial(_whole, store))
                 held = _hold(store, port, parameter, name, slot, present)
                 held.optimizer = weakref.ref(member)
             states[id(member)].setdefault(parameter.live, {})[held.slot] = held.live
@@ -72,24 +72,24 @@ def adopt(store: Store, optimizer: AnyOptimizer, ports: Sequence[Port], spec: Op
         if member in fresh_members:
             ownership.own_optimizer(member, store)
     forget_other_forms(store, members)
-    _tell_wrappers(store, optimizer)
+    _update_wrappers(store, optimizer)
 
 
-def follow(store: Store, optimizer: AnyOptimizer) -> None:
+def replace_live_parameters(store: Store, optimizer: AnyOptimizer) -> None:
     """Replaces, in optimizers built before the model was compiled, the old parameters by the live ones."""
     for member in members_of(optimizer):
         held = [p for group in member.param_groups for p in group["params"]]
         attach_state(member, {p: store.live(p) for p in held if store.parameter_key(p) is not None}, {})
-    _tell_wrappers(store, optimizer)
+    _update_wrappers(store, optimizer)
 
 
 def refuse_shared(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Returns the optimizers that the store does not know yet. Raises StateError if one updates a parameter of another optimizer: steps of
     one model may have several optimizers only for disjoint parameters (generator, discriminator). Sends nothing."""
     members = [member for member in optimizers if all(one is not member for one in store.optimizers)]
-    if _shared(store, members, optimizers) is not None:
+    if _parameters_of_others(store, members, optimizers) is not None:
         gc.collect()  # a dropped optimizer with a scheduler is in a reference cycle until then
-    found = _shared(store, members, optimizers)
+    found = _parameters_of_others(store, members, optimizers)
     if found is not None:
         names, other = found
         raise StateError(
@@ -100,7 +100,7 @@ def refuse_shared(store: Store, optimizers: Sequence[torch.optim.Optimizer]) -> 
     return members
 
 
-def _shared(
+def _parameters_of_others(
     store: Store, members: Sequence[torch.optim.Optimizer], known: Sequence[torch.optim.Optimizer]
 ) -> tuple[list[str], str] | None:
     """Names of the members' parameters that an optimizer outside `known` updates, and the class of that one; None without any."""
@@ -112,13 +112,13 @@ def _shared(
     return ([store.held[key].name for key in twice], held[twice[0]]) if twice else None
 
 
-def in_another_form(store: Store, held: Held) -> object | None:
+def replacement_state(store: Store, held: StoredTensor) -> object | None:
     """The optimizer's present form of a state that it has replaced, in more or fewer bits; None if there is none. The entries of that form
     are removed later (`forget_other_forms`)."""
     optimizer = None if held.optimizer is None else held.optimizer()
     if optimizer is None or held.fresh is None:
         return None
-    return in_form(held.fresh, optimizer.state.get(store.held[held.of].live, {}), partial(_whole, store))
+    return convert_state(held.fresh, optimizer.state.get(store.held[held.of].live, {}), partial(_whole, store))
 
 
 def forget_other_forms(store: Store, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -130,7 +130,7 @@ def forget_other_forms(store: Store, optimizers: Iterable[torch.optim.Optimizer]
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for slot in slots.get(store.parameter_key(parameter) or "", ()):
-                for name in other_names(slot) if slot.name in entries else ():
+                for name in alternative_names(slot) if slot.name in entries else ():
                     entries.pop(name, None)
 
 
@@ -141,14 +141,16 @@ def _whole(store: Store, value: Tensor) -> Tensor:
     return store.transfers.scatter(value, layouts.whole_sharding(tuple(value.shape)), value.dtype)
 
 
-def _tell_wrappers(store: Store, optimizer: AnyOptimizer) -> None:
+def _update_wrappers(store: Store, optimizer: AnyOptimizer) -> None:
     """Replaces parameters in the groups that wrappers of the optimizer have."""
     for wrapper in optimizer.wrappers if isinstance(optimizer, Optimizers) else ():
         listed = [p for group in getattr(wrapper, "param_groups", ()) for p in group["params"]]
         replace_parameters(wrapper, {p: store.live(p) for p in listed})
 
 
-def fresh(store: Store, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, parameter: Held, slot: Slot | None) -> Tensor:
+def initial_state(
+    store: Store, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, parameter: StoredTensor, slot: Slot | None
+) -> Tensor:
     """A tile of state as torch creates it: zeros, another constant, or a copy of the parameter."""
     if slot is not None and slot.fill is None:
         return parameter.home.reshard(parameter.buffer, parameter.sharding, sharding).to(dtype)
@@ -167,10 +169,10 @@ def _slots(store: Store, spec: OptimizerSpec | None) -> dict[tuple[str, str], Sl
     return found
 
 
-def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | None, present: object) -> Held:
+def _hold(store: Store, port: Port, parameter: StoredTensor, name: str, slot: Slot | None, present: object) -> StoredTensor:
     sharding = port.sharding or layouts.whole_sharding(port.shape)
     if present is None:
-        tile = fresh(store, sharding, port.shape, port.dtype, parameter, slot)
+        tile = initial_state(store, sharding, port.shape, port.dtype, parameter, slot)
         tile = parameter.as_model(tile, sharding) if slot is not None and slot.fill is None else tile
     elif isinstance(present, DTensor):
         whole = store.transfers.full(present).to(store.device, port.dtype)
@@ -181,5 +183,5 @@ def _hold(store: Store, port: Port, parameter: Held, name: str, slot: Slot | Non
     there: dict[str, bool] = {"offloaded": port.host, "on_disk": port.disk}
     held = store.hold(port.key, sharding, port.shape, port.dtype, tile, distributed=bool(port.shape), **there)
     held.of, held.slot, held.fresh = parameter.key, name, None if slot is None else replace(slot, value=None)
-    moved_experts.follow(parameter, held)
+    moved_experts.reorder_new_state(parameter, held)
     return held

@@ -21,10 +21,10 @@ from meshc.errors import StateError, join_names
 from meshc.optimizer.spec import group_numbers
 from meshc.runtime.agreement.compare import together
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
-from meshc.runtime.failure.numbers import Stream
+from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.state import traced_steps, whole_state
-from meshc.runtime.state.barred import Bar, Barred, put_bar, take_bars
-from meshc.runtime.state.state_dict_callers import look_who_asks, look_who_asks_optimizer, takes_dtensors
+from meshc.runtime.state.forward_bar import BarredModuleKind, ForwardBar, put_bar, take_bars
+from meshc.runtime.state.state_dict_callers import classify_caller, takes_dtensors, warn_optimizer_caller
 
 if TYPE_CHECKING:
     from meshc.runtime.state.store import Store
@@ -50,7 +50,7 @@ def store_of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
     return _STORES.get(owner)
 
 
-def refuse_anothers(model: nn.Module) -> None:
+def refuse_foreign_parameters(model: nn.Module) -> None:
     """Raises StateError for a model without a store that has parameters of a compiled model, live or replaced ones."""
     stores = {store for owner, store in _STORES.items() if isinstance(owner, nn.Module)}
     rows = [(name, store) for name, one in model.named_parameters() for store in stores if store.parameter_key(one)]
@@ -68,10 +68,10 @@ def own_model(model: nn.Module, holders_of_copies: set[nn.Module], store: Store)
     """Ties a model to its store; `holders_of_copies` are the submodules whose tensors need `sync` before they are read."""
     for module in holders_of_copies | {model}:
         own_copies(module, store)
-    if _look_who_asks not in model._state_dict_pre_hooks.values():  # a copy of a compiled model has them
-        model.register_state_dict_pre_hook(_look_who_asks)
-        model.register_state_dict_post_hook(_bring_together)
-        model.register_load_state_dict_pre_hook(_lay_out)
+    if _check_caller not in model._state_dict_pre_hooks.values():  # a copy of a compiled model has them
+        model.register_state_dict_pre_hook(_check_caller)
+        model.register_state_dict_post_hook(_gather_model_state)
+        model.register_load_state_dict_pre_hook(_shard_model_state)
         model.register_load_state_dict_post_hook(_after_model_load)
     _leave_to_program(model)
     _refuse_replaced_parameters()
@@ -101,11 +101,11 @@ def run_calls(model: nn.Module, run: Callable[..., Any]) -> None:
     """Makes calls of the model call `run`, except within `calls_allowed`. `forward` is unchanged, and copies of the model do not call
     `run`: torch's attribute for `nn.Module.compile` is not copied."""
     model._compiled_call_impl = run
-    put_bar(model, _bar(model, Barred.CALLED))
+    put_bar(model, _bar(model, BarredModuleKind.CALLED))
 
 
-def _bar(model: nn.Module, standing: Barred) -> Bar:
-    return Bar(standing, partial(_refuse_stale, weakref.ref(model)))
+def _bar(model: nn.Module, standing: BarredModuleKind) -> ForwardBar:
+    return ForwardBar(standing, partial(_refuse_stale, weakref.ref(model)))
 
 
 def _refuse_stale(model: weakref.ref[nn.Module]) -> None:
@@ -153,8 +153,8 @@ def runs_restored(model: nn.Module) -> Iterator[None]:
 def own_optimizer(optimizer: torch.optim.Optimizer, store: Store) -> None:
     _STORES[optimizer] = store
     optimizer.register_state_dict_pre_hook(_sync)
-    optimizer.register_state_dict_pre_hook(_look_who_asks_optimizer)
-    optimizer.register_state_dict_post_hook(_bring_optimizer_together)
+    optimizer.register_state_dict_pre_hook(_check_optimizer_caller)
+    optimizer.register_state_dict_post_hook(_gather_optimizer_state)
     optimizer.register_load_state_dict_pre_hook(_sync)
     optimizer.register_load_state_dict_pre_hook(_refuse_parts)
     optimizer.register_step_pre_hook(_sync)
@@ -177,13 +177,13 @@ def _sync(owner: object, *_: object) -> None:
 _sync.of_meshc = True  # type: ignore[attr-defined]  # no hook of a user's
 
 
-def _look_who_asks(model: nn.Module, *_: object) -> None:
+def _check_caller(model: nn.Module, *_: object) -> None:
     store = _STORES.get(model)
     if store is None or store.filling:  # a copy of the model has the hook and plain parameters
         return
-    who, board = look_who_asks(model, _is_whole(store)), current_board()
+    who, board = classify_caller(model, _is_whole(store)), current_board()
     beside = threading.current_thread() is not threading.main_thread()
-    if board is None or board.lost or beside or who == "program":  # after a failure was caught state may still be saved
+    if board is None or board.has_failure or beside or who == "program":  # after a failure was caught state may still be saved
         return
     with together(board, "state_dict"):
         if who == "all":
@@ -192,29 +192,29 @@ def _look_who_asks(model: nn.Module, *_: object) -> None:
             store.changes.compare_if_asked()
 
 
-def _look_who_asks_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    look_who_asks_optimizer(optimizer, stepped_by_program=store_of(optimizer) is not None)
+def _check_optimizer_caller(optimizer: torch.optim.Optimizer) -> None:
+    warn_optimizer_caller(optimizer, stepped_by_program=store_of(optimizer) is not None)
 
 
 def _is_whole(store: Store) -> bool:
-    return whole_state.every_rank_has_all(held.live for held in store.held.values() if not held.of)
+    return whole_state.is_fully_replicated(held.live for held in store.held.values() if not held.of)
 
 
-def _bring_together(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _gather_model_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     store = _STORES.get(model)
     if store is None or store.filling:
         return
     if not _is_whole(store):
-        whole_state.bring_together(store, model, state, prefix)
+        whole_state.gather_state(store, model, state, prefix)
     elif not takes_dtensors():
         whole_state.as_plain(store, state, prefix)
 
 
-def _lay_out(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _shard_model_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     store = _STORES.get(model)
     if store is not None and not store.filling:
         with together(current_board(), "load_state_dict"):
-            whole_state.lay_out(store, state, prefix)
+            whole_state.shard_state(store, state, prefix)
 
 
 def _after_model_load(model: nn.Module, _: object) -> None:
@@ -257,11 +257,11 @@ def _after_a_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _own_loops_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Registers hooks on an optimizer that steps a compiled module's parameters in the user's loop."""
     _LOOPS.add(optimizer)
-    optimizer.register_state_dict_pre_hook(_look_who_asks_optimizer)
-    optimizer.register_state_dict_post_hook(_bring_optimizer_together)
+    optimizer.register_state_dict_pre_hook(_check_optimizer_caller)
+    optimizer.register_state_dict_post_hook(_gather_optimizer_state)
     optimizer.register_load_state_dict_pre_hook(_refuse_parts)
-    optimizer.register_load_state_dict_post_hook(_lay_out_optimizer)
-    _lay_out_optimizer(optimizer)
+    optimizer.register_load_state_dict_post_hook(_shard_optimizer_state)
+    _shard_optimizer_state(optimizer)
 
 
 def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
@@ -283,17 +283,17 @@ def _note_numbers(optimizer: torch.optim.Optimizer) -> None:
         store.changes.before_step(optimizer)
 
 
-def _lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     with together(current_board(), "load_state_dict"):
-        whole_state.lay_out_optimizer(optimizer)
+        whole_state.shard_optimizer_state(optimizer)
 
 
-def _bring_optimizer_together(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _gather_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     store = next(iter(_stores_of(optimizer)), None)
     if store is None:
         return state
-    if not whole_state.every_rank_has_all(value for slots in state["state"].values() for value in slots.values()):
-        return whole_state.bring_optimizer_together(store, state)
+    if not whole_state.is_fully_replicated(value for slots in state["state"].values() for value in slots.values()):
+        return whole_state.gather_optimizer_state(store, state)
     return state if takes_dtensors() else whole_state.optimizer_as_plain(state)
 
 

@@ -24,7 +24,7 @@ from meshc.ir import layouts, trees
 from meshc.private import OpOverload, TorchDispatchMode, dtensor_random
 from meshc.runtime.comm import collectives
 from meshc.runtime.comm.transfers import Transfers
-from meshc.runtime.state.held import Held
+from meshc.runtime.state.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ _OF_VALUES: Final = (torch.ops.aten.bernoulli.default, torch.ops.aten.native_dro
 """Draws that read the values of their operand; other draws read its shape only."""
 
 
-class Draws:
+class DrawTracker:
     """The object that torch calls, by these names, for a context around each random operator of a DTensor."""
 
     distribute_region_enabled: Final = True
@@ -49,11 +49,11 @@ class Draws:
         if home is None or any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
             yield
             return
-        with _Whole(self, spec, home, generator):
+        with _WholeDraw(self, spec, home, generator):
             yield
 
 
-_DRAWS: Final = Draws()
+_DRAWS: Final = DrawTracker()
 
 
 def follow(home: Transfers) -> None:
@@ -83,28 +83,28 @@ def has_draws() -> bool:
     return bool(_DRAWS.written)
 
 
-def even_out(stored: Iterable[Held]) -> None:
+def even_out(stored: Iterable[StoredTensor]) -> None:
     """Broadcasts draws from the first of the replicas to the others. All ranks call this, and have drawn into the same tensors."""
     if not _DRAWS.written:
         return
     for held in stored:
         if held.local.data_ptr() in _DRAWS.written and held.local.numel():
-            group = held.home.over(replicating(held))
+            group = held.home.over(replicated_axes(held))
             if group is not None:
                 collectives.broadcast(held.local, group, 0).wait()
     _DRAWS.written.clear()
 
 
-def replicating(held: Held) -> tuple[str, ...]:
+def replicated_axes(held: StoredTensor) -> tuple[str, ...]:
     """The axes along which the stored tensor is replicated."""
     axes = zip(held.home.mesh.axes, held.placements, strict=True) if held.placements else ()
     return tuple(axis.name for axis, placement in axes if axis.size > 1 and isinstance(placement, Replicate))
 
 
-class _Whole(TorchDispatchMode):
+class _WholeDraw(TorchDispatchMode):
     """Dispatch mode that draws the whole tensor instead of a part, and returns this rank's part."""
 
-    def __init__(self, draws: Draws, spec: Any, home: Transfers, generator: torch.Generator | None) -> None:
+    def __init__(self, draws: DrawTracker, spec: Any, home: Transfers, generator: torch.Generator | None) -> None:
         super().__init__()
         self.draws, self.spec, self.generator = draws, spec, generator
         self.ranges = layouts.chunk_ranges(spec.shape, spec.placements, home.mesh, home.coordinates)
@@ -120,12 +120,12 @@ class _Whole(TorchDispatchMode):
         if func in _OF_VALUES:
             whole.zero_()
             self._part(whole).copy_(part)
-        with _from(self.generator):
+        with _use_generator(self.generator):
             result = func(whole, *args[1:], **kwargs)
         if result is whole:
             self.draws.written.add(part.data_ptr())
             return part.copy_(self._part(whole))
-        return trees.mapped(lambda one: self._part(one).clone() if isinstance(one, Tensor) else one, result)
+        return trees.map_leaves(lambda one: self._part(one).clone() if isinstance(one, Tensor) else one, result)
 
     def _part(self, whole: Tensor) -> Tensor:
         for dim, (start, length) in enumerate(self.ranges):
@@ -134,7 +134,7 @@ class _Whole(TorchDispatchMode):
 
 
 @contextmanager
-def _from(generator: torch.Generator | None) -> Iterator[None]:
+def _use_generator(generator: torch.Generator | None) -> Iterator[None]:
     """A context in which torch draws from `generator`, or from the default one if None."""
     if generator is None:
         yield

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshc.errors import StateError
 from meshc.private import OpOverload
-from meshc.runtime.state.views import ask, by_torch, is_of_model
+from meshc.runtime.state.views import by_torch, is_of_model, register_handler
 
 _NAMES: Final = ("numpy", "tolist", "__format__")
 """Methods of a tensor that torch's DTensor refuses."""
@@ -26,7 +26,7 @@ _NAMES: Final = ("numpy", "tolist", "__format__")
 
 def follow() -> None:
     """Installs these rules for reads of DTensors."""
-    ask(torch.ops.aten._local_scalar_dense.default, _number)
+    register_handler(torch.ops.aten._local_scalar_dense.default, _number)
     for name in _NAMES:
         if name not in vars(DTensor):
             setattr(DTensor, name, _method(name, getattr(DTensor, name)))
@@ -44,15 +44,15 @@ def _number(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def _method(name: str, by_class: Callable[..., Any]) -> Callable[..., Any]:
-    def read(value: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def read_whole(value: DTensor, *args: Any, **kwargs: Any) -> Any:
         if not is_of_model(value) or (name == "__format__" and (value.dim() or not args[0])):
             return by_class(value, *args, **kwargs)
         _refuse_part(value, "item()" if name == "__format__" else f"{name}()")
         local = value.to_local()
         return getattr(local.detach() if name != "numpy" else local, name)(*args, **kwargs)
 
-    read.__name__, read.__doc__ = name, getattr(Tensor, name).__doc__
-    return read
+    read_whole.__name__, read_whole.__doc__ = name, getattr(Tensor, name).__doc__
+    return read_whole
 
 
 def _refuse_part(value: DTensor, call: str) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshc.errors import StateError, join_names
 from meshc.runtime.agreement.compare import store_of
 from meshc.runtime.failure.failed_rank import SETTLED_S, FailureBoard
-from meshc.runtime.state.held import Held
+from meshc.runtime.state.stored_tensor import StoredTensor
 
 OTHER: Final = 1e-2
 """A difference of this share of a tensor's norm is no rounding."""
@@ -56,7 +56,7 @@ class Account:
     changed: Mapping[str, Sequence[int]]
 
 
-def sketches(stored: Sequence[Held]) -> dict[str, list[float]]:
+def sketches(stored: Sequence[StoredTensor]) -> dict[str, list[float]]:
     """By name: weighted sum and norm of the values on this rank, and the largest relative difference that may be rounding."""
     rows = sums([held.local for held in stored]).tolist()
     return {held.name: [*row, _roundings(held.dtype)] for held, row in zip(stored, rows, strict=True)}
@@ -90,7 +90,7 @@ def _roundings(dtype: torch.dtype) -> float:
     return ROUNDED if dtype.itemsize >= 4 else OTHER
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> float:
+def sketch_distance(one: Sequence[float], other: Sequence[float]) -> float:
     """How far two sketches are from each other, as a share of the norm."""
     if all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True)):
         return 0.0
@@ -136,9 +136,9 @@ def _refuse_difference(board: FailureBoard, here: Account, other: int, there: Ac
     for where, one, elsewhere, two in ((rank, here, other, there), (other, there, rank, here)):
         names = [name for name, ranks in one.changed.items() if name not in two.changed and elsewhere in ranks]
         if names:
-            raise StateError(f"{changed(names, 0, where, elsewhere)}{CHANGED_ALONE}")
+            raise StateError(f"{change_text(names, 0, where, elsewhere)}{CHANGED_ALONE}")
     both = [name for name in here.values if name in there.values and other in holders[name]]
-    shares = {name: apart(here.values[name][:2], there.values[name][:2]) for name in both}
+    shares = {name: sketch_distance(here.values[name][:2], there.values[name][:2]) for name in both}
     names = [name for name, share in shares.items() if share > min(OTHER, here.values[name][2])]
     ranks = " and ".join(map(str, sorted((rank, other))))
     if any(shares[name] > OTHER or here.values[name][2] < ROUNDED for name in names):
@@ -154,7 +154,7 @@ def _refuse_difference(board: FailureBoard, here: Account, other: int, there: Ac
         )
 
 
-def changed(names: Sequence[str], more: int, where: int, elsewhere: int) -> str:
+def change_text(names: Sequence[str], more: int, where: int, elsewhere: int) -> str:
     """Text for tensors that one rank alone has changed. more: names not listed."""
-    those = listed(names, 4) + (f" and {more} more" if more else "")
+    those = join_names(names, 4) + (f" and {more} more" if more else "")
     return f"between two calls {those} {'were' if len(names) + more > 1 else 'was'} changed on rank {where} and not on rank {elsewhere}"

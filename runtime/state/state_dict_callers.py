@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from meshc.runtime.state.whole_state import asked_by_all, every_rank_has_all
+from meshc.runtime.state.whole_state import is_asked_on_all_ranks, is_fully_replicated
 
 KNOWS: Final = ("torch.distributed.", "accelerate.", "meshc.")
 """Prefixes of the names of modules that know DTensors."""
@@ -45,11 +45,11 @@ def takes_dtensors() -> bool:
     return isinstance(caller, str) and not caller.startswith("accelerate.")
 
 
-def look_who_asks(model: nn.Module, whole: bool) -> str:
+def classify_caller(model: nn.Module, whole: bool) -> str:
     """Kind of the caller of a compiled model's `state_dict`, seen from a hook: "program" for meshc's own code, "all" for callers that run
     on every rank, "" for any other, which is warned unless `whole`: every rank has all of each tensor."""
     caller = _caller(sys._getframe(2))  # the frame above the hook that calls this
-    if asked_by_all(model):
+    if is_asked_on_all_ranks(model):
         return "all"
     if isinstance(caller, str):
         return "program" if caller.startswith("meshc.") else "all"
@@ -60,12 +60,12 @@ def look_who_asks(model: nn.Module, whole: bool) -> str:
     return ""
 
 
-def look_who_asks_optimizer(optimizer: torch.optim.Optimizer, stepped_by_program: bool) -> None:
+def warn_optimizer_caller(optimizer: torch.optim.Optimizer, stepped_by_program: bool) -> None:
     """Warns the caller of an optimizer's `state_dict` likewise."""
     caller = _caller(sys._getframe(2))
-    if not isinstance(caller, FrameType) or asked_by_all():
+    if not isinstance(caller, FrameType) or is_asked_on_all_ranks():
         return
-    if not every_rank_has_all(value for slots in optimizer.state.values() for value in slots.values()):
+    if not is_fully_replicated(value for slots in optimizer.state.values() for value in slots.values()):
         advice = ADVICE.format(part="optim") if stepped_by_program else OF_LOOPS_OPTIMIZER
         _warn(optimizer, caller, "since its parameters are those of a compiled model", "optimizer", advice)
 

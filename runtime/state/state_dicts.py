@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from meshc.errors import StateError
 from meshc.ir.keys import key_of
-from meshc.optimizer.forms import in_form
 from meshc.optimizer.optimizer import FIRST, HIDDEN
+from meshc.optimizer.state_formats import convert_state
 from meshc.runtime.failure.failed_rank import SETTLED_S, current_board
 from meshc.runtime.state.whole_state import refuse_parts_of_others
 
 if TYPE_CHECKING:
-    from meshc.runtime.state.held import Held
     from meshc.runtime.state.store import Store
+    from meshc.runtime.state.stored_tensor import StoredTensor
 
 VERSION = 1
 _EXTRA = "_extra_state"
@@ -44,7 +44,7 @@ class OptimizerTables(TypedDict):
     param_groups: list[dict[str, Any]]
 
 
-class Own(TypedDict, total=False):
+class ProgramState(TypedDict, total=False):
     """State of a program beside the model and the optimizer."""
 
     version: int
@@ -58,7 +58,7 @@ class State(TypedDict, total=False):
 
     model: dict[str, Tensor]
     optim: OptimizerTables
-    meshc: Own
+    meshc: ProgramState
 
 
 def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def state_dict(store: Store, full: bool = False) -> dict[str, Any]:
     hidden = {held.name: held.live for held in store.held.values() if held.slot.startswith(HIDDEN)}
     if hidden:
         state["meshc"]["hidden"] = hidden
-    return dict(_full(store, state) if full else state)
+    return dict(_gather_state(store, state) if full else state)
 
 
 def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def whole_model(store: Store, wanted: Callable[[str], bool] | None = None) -> di
     store.sync()
     store.changes.compare(SETTLED_S)
     found = {name: value for name, value in store.model.state_dict().items() if wanted is None or wanted(name)}
-    return _full(store, {"model": found, "meshc": {}}).get("model", {})
+    return _gather_state(store, {"model": found, "meshc": {}}).get("model", {})
 
 
 def load_state_dict(store: Store, state: Mapping[str, Any]) -> None:
@@ -140,11 +140,11 @@ def _optimizer_state(store: Store, optimizers: Sequence[torch.optim.Optimizer]) 
 def _model_faults(store: Store, model: Mapping[str, Tensor]) -> list[str]:
     wanted = store.model.state_dict()
     # A file may hold one name of a tied parameter, or all.
-    present = {held.key for name in model if (held := _held(store, name)) is not None}
-    missing = [name for name in wanted if name not in model and ((held := _held(store, name)) is None or held.key not in present)]
+    present = {held.key for name in model if (held := _find_stored(store, name)) is not None}
+    missing = [name for name in wanted if name not in model and ((held := _find_stored(store, name)) is None or held.key not in present)]
     faults = [f"{name} is missing" for name in missing] + [f"{name} is not in the model" for name in model if name not in wanted]
     for name, value in model.items():
-        held = _held(store, name)
+        held = _find_stored(store, name)
         if held is not None and tuple(value.shape) != held.shape:
             faults.append(f"{name} is of shape {list(value.shape)}, in the model of {list(held.shape)}")
     return faults
@@ -159,7 +159,7 @@ def _optimizer_faults(store: Store, optim: OptimizerTables) -> list[str]:
     faults = [f"{store.held[key].name} is in none of its param_groups" for key in mine if key is not None and key not in keys]
     for name, slots in optim["state"].items():
         for slot, value in slots.items():
-            held = _state(store, name, slot)
+            held = _find_state(store, name, slot)
             if held is not None and isinstance(value, Tensor) and tuple(value.shape) != held.shape:
                 faults.append(f"{name}/{slot} is of shape {list(value.shape)}, in the program of {list(held.shape)}")
     return faults
@@ -168,7 +168,7 @@ def _optimizer_faults(store: Store, optim: OptimizerTables) -> list[str]:
 def _load_model(store: Store, model: Mapping[str, Tensor]) -> None:
     done = set()
     for name, value in model.items():
-        held = _held(store, name)
+        held = _find_stored(store, name)
         if held is None:
             path, _, last = name.rpartition(".")
             if last == _EXTRA:
@@ -210,28 +210,28 @@ def _load_optimizer(store: Store, optim: OptimizerTables, hidden: Mapping[str, T
                         group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
 
-def _in_form(held: Held, entries: Mapping[str, object]) -> object | None:
+def _in_form(held: StoredTensor, entries: Mapping[str, object]) -> object | None:
     """A state from a checkpoint's entries for its parameter, which may have it in more or fewer bits."""
     if held.fresh is None:
         return entries.get(held.slot)
-    return in_form(held.fresh, entries, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
+    return convert_state(held.fresh, entries, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
 
 
-def _held(store: Store, name: str) -> Held | None:
+def _find_stored(store: Store, name: str) -> StoredTensor | None:
     return store.find(key_of("parameter", name)) or store.find(key_of("buffer", name))
 
 
-def _state(store: Store, parameter: str, slot: str) -> Held | None:
+def _find_state(store: Store, parameter: str, slot: str) -> StoredTensor | None:
     held = store.find(key_of("parameter", parameter))
     return None if held is None else store.held.get(key_of("state", f"{held.name}/{slot}"))
 
 
-def _full(store: Store, state: State) -> State:
+def _gather_state(store: Store, state: State) -> State:
     """Every tensor whole and on the CPU, gathered one at a time; tied ones once, so that they stay tied."""
     done: dict[str, Tensor] = {}
     root = dist.get_rank() == 0
 
-    def whole(held: Held | None, value: Value) -> Value | Tensor:
+    def whole(held: StoredTensor | None, value: Value) -> Value | Tensor:
         if held is None:
             return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         if held.key not in done:
@@ -240,11 +240,13 @@ def _full(store: Store, state: State) -> State:
         return done[held.key]
 
     with torch.no_grad():
-        full: State = {"model": {name: whole(_held(store, name), value) for name, value in state["model"].items()}}
+        full: State = {"model": {name: whole(_find_stored(store, name), value) for name, value in state["model"].items()}}
         if "optim" in state:
             states = state["optim"]["state"].items()
             full["optim"] = {
-                "state": {name: {slot: whole(_state(store, name, slot), value) for slot, value in slots.items()} for name, slots in states},
+                "state": {
+                    name: {slot: whole(_find_state(store, name, slot), value) for slot, value in slots.items()} for name, slots in states
+                },
                 "param_groups": [{name: whole(None, value) for name, value in group.items()} for group in state["optim"]["param_groups"]],
             }
         full["meshc"] = state["meshc"].copy()

@@ -39,12 +39,12 @@ from meshc.program.program import Port
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.comm.stage_transfers import StageTransfers, of_stages
 from meshc.runtime.comm.transfers import Transfers
-from meshc.runtime.failure.failed_rank import alone
+from meshc.runtime.failure.failed_rank import single_thread_context
 from meshc.runtime.state import adoption, exchanges, optimizer_state, ownership, random_draws, reads, state_dicts, views
 from meshc.runtime.state.changes import Changes
-from meshc.runtime.state.held import Held
-from meshc.runtime.state.making import made
-from meshc.runtime.state.standing import Standing
+from meshc.runtime.state.live_tensor_check import LiveTensorCheck
+from meshc.runtime.state.stored_allocation import allocate_stored_tensor
+from meshc.runtime.state.stored_tensor import StoredTensor
 
 
 class Store:
@@ -68,7 +68,7 @@ class Store:
             each.follow()
         self.owners: dict[str, int] = {}
         self._stages: Mapping[int, StageTransfers] = {}
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, StoredTensor] = {}
         self._alias: dict[str, str] = {}
         self._unfilled: set[str] = set()
         self._born_unfilled: set[str] = set()
@@ -77,9 +77,9 @@ class Store:
         self._replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._model = weakref.ref(model)
         self._optimizers: tuple[weakref.ref[torch.optim.Optimizer], ...] = ()
-        self._stood: Standing | None = None
+        self._stood: LiveTensorCheck | None = None
         self.changes = Changes(self)
-        self._without_strangers: Callable[[], ModuleState | None] = _nobody
+        self._without_strangers: Callable[[], ModuleState | None] = _gone_reference
 
     @staticmethod
     def of(owner: nn.Module | torch.optim.Optimizer) -> Store | None:
@@ -107,13 +107,13 @@ class Store:
         store = cls.of(model)
         if store is None:
             store = cls(model, mesh, torch.device(device), groups)
-            store.settle(owners or {})
+            store.set_owners(owners or {})
             store._adopt_model(model, ports)
         elif mesh != store.mesh:
             raise StateError(f"the model's parameters live on the mesh {store.mesh}: a second program of it cannot be for {mesh}")
         else:
             store.check_storage(ports)
-            store.settle(owners or {})
+            store.set_owners(owners or {})
         return store
 
     def adopt_optimizer(self, optimizer: AnyOptimizer, ports: Iterable[Port], spec: OptimizerSpec | None = None) -> None:
@@ -137,7 +137,7 @@ class Store:
 
     # Used by programs.
 
-    def settle(self, owners: Mapping[str, int]) -> None:
+    def set_owners(self, owners: Mapping[str, int]) -> None:
         """Sets the pipeline stage of tensors, by key, before they are stored."""
         axis = self.mesh.pipeline_axis
         self.owners |= owners
@@ -154,7 +154,7 @@ class Store:
         """The transfers of a stored tensor: those of its pipeline stage, or of all ranks."""
         return self._stages[self.owners[key]] if key in self.owners else self.transfers
 
-    def find(self, key: str) -> Held | None:
+    def find(self, key: str) -> StoredTensor | None:
         """The stored tensor of a port's key (`port.key`), or of any key of a tied parameter; None if there is none."""
         return self.held.get(self._alias.get(key, key))
 
@@ -174,7 +174,7 @@ class Store:
         for held in self.held.values() if keys is None else map(self.find, keys):
             if held is not None:
                 held.stale = held.lags or not held.shared
-                held.let_go()
+                held.release_copy()
         self.changes.record()
 
     def sync(self) -> None:
@@ -182,7 +182,7 @@ class Store:
         if not any(held.stale for held in self.held.values()):
             return
         self.changes.look()
-        with alone("sync"), torch.no_grad():
+        with single_thread_context("sync"), torch.no_grad():
             for held in self.held.values():
                 if held.stale and held.lags:
                     assert isinstance(held.home, StageTransfers)
@@ -195,14 +195,14 @@ class Store:
 
     def adopt_changes(self, stands: bool = False) -> None:
         """Before a program runs: reads back changes from outside since the last call. stands: the model was found unchanged."""
-        with torch.no_grad(), self._taking() as taken:
-            stands = stands or self._standing.holds()
+        with torch.no_grad(), self._track_taken() as taken:
+            stands = stands or self._standing.is_unchanged()
             if not stands:
                 self._refuse_rearranged()
             found = []
             for held in [held for held in self.held.values() if not stands or held.of or not held.shared]:
                 current = self._current(held)
-                replaced = current is not held.live or held.swapped
+                replaced = current is not held.live or held.is_swapped
                 if replaced or (not held.shared and held.version() != held.seen):
                     found.append((held, current, replaced))
             self.changes.look([held for held, _, replaced in found if replaced])
@@ -210,7 +210,7 @@ class Store:
             self.changes.tell(sends=drawn or bool(found))
             random_draws.even_out(self.held.values())
             for held, current, _ in found:
-                if held.swapped:
+                if held.is_swapped:
                     self._reclaim(held)
                 if current is not held.live:
                     self._take(held, current)
@@ -227,7 +227,7 @@ class Store:
         copies = [held for key, held in self.held.items() if is_a(key, *kinds) and not held.shared]
         self.changes.look(copies)
         self.changes.tell(sends=bool(copies))
-        with torch.no_grad(), self._taking() as taken:
+        with torch.no_grad(), self._track_taken() as taken:
             for key, held in self.held.items():
                 if is_a(key, *kinds):
                     current = self._current(held)
@@ -238,14 +238,14 @@ class Store:
                         self._read_back(held)
 
     @property
-    def unfilled(self) -> list[str]:
+    def unfilled_names(self) -> list[str]:
         """Names of parameters and buffers that came from `meta` and have no values yet on this rank."""
         self._unfilled = {key for key in self._unfilled if not adoption.is_filled(self._current(self.held[key]))}
         return sorted(self.held[key].name for key in self._unfilled)
 
     def refuse_unfilled(self) -> None:
         """Raises StateError if anything has no values yet; sends nothing."""
-        names = self.unfilled if self._unfilled else []
+        names = self.unfilled_names if self._unfilled else []
         if names:
             raise StateError(
                 f"the model was built on `meta`, and these have no values yet: {join_names(names, 6)}\n"
@@ -260,8 +260,8 @@ class Store:
         are in their places, unchanged."""
         if state is None or self._without_strangers() is not state:
             adoption.refuse_strangers(self.model, self._places, self._alias)
-            self._without_strangers = _nobody if state is None else weakref.ref(state)
-        stands = self._standing.holds()
+            self._without_strangers = _gone_reference if state is None else weakref.ref(state)
+        stands = self._standing.is_unchanged()
         if not stands:
             adoption.refuse_swapped(self.model, self.held.values())
             adoption.refuse_converted(self.held.values())
@@ -270,13 +270,13 @@ class Store:
 
     def _refuse_rearranged(self) -> None:
         adoption.refuse_moved(self.held.values())
-        adoption.refuse_set(self.held.values())
+        adoption.refuse_set_data(self.held.values())
 
     @property
-    def _standing(self) -> Standing:
+    def _standing(self) -> LiveTensorCheck:
         """The check that live tensors are unchanged, built at first use."""
         if self._stood is None:
-            self._stood = Standing(self.held.values())
+            self._stood = LiveTensorCheck(self.held.values())
         return self._stood
 
     def check_filled(self) -> None:
@@ -302,20 +302,20 @@ class Store:
 
     def state_dict(self, full: bool = False) -> dict[str, Any]:
         """`state_dicts.state_dict` of this store."""
-        with alone("state_dict"):
+        with single_thread_context("state_dict"):
             return state_dicts.state_dict(self, full)
 
     def whole_model(self, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
         """`state_dicts.whole_model` of this store."""
-        with alone("state_dict"):
+        with single_thread_context("state_dict"):
             return state_dicts.whole_model(self, wanted)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`state_dicts.load_state_dict` into this store."""
-        with alone("load_state_dict"):
+        with single_thread_context("load_state_dict"):
             state_dicts.load_state_dict(self, state)
 
-    def write(self, held: Held, value: Tensor) -> None:
+    def write(self, held: StoredTensor, value: Tensor) -> None:
         """Gives a stored tensor a value: a DTensor of any sharding, or a plain tensor that is whole and the same on all ranks."""
         if held.fresh is not None and held.fresh.part == CODES and value.is_floating_point():
             value = value.to(held.dtype)  # torch's loader has cast them to the parameter's dtype, in which they are exact
@@ -332,7 +332,7 @@ class Store:
             self._read_back(held)
         self._unfilled.discard(held.key)
 
-    def write_tile(self, held: Held, tile: Tensor) -> None:
+    def write_tile(self, held: StoredTensor, tile: Tensor) -> None:
         """Gives a stored tensor this rank's padded tile, with experts in the model's order, in any dtype that can be cast. All ranks that
         have a part call this."""
         with torch.no_grad():
@@ -374,13 +374,13 @@ class Store:
                 holders_of_copies |= {module for _, module, _ in places}
         self.held = dict(reversed(self.held.items()))
         self._places = {(id(members), name) for held in self.held.values() for members, name in held.places}
-        self._hold_others()
+        self._invalidate_checks()
         ownership.own_model(model, holders_of_copies, self)
 
     def hold(
         self, key: str, sharding: Sharding, shape: tuple[int, ...], dtype: torch.dtype, tile: Tensor | None, *, distributed: bool,
         offloaded: bool = False, on_disk: bool = False,
-    ) -> Held:  # fmt: skip
+    ) -> StoredTensor:  # fmt: skip
         """Stores a tensor, with a DTensor over its memory if it is distributed; without a tile it is unfilled. `offloaded`: its memory, and
         that of a copy with torch's placements, is on the host, or in files if `on_disk`."""
         strangers = sharding.split_axes() - set(self.mesh.names)
@@ -389,19 +389,21 @@ class Store:
             raise StateError(f"{key} cannot be stored as {sharding} on the mesh {self.mesh}: {what}")
         home = self.home(key)
         self.transfers.groups.prepare([home.splitting(sharding)])
-        held = made(key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, offloaded=offloaded, on_disk=on_disk)
+        held = allocate_stored_tensor(
+            key, sharding, shape, dtype, tile, home, self.device, distributed=distributed, offloaded=offloaded, on_disk=on_disk
+        )
         if self._stages:
-            self.transfers.groups.prepare([random_draws.replicating(held)])  # random draws are broadcast among the ranks of its stage
+            self.transfers.groups.prepare([random_draws.replicated_axes(held)])  # random draws are broadcast among the ranks of its stage
         if tile is None:
             adoption.mark_empty(held.local)
             self._unfilled.add(key)
             self._born_unfilled.add(key)
         held.seen = held.version()
         self.held[key] = held
-        self._hold_others()
+        self._invalidate_checks()
         return held
 
-    def _hold_others(self) -> None:
+    def _invalidate_checks(self) -> None:
         """After a change of the stored tensors: rebuilds the checks that precede a run."""
         self._stood = None
         self.changes.renew()
@@ -422,7 +424,7 @@ class Store:
 
     # Changes from outside.
 
-    def _current(self, held: Held) -> object:
+    def _current(self, held: StoredTensor) -> object:
         """The present entry in the live tensor's place, in the model or in the optimizer's state."""
         if not held.of:
             return held.current()
@@ -432,17 +434,17 @@ class Store:
         return optimizer.state.get(self.held[held.of].live, {}).get(held.slot)
 
     @contextmanager
-    def _taking(self) -> Iterator[list[Held]]:
+    def _track_taken(self) -> Iterator[list[StoredTensor]]:
         """A context whose list collects taken tensors; afterwards other forms of optimizer state are removed."""
-        taken: list[Held] = []
+        taken: list[StoredTensor] = []
         yield taken
         if any(held.of for held in taken):
             optimizer_state.forget_other_forms(self, self.optimizers)
 
-    def _take(self, held: Held, value: object) -> None:
+    def _take(self, held: StoredTensor, value: object) -> None:
         """Copies the value in the live tensor's place, and puts the live tensor back."""
         if value is None and held.of:
-            value = optimizer_state.in_another_form(self, held)
+            value = optimizer_state.replacement_state(self, held)
         if value is not None:
             self.write(held, value if isinstance(value, Tensor) else torch.tensor(value, dtype=held.dtype))
         elif held.of:
@@ -456,7 +458,7 @@ class Store:
         if held.optimizer is not None and (optimizer := held.optimizer()) is not None:
             optimizer.state[self.held[held.of].live][held.slot] = held.live
 
-    def _reclaim(self, held: Held) -> None:
+    def _reclaim(self, held: StoredTensor) -> None:
         """Takes the values of a local tensor that was swapped into the live DTensor, and restores the own memory of that."""
         assert isinstance(held.live, DTensor) and held.memory is not None
         mesh, stride = held.home.mesh.device_mesh, torch.empty(held.shape, device="meta").stride()
@@ -466,32 +468,32 @@ class Store:
         held.remember()
         self.write(held, value)
 
-    def reset(self, held: Held) -> None:
+    def reset(self, held: StoredTensor) -> None:
         """Sets optimizer state to its value before the first step."""
         with torch.no_grad():
-            held.buffer.copy_(optimizer_state.fresh(self, held.sharding, held.shape, held.dtype, self.held[held.of], held.fresh))
+            held.buffer.copy_(optimizer_state.initial_state(self, held.sharding, held.shape, held.dtype, self.held[held.of], held.fresh))
             self._refresh(held)
 
     def forget_states(self) -> None:
         """Removes the state of optimizers that no longer exist."""
         gone = {key for key, held in self.held.items() if held.of and (held.optimizer is None or held.optimizer() is None)}
         self.held = {key: held for key, held in self.held.items() if key not in gone}
-        self._hold_others()
+        self._invalidate_checks()
 
-    def _refresh(self, held: Held) -> None:
+    def _refresh(self, held: StoredTensor) -> None:
         if not held.shared and held.slots is not None:
             held.show(held.as_chunk().to(held.local.device, copy=True, memory_format=torch.contiguous_format))
         elif not held.shared:
             held.local.copy_(held.as_chunk())
         held.stale, held.seen = False, held.version()
 
-    def _read_back(self, held: Held) -> None:
+    def _read_back(self, held: StoredTensor) -> None:
         if not held.shared:
             held.buffer.copy_(held.as_tile(held.local))
         held.stale, held.seen = False, held.version()
 
 
-def _nobody() -> None:
+def _gone_reference() -> None:
     """A dead weak reference, when called: returns None."""
 
 

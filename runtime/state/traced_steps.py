@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshc.errors import CompileError
 from meshc.ir import trees
+from meshc.optimizer.find_optimizers import inner_optimizers
 from meshc.optimizer.group_counts import number_of
 from meshc.optimizer.optimizer import FIRST, GroupSpec, OptimizerSpec, Slot, describe, numbers, update_nodes
-from meshc.optimizer.registered import UPDATES
+from meshc.optimizer.registered_updates import UPDATES
 from meshc.optimizer.slots import fresh_copy, fresh_slots, sample_shape
 from meshc.optimizer.spec import kind_of
-from meshc.optimizer.wrapped import inner
 
 _SPECS: Final[weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerSpec]] = weakref.WeakKeyDictionary()
 """Traces of the optimizers that step this way."""
@@ -73,7 +73,7 @@ def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether some state is neither a number nor like its parameter; True for any class with a registered update."""
     if type(optimizer) in UPDATES:
         return True
-    if inner(optimizer):
+    if inner_optimizers(optimizer):
         return False  # wrapped optimizers step by their own `step`
     for index, group in enumerate(optimizer.param_groups):
         signatures = {(tuple(p.shape), p.dtype) for p in group["params"]} if kind_of(optimizer, group) == "other" else ()
@@ -89,7 +89,7 @@ def _keeps_other_state(optimizer: torch.optim.Optimizer) -> bool:
 def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The traces of an optimizer, for its present parameters and the numbers that its Python code branches on."""
     known = _SPECS.get(optimizer)
-    if known is not None and _parameters(known) == _listed(optimizer) and known.key_of(optimizer) == known.key:
+    if known is not None and _spec_parameters(known) == _group_parameters(optimizer) and known.key_of(optimizer) == known.key:
         return known
     found = describe(optimizer)
     if any(number_of(slot) for group in found.groups for slots in group.slots for slot in slots):
@@ -98,11 +98,11 @@ def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     return _SPECS[optimizer]
 
 
-def _parameters(spec: OptimizerSpec) -> list[int]:
+def _spec_parameters(spec: OptimizerSpec) -> list[int]:
     return [id(parameter) for group in spec.groups for parameter in group.params]
 
 
-def _listed(optimizer: torch.optim.Optimizer) -> list[int]:
+def _group_parameters(optimizer: torch.optim.Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -126,14 +126,14 @@ def _step(optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping
 
 
 def _update(group: GroupSpec, slots: Sequence[Slot], parameter: Tensor, state: dict[str, Any], values: Mapping[str, float]) -> None:
-    held = {slot.name: _held(slot, state, parameter) for slot in slots}
+    held = {slot.name: _state_before_step(slot, state, parameter) for slot in slots}
     given = {name: torch.tensor(value, dtype=torch.float64, device=parameter.device) for name, value in values.items()}
     assert parameter.grad is not None
     new, after = update_nodes(group, parameter, parameter.grad, held, given, partial(_call, parameter), like=parameter)
     taken = {_memory(one) for one in (parameter, parameter.grad, *held.values())}
-    new = _apart(_laid(new, parameter, like=True), taken)
+    new = _copy_if_shared(_place_result(new, parameter, like=True), taken)
     kept = {slot.name: slot.shape == "like_param" for slot in slots if slot.name != FIRST}
-    left = {name: _apart(_laid(after[name], held[name], like), taken) for name, like in kept.items()}
+    left = {name: _copy_if_shared(_place_result(after[name], held[name], like), taken) for name, like in kept.items()}
     parameter.copy_(new)
     for name, value in left.items():
         if held[name] is state.get(name) and _placements(held[name]) == _placements(value):
@@ -142,7 +142,7 @@ def _update(group: GroupSpec, slots: Sequence[Slot], parameter: Tensor, state: d
             state[name] = value
 
 
-def _held(slot: Slot, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
+def _state_before_step(slot: Slot, state: Mapping[str, Any], parameter: Tensor) -> Tensor:
     """A parameter's state before the step; the initial state of the class, if there is none."""
     if slot.name == FIRST:
         return torch.tensor(0.0 if state else 1.0, dtype=slot.dtype, device=parameter.device)
@@ -165,7 +165,7 @@ def _call(parameter: Tensor, op: Callable[..., Any], *args: Any, **kwargs: Any) 
     try:
         result = op(*args, **kwargs)
     except NotImplementedError:  # torch has no rule for it
-        result = op(*trees.mapped(_whole, args), **trees.mapped(_whole, kwargs))
+        result = op(*trees.map_leaves(_whole, args), **trees.map_leaves(_whole, kwargs))
     return tuple(_on_mesh(parameter, one) for one in result) if isinstance(result, tuple | list) else _on_mesh(parameter, result)
 
 
@@ -185,7 +185,7 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _laid(value: Tensor, before: Tensor, like: bool) -> Tensor:
+def _place_result(value: Tensor, before: Tensor, like: bool) -> Tensor:
     """A result as it is stored: a number whole, a tensor like the parameter with its placements, any other as computed."""
     if not isinstance(value, DTensor) or not value.dim():
         return _whole(value)
@@ -196,7 +196,7 @@ def _placements(value: Tensor) -> object:
     return value.placements if isinstance(value, DTensor) else None
 
 
-def _apart(value: Tensor, taken: set[int]) -> Tensor:
+def _copy_if_shared(value: Tensor, taken: set[int]) -> Tensor:
     """The value in memory of its own: an update may return an operand, or one value twice."""
     value = value.clone() if _memory(value) in taken else value
     taken.add(_memory(value))

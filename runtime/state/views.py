@@ -31,7 +31,7 @@ from meshc.errors import StateError
 from meshc.ir import trees
 from meshc.private import OpOverload
 from meshc.runtime.state import random_draws
-from meshc.runtime.state.held import EDITS
+from meshc.runtime.state.stored_tensor import EDITS
 
 Handler = Callable[..., Any]
 """handler(operator, arguments, keywords) -> result."""
@@ -91,10 +91,10 @@ def follow() -> None:
     by_kind = ((_VIEWS, _view), (_BY_ELEMENT, _by_element), (_ARITHMETIC, _by_element), (_OF_WHOLES, _edit), (_OF_LISTS, _edit_list))
     handlers = {op: handler for ops, handler in by_kind for op in ops}
     for op, handler in (handlers | {_ATEN._foreach_copy_.default: _copy_each}).items():
-        ask(op, handler)
+        register_handler(op, handler)
 
 
-def ask(op: OpOverload, handler: Handler) -> None:
+def register_handler(op: OpOverload, handler: Handler) -> None:
     """Installs a handler of an operator on DTensors."""
     earlier = _handlers().get(op)
     if earlier is not None and earlier is not handler:
@@ -152,9 +152,9 @@ class GatheredView(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, *call: Any, **more: Any) -> Any:
-        return _dispatched(*call, **more)
+        return _dispatch_view(*call, **more)
 
-    def gathered(self) -> DTensor:
+    def as_dtensor(self) -> DTensor:
         """The view as a plain DTensor, for reads. Raises StateError if `origin` was written since."""
         if _version(self.origin) not in self.seen:
             raise StateError(
@@ -166,40 +166,40 @@ class GatheredView(DTensor):
 
     def show(self, whole: Tensor, seen: tuple[int, ...]) -> None:
         """Takes the values of the whole `origin` at these versions."""
-        self._local_tensor, self.seen = _part(self.within(whole), self).clone(), seen
+        self._local_tensor, self.seen = _part(self.view_of_whole(whole), self).clone(), seen
 
-    def within(self, whole: Tensor) -> Tensor:
+    def view_of_whole(self, whole: Tensor) -> Tensor:
         """The view of `whole`, the contiguous whole of `origin`."""
         flat = whole.view(-1)
         typed = flat if flat.dtype == self.strides.dtype else flat.view(self.strides.dtype)
         return typed.as_strided(self.strides.shape, self.strides.stride(), int(self.strides.storage_offset()))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        self.gathered()
+        self.as_dtensor()
         return super().redistribute(*args, **kwargs)
 
     def to_local(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.gathered()
+        self.as_dtensor()
         return super().to_local(*args, **kwargs)
 
     def _repr(self, **contents: Any) -> str:
-        return repr(self.gathered())
+        return repr(self.as_dtensor())
 
     __repr__: Any = _repr
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.gathered().clone()
+        return self.as_dtensor().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.gathered().clone().__reduce_ex__(protocol)
+        return self.as_dtensor().clone().__reduce_ex__(protocol)
 
 
-def _dispatched(func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+def _dispatch_view(func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """Runs an operator on a gathered view: an edit, a view, or a read."""
     kwargs = kwargs or {}
-    if func._schema.is_mutable and any(isinstance(one, GatheredView) for one in _written(func, args, kwargs)):
+    if func._schema.is_mutable and any(isinstance(one, GatheredView) for one in _written_operands(func, args, kwargs)):
         return _edit_whole(func, args, kwargs)
-    found = func(*trees.mapped(_as_gathered, args), **trees.mapped(_as_gathered, kwargs))
+    found = func(*trees.map_leaves(_as_gathered, args), **trees.map_leaves(_as_gathered, kwargs))
     alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
     if alias is None or alias.is_write or not isinstance(args[0], GatheredView):
         return found
@@ -213,7 +213,7 @@ def _version(value: DTensor) -> int:
 
 
 def _as_gathered(value: Any) -> Any:
-    return value.gathered() if isinstance(value, GatheredView) else value
+    return value.as_dtensor() if isinstance(value, GatheredView) else value
 
 
 def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -229,7 +229,7 @@ def _view(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         found = _each(op(whole, *args[1:], **kwargs), None, lambda one, _: _of_whole(one, base))
     if any(type(one) not in (Shard, Replicate) for one in base.placements):
         return found  # of a partial tensor no rank has a part to keep
-    return found if strides is None else _each(found, strides, lambda one, like: _marked(one, base, like))
+    return found if strides is None else _each(found, strides, lambda one, like: _mark_gathered(one, base, like))
 
 
 def _each(found: Any, strides: Any, mark: Callable[[Any, Any], Any]) -> Any:
@@ -239,7 +239,7 @@ def _each(found: Any, strides: Any, mark: Callable[[Any, Any], Any]) -> Any:
     return [mark(one, like) for one, like in zip(found, strides or [None] * len(found), strict=True)]
 
 
-def _marked(found: DTensor, origin: DTensor, strides: Tensor) -> DTensor:
+def _mark_gathered(found: DTensor, origin: DTensor, strides: Tensor) -> DTensor:
     """A result with the kinds of its origin's placements shares its memory; any other was gathered. All ranks decide the same."""
     return found if _kinds(found.placements) == _kinds(origin.placements) else GatheredView(found, origin, strides)
 
@@ -253,19 +253,19 @@ def _by_element(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     tensors = [one for given in args for one in (given if isinstance(given, list | tuple) else (given,)) if isinstance(one, Tensor)]
     if all(isinstance(one, DTensor) for one in tensors) or not any(map(is_of_model, tensors)):
         return by_torch(op, args, kwargs)
-    written = _written(op, args, kwargs)
+    written = _written_operands(op, args, kwargs)
     into_plain = op._schema.is_mutable and not any(isinstance(one, DTensor) for one in written)
     plain = [one for one in tensors if not isinstance(one, DTensor)]
     if op is not _ATEN.copy_.default and torch.is_grad_enabled() and any(one.requires_grad for one in (tensors if into_plain else plain)):
         _refuse_gradient(op, tensors)
     if into_plain:
-        _refuse_elsewhere(op, tensors)
+        _refuse_other_stage(op, tensors)
         if any(one.numel() > 1 for one in written):
             _warn_of_price(op)
         return _edit_whole(op, args, kwargs)
     if isinstance(args[0], list | tuple) and len(args[0]) > 1:
         return _edit_each(op, args, kwargs)
-    with _implicitly_replicated():
+    with _implicit_replication():
         return by_torch(op, args, kwargs)
 
 
@@ -302,7 +302,7 @@ def _refuse_gradient(op: OpOverload, tensors: Sequence[Tensor]) -> None:
     )
 
 
-def _refuse_elsewhere(op: OpOverload, tensors: Sequence[Tensor]) -> None:
+def _refuse_other_stage(op: OpOverload, tensors: Sequence[Tensor]) -> None:
     if any(isinstance(one, DTensor) and one.device_mesh.get_coordinate() is None for one in tensors):
         raise StateError(
             f"{op.__name__} writes to a plain tensor what is made of one that lives on another pipeline stage\n"
@@ -320,7 +320,7 @@ def _warn_of_price(op: OpOverload) -> None:
 
 
 @contextmanager
-def _implicitly_replicated() -> Iterator[None]:
+def _implicit_replication() -> Iterator[None]:
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True
@@ -336,7 +336,7 @@ def _edit(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs an edit on whole tensors, the same on every rank; each rank keeps its part."""
-    written = [one for one in _written(op, args, kwargs) if isinstance(one, DTensor)]
+    written = [one for one in _written_operands(op, args, kwargs) if isinstance(one, DTensor)]
     if any(one.device_mesh.get_coordinate() is None for one in written):
         return args[0]  # of another pipeline stage
     wholes: dict[int, Tensor] = {}
@@ -349,16 +349,16 @@ def _edit_whole(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if id(origin) not in wholes:
             wholes[id(origin)] = DTensor.full_tensor(cast(DTensor, origin.detach())).contiguous()
         full = wholes[id(origin)]
-        value = one.within(full) if isinstance(one, GatheredView) else full
+        value = one.view_of_whole(full) if isinstance(one, GatheredView) else full
         given[id(value)] = value, one
         return value
 
-    result = op(*trees.mapped(whole, args), **trees.mapped(whole, kwargs))
+    result = op(*trees.map_leaves(whole, args), **trees.map_leaves(whole, kwargs))
     for origin in {id(one): one for one in map(_origin, written)}.values():
         _keep(origin, wholes[id(origin)], sum(_origin(one) is origin for one in written))
         if torch.Tag.nondeterministic_seeded in op.tags:
             random_draws.note_drawn(origin)
-    return trees.mapped(lambda one: given[id(one)][1] if id(one) in given else one, result)
+    return trees.map_leaves(lambda one: given[id(one)][1] if id(one) in given else one, result)
 
 
 def _keep(origin: DTensor, whole: Tensor, times: int) -> None:
@@ -385,7 +385,7 @@ def _of_whole(whole: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _written_operands(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to."""
     found: list[Any] = []
     for index, argument in enumerate(op._schema.arguments):

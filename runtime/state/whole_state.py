@@ -48,7 +48,7 @@ OF_TRAINER: Final = ("transformers.trainer", "_save")
 """Likewise, if the model is marked as split for the Trainer."""
 
 
-def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
+def shard_state(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
     """Before a load into a compiled model: turns whole tensors, and DTensors of another mesh, into DTensors sharded like its parameters.
     Raises StateError where another rank's part would be taken for this one's."""
     rows = [(name, value, store.find(f"parameter:{name[len(prefix) :]}")) for name, value in state.items() if name.startswith(prefix)]
@@ -56,10 +56,10 @@ def lay_out(store: Store, state: MutableMapping[str, Any], prefix: str) -> None:
     for name, value, held in rows:
         if held is not None and isinstance(held.live, DTensor) and isinstance(value, Tensor) and tuple(value.shape) == held.shape:
             if not value.is_meta:
-                state[name] = _laid(value, held.home, held.live)
+                state[name] = _dtensor_like(value, held.home, held.live)
 
 
-def _laid(value: Tensor, home: Transfers, like: DTensor, apart: bool = False) -> Tensor:
+def _dtensor_like(value: Tensor, home: Transfers, like: DTensor, apart: bool = False) -> Tensor:
     """`value` as a DTensor sharded like `like`; a DTensor on that mesh is returned as it is. apart: copied into memory of its own."""
     if isinstance(value, DTensor) and value.device_mesh is like.device_mesh:
         return value
@@ -95,7 +95,7 @@ def _text(mesh: DeviceMesh) -> str:
     return ",".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
 
 
-def every_rank_has_all(values: Iterable[object]) -> bool:
+def is_fully_replicated(values: Iterable[object]) -> bool:
     """Whether all DTensors of a model or an optimizer are replicated, as under DDP, so that callers need no DTensors."""
     return all(is_whole(one) and one._local_tensor.shape == one.shape for one in values if isinstance(one, DTensor))
 
@@ -117,9 +117,9 @@ def optimizer_as_plain(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": plain}
 
 
-def bring_together(store: Store, model: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:
+def gather_state(store: Store, model: nn.Module, state: MutableMapping[str, Any], prefix: str) -> None:
     """For callers that run on every rank: replaces DTensors in a compiled model's state dict by whole tensors on the host."""
-    if not asked_by_all(model):
+    if not is_asked_on_all_ranks(model):
         return
     with together(current_board(), "state_dict"), torch.no_grad():
         for name, value in state.items():
@@ -128,9 +128,9 @@ def bring_together(store: Store, model: nn.Module, state: MutableMapping[str, An
                 state[name] = held.whole().cpu()
 
 
-def asked_by_all(model: nn.Module | None = None) -> bool:
+def is_asked_on_all_ranks(model: nn.Module | None = None) -> bool:
     """Whether the present `state_dict` call is one that every rank makes, by the functions on the stack."""
-    for module, function in _functions(sys._getframe(1)):
+    for module, function in _calling_functions(sys._getframe(1)):
         if (module, function) in ON_ALL_RANKS:
             return True
         if (module, function) == OF_TRAINER:
@@ -149,7 +149,7 @@ def refuse_parts_in(optimizer: torch.optim.Optimizer, state: Mapping[Any, Mappin
     )
 
 
-def lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def shard_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Turns whole state of DTensor parameters, and state of another mesh, into DTensors sharded like the parameter."""
     refuse_parts_in(optimizer, optimizer.state)
     for group in optimizer.param_groups:
@@ -159,12 +159,12 @@ def lay_out_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 slots = optimizer.state.get(parameter, {})
                 for name, value in slots.items():
                     if isinstance(value, Tensor) and not value.is_meta and value.dim() and value.shape == parameter.shape:
-                        slots[name] = _laid(value, home, parameter, apart=True)
+                        slots[name] = _dtensor_like(value, home, parameter, apart=True)
 
 
-def bring_optimizer_together(store: Store, state: dict[str, Any]) -> dict[str, Any]:
+def gather_optimizer_state(store: Store, state: dict[str, Any]) -> dict[str, Any]:
     """The state dict of an optimizer, with whole tensors for callers that run on every rank."""
-    if not asked_by_all():
+    if not is_asked_on_all_ranks():
         return state
     with together(current_board(), "state_dict"), torch.no_grad():
         slots = {
@@ -174,7 +174,7 @@ def bring_optimizer_together(store: Store, state: dict[str, Any]) -> dict[str, A
     return {**state, "state": slots}
 
 
-def _functions(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+def _calling_functions(frame: FrameType | None) -> Iterator[tuple[str, str]]:
     while frame is not None:
         yield str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
         frame = frame.f_back

@@ -18,8 +18,8 @@ from meshc.__main__ import main
 from meshc.commands import doctor
 from meshc.commands.doctor import FAILS, NOTE, WORKS, Finding, findings, links
 from meshc.ops import philox
-from meshc.runtime.comm import first_sum
-from meshc.runtime.comm.first_sum import Trial, trial
+from meshc.runtime.comm import connectivity
+from meshc.runtime.comm.connectivity import ConnectivityResult, check_connectivity
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
@@ -109,25 +109,25 @@ def test_links_of_gpus_by_their_pairs() -> None:
 
 def test_what_processes_say_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    failing = doctor._all_reduce("gloo", 2, True, 5.0, lambda *_: Trial("RuntimeError: no route to host", 1.0))
+    failing = doctor._all_reduce("gloo", 2, True, 5.0, lambda *_: ConnectivityResult("RuntimeError: no route to host", 1.0))
     assert failing.state == FAILS and "no route to host" in failing.said and "GLOO_SOCKET_IFNAME" in failing.todo
     assert doctor._all_reduce("nccl", 1, False, 5.0).state == FAILS
-    assert doctor._all_reduce("gloo", 2, True, 5.0, lambda *_: Trial("", 1.0)).state == WORKS
+    assert doctor._all_reduce("gloo", 2, True, 5.0, lambda *_: ConnectivityResult("", 1.0)).state == WORKS
 
 
 def test_processes_that_do_not_end_are_ended() -> None:
     start = time.monotonic()
-    found = trial("gloo", 2, timeout_s=0.05)
-    assert not found.worked and found.said == "2 of 2 processes had no sum after 0.05 s"
+    found = check_connectivity("gloo", 2, timeout_s=0.05)
+    assert not found.has_succeeded and found.said == "2 of 2 processes had no sum after 0.05 s"
     assert time.monotonic() - start < 10
 
 
 @pytest.mark.processes
 def test_processes_add_up_their_numbers_and_say_what_kept_them() -> None:
-    assert trial("gloo").worked
-    broken = trial("no_such_backend", 1)
-    assert not broken.worked and "no_such_backend" in broken.said.lower()
+    assert check_connectivity("gloo").has_succeeded
+    broken = check_connectivity("no_such_backend", 1)
+    assert not broken.has_succeeded and "no_such_backend" in broken.said.lower()
 
 
 def test_the_processes_import_nothing_of_meshc() -> None:
-    assert "meshc." not in "".join(line for line in Path(first_sum.__file__).read_text().splitlines() if "import" in line.split())
+    assert "meshc." not in "".join(line for line in Path(connectivity.__file__).read_text().splitlines() if "import" in line.split())

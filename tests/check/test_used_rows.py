@@ -7,7 +7,7 @@ import pytest
 from meshc.check import used_rows
 from meshc.check.stage import faults
 from meshc.errors import ArtifactError
-from meshc.ir.verify import Malformed, verify_graph
+from meshc.ir.verify_graph import MalformedGraph, verify_graph
 from meshc.text.parse import parse_stage
 from meshc.text.show import print_stage
 
@@ -77,7 +77,7 @@ def test_what_does_not_treat_each_row_by_itself_is_refused(line: str, why: str) 
     assert [*faults(stage, {"tp": 2})] == []
     ((name, told),) = used_rows.faults(stage, ())
     assert name == "z" and why in told
-    with pytest.raises(Malformed, match="z: "):
+    with pytest.raises(MalformedGraph, match="z: "):
         verify_graph(stage.graph, 4, 1, {"tp": 2})
 
 

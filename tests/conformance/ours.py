@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from meshc.rules.linear import overloads
+from meshc.rules.linear_operators import overloads
 from meshc.rules.losses import MEAN, PLACES, reduction_of
 from meshc.rules.partial import deferrals
 from meshc.testing.brute_force import OneOp, Sample, build

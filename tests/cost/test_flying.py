@@ -11,7 +11,7 @@ from torch.fx import Node
 from meshc.cost import memory
 from meshc.ir.mesh import Mesh
 from meshc.plan.plan import Plan
-from meshc.program import flying
+from meshc.program import in_flight
 from meshc.program.program import Instruction, PlainProgram, Port, Stage
 from meshc.runtime.comm import collectives
 from meshc.runtime.run import codegen
@@ -71,8 +71,8 @@ def named(stage: Stage) -> dict[str, Node]:
 def test_reductions_that_nothing_reads_for_long_are_waited_for_in_turn() -> None:
     stage = parse_stage(SCATTERS)
     nodes = named(stage)
-    assert flying.awaited(stage.graph.nodes) == {nodes["r2"]: [nodes["r1"]], nodes["r3"]: [nodes["r2"]]}
-    until = flying.waits(stage.graph.nodes)
+    assert in_flight.earlier_waits(stage.graph.nodes) == {nodes["r2"]: [nodes["r1"]], nodes["r3"]: [nodes["r2"]]}
+    until = in_flight.waits(stage.graph.nodes)
     assert {one.name: until[one].name for one in until} == {"r1": "r2", "r2": "r3", "r3": "u3"}
 
 

@@ -213,7 +213,7 @@ def test_a_saved_program_keeps_its_sizes_open(tmp_path: Path) -> None:
     assert loaded.dynamic == program.general.dynamic and loaded.constraints == program.general.constraints
     stage = show.print_stage(loaded.stage, loaded, comments=False)
     assert '@sizes("batch 2..64 ' in stage and show.print_stage(parse_stage(stage), loaded, comments=False) == stage
-    at_7, again = (instance.fitting(one, {"x": (7, 3, 31)}) for one in (loaded, program.general))
+    at_7, again = (instance.program_for_shapes(one, {"x": (7, 3, 31)}) for one in (loaded, program.general))
     assert at_7.port("input:x").shape == (7, 3, 31) and "n_batch" not in show.print_program(at_7)
     assert show.print_program(at_7, comments=False) == show.print_program(again, comments=False)
 
@@ -221,13 +221,13 @@ def test_a_saved_program_keeps_its_sizes_open(tmp_path: Path) -> None:
 def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     general = saved(tmp_path).general
     with pytest.raises(InputError, match="batch is 65; the program serves batch from 2 to 64"):
-        instance.fitting(general, {"x": (65, 3, 20)})
+        instance.program_for_shapes(general, {"x": (65, 3, 20)})
     with pytest.raises(InputError, match="length is 1; the program serves length from 2 to 99"):
-        instance.fitting(general, {"x": (8, 3, 1)})
+        instance.program_for_shapes(general, {"x": (8, 3, 1)})
     with pytest.raises(InputError, match="x has 2 dims, the program takes 3"):
-        instance.fitting(general, {"x": (8, 3)})
+        instance.program_for_shapes(general, {"x": (8, 3)})
     with pytest.raises(InputError, match="no input has batch"):
-        instance.fitting(general, {})
+        instance.program_for_shapes(general, {})
     case = llama(layers=1)
     options = meshc.Options(dynamic=open_dims(case.kwargs))
     wrong = {"input_ids": torch.zeros(4, 6, dtype=torch.int64), "labels": torch.zeros(4, 7, dtype=torch.int64)}
@@ -244,7 +244,7 @@ def test_what_the_model_asks_of_its_sizes_narrows_ranges_or_is_a_constraint() ->
     program = meshc.compile(table, meshc.Mesh("dp=2"), kwargs={"x": torch.randn(8, 4)}, options=options)
     assert [(size.low, size.high) for size in program.general.dynamic] == [(2, 10)] and not program.general.constraints
     with pytest.raises(InputError, match="rows is 12; the program serves rows from 2 to 10"):
-        instance.fitting(program.general, {"x": (12, 4)})
+        instance.program_for_shapes(program.general, {"x": (12, 4)})
     assert meshc.verify(program, {"x": torch.randn(9, 4)}).ok
 
     def parity(x: Tensor) -> Tensor:

@@ -89,10 +89,10 @@ def test_each_box_is_that_of_one_device(make: Callable[[], nn.Module], monkeypat
     recording, found = recorded(make)
     for name, wanted in itertools.chain(one.named_parameters(), one.named_buffers()):
         value = recording.value(found[name])
-        assert torch.equal(recording.read(value), wanted), name
+        assert torch.equal(recording.compute_box(value), wanted), name
         if wanted.dim() and min(wanted.shape) > 1:
             box = tuple((size // 3, size - size // 4) for size in wanted.shape)
-            assert torch.equal(recording.read(value, box), wanted[tuple(slice(*pair) for pair in box)]), name
+            assert torch.equal(recording.compute_box(value, box), wanted[tuple(slice(*pair) for pair in box)]), name
         recording.forget()
 
 
@@ -108,7 +108,7 @@ def test_a_part_costs_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
     recording, found = recorded(lambda: nn.Linear(64, 64), fill)
     assert drawn == []
-    part = recording.read(found["weight"], ((0, 4), (8, 16)))
+    part = recording.compute_box(found["weight"], ((0, 4), (8, 16)))
     assert sum(drawn) == 4 * 8
     assert part[2].eq(0).all() and part[3].ne(0).all()
 

@@ -21,7 +21,7 @@ from meshc.errors import ArtifactError, PlanError, ScheduleError
 from meshc.ir import sizes
 from meshc.ir.bounds import MOST_RANKS, parse_json
 from meshc.ir.mesh import Mesh
-from meshc.pipelining import schedule, trace
+from meshc.pipelining import perfetto_trace, schedule
 from meshc.plan.plan import Plan
 from meshc.program.program import Port
 from meshc.runtime.saved.checkpoint_folder import SavedState, save_state
@@ -198,7 +198,7 @@ SLICE = {"ph": "X", "name": "F0.0", "pid": 0, "ts": 0, "dur": 5}
 )
 def test_traces_are_bounded(events: list[Any], other: Any, said: str) -> None:
     text = json.dumps({"traceEvents": events, "otherData": other})
-    quickly(lambda: trace.read(text, "t.json"), ArtifactError, f"t.json.*{said}")
+    quickly(lambda: perfetto_trace.trace_to_timeline(text, "t.json"), ArtifactError, f"t.json.*{said}")
 
 
 def test_the_command_names_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

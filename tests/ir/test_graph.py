@@ -33,30 +33,30 @@ def test_ends() -> None:
     graph, at = small()
     assert toolbox.placeholders(graph) == [at["x"], at["w"]]
     assert toolbox.results_of(graph) == (at["total"],)
-    toolbox.give(graph, [at["b"], at["a"]])
+    toolbox.set_results(graph, [at["b"], at["a"]])
     assert toolbox.results_of(graph) == (at["b"], at["a"])
 
 
 def test_what_a_value_is_made_of_and_what_reads_it() -> None:
     _, at = small()
-    assert names(toolbox.made_of([at["b"]])) == ["a", "b", "t", "w", "x"]
-    assert names(toolbox.made_of([at["b"]], through=lambda node: node is not at["a"])) == ["a", "b"]
-    assert names(toolbox.read_by([at["w"]])) == ["a", "b", "c", "t", "total", "w"]
-    assert names(toolbox.read_by([at["w"]], through=lambda node: node is not at["a"])) == ["a", "t", "w"]
+    assert names(toolbox.ancestors_of([at["b"]])) == ["a", "b", "t", "w", "x"]
+    assert names(toolbox.ancestors_of([at["b"]], through=lambda node: node is not at["a"])) == ["a", "b"]
+    assert names(toolbox.descendants_of([at["w"]])) == ["a", "b", "c", "t", "total", "w"]
+    assert names(toolbox.descendants_of([at["w"]], through=lambda node: node is not at["a"])) == ["a", "t", "w"]
 
 
 def test_what_is_made_of_some_values_alone() -> None:
     graph, at = small()
-    assert names(toolbox.made_only_of(graph, [at["w"]])) == ["t", "w"], "a reads x too"
-    assert names(toolbox.made_only_of(graph, [at["w"], at["x"]])) == ["a", "b", "c", "t", "total", "w", "x"]
-    assert names(toolbox.made_only_of(graph, [at["w"], at["x"]], through=lambda node: node is not at["t"])) == ["t", "w", "x"]
+    assert names(toolbox.computable_from(graph, [at["w"]])) == ["t", "w"], "a reads x too"
+    assert names(toolbox.computable_from(graph, [at["w"], at["x"]])) == ["a", "b", "c", "t", "total", "w", "x"]
+    assert names(toolbox.computable_from(graph, [at["w"], at["x"]], through=lambda node: node is not at["t"])) == ["t", "w", "x"]
 
 
 def test_last_reads() -> None:
     graph, at = small()
     last = toolbox.last_reads(graph.nodes)
     assert (last[at["a"]], last[at["x"]]) == (at["c"], at["a"])
-    assert toolbox.dying(last)[at["total"]] == [at["b"], at["c"]]
+    assert toolbox.values_freed_after(last)[at["total"]] == [at["b"], at["c"]]
 
 
 def test_equal_calls_are_merged_from_operand_to_reader() -> None:
@@ -76,7 +76,7 @@ def test_equal_calls_are_merged_from_operand_to_reader() -> None:
 def test_a_copy_keeps_records_and_a_call_has_one() -> None:
     graph, at = small()
     ir.set_record(at["a"], ir.Record((2, 3), torch.float32))
-    copy = toolbox.copied(graph)
+    copy = toolbox.copy_graph(graph)
     (mine,) = [node for node in copy.nodes if node.name == "a"]
     assert mine is not at["a"] and ir.record(mine) == ir.Record((2, 3), torch.float32)
     ir.update(mine, shape=(4,))
@@ -84,7 +84,7 @@ def test_a_copy_keeps_records_and_a_call_has_one() -> None:
     with copy.inserting_after(mine):
         made = toolbox.call(copy, ir.record(mine), aten.sum.dim_IntList, mine, [0], keepdim=True)
     assert (made.args, made.kwargs, ir.record(made).shape) == ((mine, [0]), {"keepdim": True}, (4,))
-    again = toolbox.entering(Graph(), at["a"])
+    again = toolbox.add_placeholder(Graph(), at["a"])
     assert (again.op, again.name, ir.record(again).shape) == ("placeholder", "a", (2, 3))
     assert operator.is_not(again.meta, at["a"].meta)
 

@@ -40,18 +40,18 @@ def test_129_over_2_and_2() -> None:
     chunks = [layouts.take_chunk(counted(129), layouts.torch_placements(uneven, MESH), MESH, at) for at in RANKS]
     assert [chunk.numel() for chunk in chunks] == [33, 32, 32, 32]
     assert layouts.placements(uneven, MESH) is None
-    assert not layouts.aligned(uneven, MESH)
+    assert not layouts.is_aligned(uneven, MESH)
 
 
 def test_129_over_one_axis_of_4_needs_no_communication() -> None:
     mesh = Mesh("tp=4")
     uneven = Sharding((dim("n 129/tp"), dim("m 3")))
     assert layouts.placements(uneven, mesh) is None
-    assert layouts.aligned(uneven, mesh) and layouts.shares_memory(uneven, mesh)
+    assert layouts.is_aligned(uneven, mesh) and layouts.shares_memory(uneven, mesh)
     sizes = [layouts.tile_to_chunk(torch.zeros(33, 3), uneven, mesh, mesh.coordinates(rank)).shape[0] for rank in range(4)]
     assert sizes == [33, 33, 33, 30]
     columns = Sharding((dim("m 3"), dim("n 129/tp")))
-    assert layouts.aligned(columns, mesh) and not layouts.shares_memory(columns, mesh)
+    assert layouts.is_aligned(columns, mesh) and not layouts.shares_memory(columns, mesh)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_round_trips(case: tuple[Sharding, Mesh]) -> None:
     assert all(length <= most for _, chunk in chunks for length, most in zip(chunk.shape, largest, strict=True))
     padded = [(at, layouts.pad_to(chunk, largest)) for at, chunk in chunks]
     assert torch.equal(layouts.put_chunks(padded, full.shape, placements, mesh), full)
-    if layouts.aligned(sharding, mesh):
+    if layouts.is_aligned(sharding, mesh):
         for (at, tile), (_, chunk) in zip(tiles, chunks, strict=True):
             view = layouts.tile_to_chunk(tile, sharding, mesh, at)
             assert torch.equal(view, chunk) and torch.equal(layouts.pad_to(chunk, tile.shape), tile)

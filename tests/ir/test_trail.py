@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshc.ir import exactly
-from meshc.ir.trail import NotAlike, Trail, answer, computed, is_followed, largest, smallest
+from meshc.ir import comparison_key
+from meshc.ir.trail import Trail, TrailMismatch, answer, compute_tracked, is_tracked, largest, smallest
 
 
 def put(trail: Trail, number: Any, *values: float) -> Any:
@@ -47,7 +47,7 @@ def test_what_is_asked_is_asked_again(ask: Callable[[Any], object]) -> None:
     trail = Trail()
     ask(trail.number(768))
     assert trail.at([768])
-    with pytest.raises(NotAlike):
+    with pytest.raises(TrailMismatch):
         trail.at([599])
 
 
@@ -64,7 +64,7 @@ def test_who_takes_the_plain_value_ties_it(use: Callable[[Any], object]) -> None
     trail = Trail()
     use(trail.number(3))
     assert trail.at([3])
-    with pytest.raises(NotAlike):
+    with pytest.raises(TrailMismatch):
         trail.at([2])
 
 
@@ -72,7 +72,7 @@ def test_plain_floats_on_the_left_lose_nothing() -> None:
     trail = Trail()
     n = trail.number(6)
     half, scaled = 0.5 * n, 2.0**-1 * (n / 4)
-    assert is_followed(half) and is_followed(scaled)
+    assert is_tracked(half) and is_tracked(scaled)
     assert (put(trail, half, 10), put(trail, scaled, 10)) == (5.0, 1.25)
 
 
@@ -81,9 +81,13 @@ def test_a_number_counts_as_what_it_is() -> None:
     n, x = trail.number(6), trail.number(0.5)
     assert isinstance(n, int) and isinstance(x, float) and isinstance(n, int | float)
     assert not isinstance(n, str) and not isinstance(x, int)
-    assert exactly([1, True, 1.0]) != exactly([1, 1, 1.0]) and exactly((0.0,)) != exactly((-0.0,)) and exactly([1]) != exactly((1,))
-    assert exactly([n, 2]) == exactly([6, 2])
-    with pytest.raises(NotAlike):
+    assert (
+        comparison_key([1, True, 1.0]) != comparison_key([1, 1, 1.0])
+        and comparison_key((0.0,)) != comparison_key((-0.0,))
+        and comparison_key([1]) != comparison_key((1,))
+    )
+    assert comparison_key([n, 2]) == comparison_key([6, 2])
+    with pytest.raises(TrailMismatch):
         trail.at([7, 0.5])
 
 
@@ -93,7 +97,7 @@ def test_numbers_that_were_told_apart_stay_apart() -> None:
     assert len({n: 1, m: 2}) == 2
     assert trail.at([7, 9], plain=[3])
     for values, plain in (([7, 7], []), ([7, 9], [9])):
-        with pytest.raises(NotAlike, match="were two numbers"):
+        with pytest.raises(TrailMismatch, match="were two numbers"):
             trail.at(values, plain)
 
 
@@ -104,9 +108,9 @@ def test_a_function_is_asked_of_many_at_once() -> None:
     trail = Trail()
     row = [trail.number(5), trail.number(2), 3]
     assert answer(order, *row) == [1, 2, 0] and answer(order, 5, 2, 3) == [1, 2, 0]
-    double = computed(lambda one, other: one * 2 + other, row[0], 1)
+    double = compute_tracked(lambda one, other: one * 2 + other, row[0], 1)
     assert put(trail, double, 50, 1) == 101
-    with pytest.raises(NotAlike):
+    with pytest.raises(TrailMismatch):
         trail.at([2, 1])
 
 
@@ -114,7 +118,7 @@ def test_a_quotient_that_is_none_is_no_answer() -> None:
     trail = Trail()
     n = trail.number(6)
     assert 12 / (n - 2) == 3.0
-    with pytest.raises(NotAlike):
+    with pytest.raises(TrailMismatch):
         trail.at([2])
 
 
@@ -146,9 +150,9 @@ def test_a_program_of_numbers_does_the_same_or_says_so(seed: int) -> None:
     for n, m in ((12, 20), (13, 20), (24, 40), (100, 150), (20, 12), (1, 3)):
         try:
             steps = trail.at([n, m])
-        except NotAlike:
+        except TrailMismatch:
             continue
         served += 1
-        got = [steps[one.place] if is_followed(one) else one for one in found]
+        got = [steps[one.place] if is_tracked(one) else one for one in found]
         assert got == run(n, m) and list(map(type, got)) == list(map(type, run(n, m)))
     assert served >= 1

@@ -22,7 +22,7 @@ from meshc.ir.sizes import Dynamic, symbol
 from meshc.optimizer.optimizer import describe
 from meshc.program.program import PlainProgram
 from meshc.report import summary
-from meshc.rules.ring import steps
+from meshc.rules.ring import ring_steps
 from tests.broad import broad
 from tests.captured import Captured
 from tests.models import FACTORIES, Case
@@ -355,10 +355,10 @@ def test_the_next_block_is_on_its_way_while_one_is_computed() -> None:
 
 def test_how_far_a_window_reaches() -> None:
     """Tiles of 4: a window of 4 or 5 reaches into the next, one of 6 into the one behind it; no farther than all the way round."""
-    assert [steps(32, 32, 4, 8, True, window, 0) for window in (1, 2, 4, 5, 6, 29, 30, 99, 0)] == [0, 1, 1, 1, 2, 7, 7, 7, 7]
-    assert steps(32, 32, 4, 8, False, 0, 0) == steps(30, 32, 4, 8, True, 4, 2) == 7, "no window; keys before the first query"
+    assert [ring_steps(32, 32, 4, 8, True, window, 0) for window in (1, 2, 4, 5, 6, 29, 30, 99, 0)] == [0, 1, 1, 1, 2, 7, 7, 7, 7]
+    assert ring_steps(32, 32, 4, 8, False, 0, 0) == ring_steps(30, 32, 4, 8, True, 4, 2) == 7, "no window; keys before the first query"
     tile = symbol(Dynamic("seq", 2, 64, 32))
-    assert steps(tile, tile, tile // 8, 8, True, 4, 0) == 7, "of another length tiles are shorter"
+    assert ring_steps(tile, tile, tile // 8, 8, True, 4, 0) == 7, "of another length tiles are shorter"
 
 
 class Near(nn.Module):

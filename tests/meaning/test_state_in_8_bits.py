@@ -17,7 +17,7 @@ import meshc
 from meshc import artifact
 from meshc.cost import memory
 from meshc.errors import StateError
-from meshc.ops import coded as codes_of
+from meshc.ops import block_codes as codes_of
 from meshc.optimizer.optimizer import describe
 from meshc.reference import ReferenceRandom
 from meshc.text.show import hash_program

@@ -18,7 +18,7 @@ from meshc.ops import distributions
 from meshc.ops.distributions import Draws
 from meshc.ops.random import seed_step
 from meshc.ops.random_calls import RAISED, draws
-from meshc.ops.signatures import placed
+from meshc.ops.signatures import arguments_for
 from meshc.passes.trace.stand_ins import LIES
 from tests.broad import broad
 
@@ -160,7 +160,7 @@ def test_raised_functions_give_what_the_reference_answers(
     with ReferenceRandom(1, 2) as reference:
         expected = call(*fresh(), **kwargs)
     assert reference.calls == draws(raised, args, kwargs) == 1
-    args, kwargs = placed(RAISED[raised], raised, fresh(), kwargs, without=LIES)
+    args, kwargs = arguments_for(RAISED[raised], raised, fresh(), kwargs, without=LIES)
     found = RAISED[raised](*args, **kwargs, seed_step=seed_step(1, 2), call=0)
     torch.testing.assert_close(found, expected)
     assert found.dtype == expected.dtype

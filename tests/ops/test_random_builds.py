@@ -20,7 +20,7 @@ def test_the_build_is_cached_and_named_by_its_source(tmp_path: Any, monkeypatch:
     monkeypatch.setattr(philox, "FLAGS", ("-O0", *philox.FLAGS[1:]))  # which builds in no time
 
     def built() -> list[Any]:
-        philox._compiled()
+        philox._compile_library()
         return sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "cache").glob("*.so"))
 
     first = built()

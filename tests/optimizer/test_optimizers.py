@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import meshc
 from meshc import artifact
 from meshc.optimizer import optimizer as mo
-from meshc.optimizer.wrapped import find
+from meshc.optimizer.find_optimizers import find_optimizers
 from tests.broad import broad
 from tests.models import mlp
 from tests.wrappers import WRAPPERS, Chained, adamw, matrices, muon, rest
@@ -356,7 +356,7 @@ def test_groups_without_parameters() -> None:
 
 def test_numbers_and_rates_of_all_groups() -> None:
     model = net()
-    both = find([muon(model), adamw(model)], str)
+    both = find_optimizers([muon(model), adamw(model)], str)
     assert [row["lr"] for row in mo.numbers(both)] == mo.rates(both) == [0.02, 0.01]
     spec = mo.describe(both)
     assert [group.index for group in spec.groups] == [0, 1] and spec.optimizer == "Muon and AdamW"

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 import meshc
 from meshc import artifact
 from meshc.optimizer import optimizer as mo
-from meshc.optimizer import registered
+from meshc.optimizer import registered_updates
 from tests.broad import broad
 from tests.optimizer.others import AdamW8bit, Lamb, ScheduleFree, Shampoo, SignInKernel, Soap, sign_state, sign_update
 from tests.optimizer.stepped import run
@@ -45,7 +45,7 @@ OTHERS: dict[str, Build] = {
 def known() -> Iterator[None]:
     meshc.register_update(SignInKernel, sign_update, sign_state)
     yield
-    del registered.UPDATES[SignInKernel]
+    del registered_updates.UPDATES[SignInKernel]
 
 
 class Branches(nn.Module):

@@ -20,9 +20,9 @@ from meshc.errors import PlanError
 from meshc.ir import spmd
 from meshc.ir.mesh import Mesh
 from meshc.passes.stages.schedules import build
-from meshc.pipelining import draw, trace
-from meshc.pipelining.cut import Move, Pipeline, Start
-from meshc.pipelining.schedule import Action, Link
+from meshc.pipelining import draw, perfetto_trace
+from meshc.pipelining.pipeline_stages import Move, Pipeline, Start
+from meshc.pipelining.schedule import Action, StageLink
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port, Stage
 from meshc.report import summary
@@ -60,7 +60,7 @@ def by_hand() -> PlainProgram:
         stage("after_0", ("sum:v",), ("parameter:v",), meet=True),
         stage("after_1", ("sum:w",), ("parameter:w",), meet=True),
     ]
-    links = {Link("F", 0, 1): ("flow:h",), Link("B", 1, 0): ("flow:g",)}
+    links = {StageLink("F", 0, 1): ("flow:h",), StageLink("B", 1, 0): ("flow:g",)}
     schedule = build("gpipe", 2, 2, links=tuple(links))
     ports = (Port("input", "x", (1000, 1000), torch.float32), *(Port("parameter", name, (1000, 1000), torch.float32) for name in "vw"))
     pipeline = Pipeline("pp", schedule, links, {"parameter:v": 0, "parameter:w": 1})
@@ -222,7 +222,7 @@ def test_timelines_are_written_as_asked(tmp_path: Path) -> None:
     line = program.timeline(tmp_path / "out")
     assert line.name == "1f1b, predicted" and line.ranks == 2 and line.call_s > line.makespan_s > 0
     assert (tmp_path / "out" / "timeline.svg").read_text() == draw.svg(line)
-    again = trace.read((tmp_path / "out" / "timeline.json").read_text())
+    again = perfetto_trace.trace_to_timeline((tmp_path / "out" / "timeline.json").read_text())
     assert sorted(str(event.instruction) for event in again.events) == sorted(str(event.instruction) for event in line.events)
     assert again.call_s == pytest.approx(line.call_s, abs=1e-8)
     program.timeline(tmp_path / "one.svg")
@@ -247,7 +247,7 @@ def test_an_inference_and_its_saved_program_look_alike(tmp_path: Path) -> None:
         options = meshc.Options(schedule="inference", pp_splits=["h.1"], microbatches=2)
         program = meshc.compile(case.model, meshc.Mesh("pp=2"), kwargs=case.kwargs, options=options)
     line = program.timeline()
-    assert {str(event.instruction) for row in line.computed for event in row} == {"F0.0", "F0.1", "F1.0", "F1.1"}
+    assert {str(event.instruction) for row in line.action_events for event in row} == {"F0.0", "F0.1", "F1.0", "F1.1"}
     told = program.summary()
     assert "schedule inference: 2 microbatches" in told and "backward" not in told
     assert cell(told, "1        1", "modules") == "h.1, ln_f, lm_head"

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from meshc.errors import ScheduleError
 from meshc.passes.stages.schedules import build, get, names
 from meshc.pipelining.check import check
-from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, parse
-from meshc.pipelining.timing import equal, simulate
+from meshc.pipelining.schedule import Action, Instruction, Message, Recv, Schedule, Send, StageLink, chain, connect, parse
+from meshc.pipelining.timing import equal_costs, simulate
 
 GOOD = """\
 0: F0.0 SEND:F0.0>1 RECV:I1.0>0 F0.1 SEND:F0.1>1 RECV:I1.1>0 I0.0 W0.0 I0.1 W0.1
 1: RECV:F0.0>1 F1.0 RECV:F0.1>1 I1.0 SEND:I1.0>0 F1.1 W1.0 I1.1 SEND:I1.1>0 W1.1"""
 
 
-def refusal(text: str, links: Collection[Link] = chain(2), **more: object) -> str:
+def refusal(text: str, links: Collection[StageLink] = chain(2), **more: object) -> str:
     with pytest.raises(ScheduleError) as caught:
         check(parse(text), links, **more)  # type: ignore[arg-type]
     return str(caught.value)
@@ -134,7 +134,7 @@ def test_a_split_backward_frees_with_its_second_half() -> None:
 
 def test_links_that_skip_stages() -> None:
     """Stage 0 also gives to stage 2, which sends a gradient back: both are looked for, and waited for."""
-    links = chain(3) | {Link("F", 0, 2), Link("B", 2, 0)}
+    links = chain(3) | {StageLink("F", 0, 2), StageLink("B", 2, 0)}
     text = "0: F0.0 B0.0\n1: F1.0 B1.0\n2: F2.0 B2.0"
     schedule = parse(text, links)
     check(schedule, links)
@@ -258,7 +258,7 @@ def test_check_passes_what_has_an_order_and_nothing_else(owners: list[int], micr
     schedule = connect(lists, chain(len(owners)))
     if runs(lists, len(owners)):
         check(schedule, chain(len(owners)))
-        assert len(simulate(schedule, equal(len(owners))).events) == sum(map(len, schedule.lists))
+        assert len(simulate(schedule, equal_costs(len(owners))).events) == sum(map(len, schedule.lists))
     else:
         with pytest.raises(ScheduleError):
             check(schedule, chain(len(owners)))

@@ -10,17 +10,17 @@ import pytest
 
 from meshc.errors import ArtifactError
 from meshc.passes.stages.schedules import build
-from meshc.pipelining import draw, trace
-from meshc.pipelining.events import Run
+from meshc.pipelining import draw, perfetto_trace
+from meshc.pipelining.events import StageRun
 from meshc.pipelining.schedule import Action, Message, Recv, Send, parse
-from meshc.pipelining.timing import Costs, Event, Timeline, equal, simulate
+from meshc.pipelining.timing import Costs, Event, Timeline, equal_costs, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timeline(name: str, ranks: int, microbatches: int, second: float = 1.0) -> Timeline:
     schedule = build(name, ranks, microbatches)
-    costs = equal(schedule.stages, second, 1.5 * second, second)
+    costs = equal_costs(schedule.stages, second, 1.5 * second, second)
     return simulate(schedule, Costs(costs.seconds, 0.25 * second))
 
 
@@ -34,9 +34,9 @@ def boxes(picture: str) -> dict[str, ElementTree.Element]:
 def test_every_action_has_a_box_of_its_place_and_length(name: str) -> None:
     line = timeline(name, 8, 32)
     found = boxes(draw.svg(line))
-    assert len(found) == sum(map(len, line.computed))
+    assert len(found) == sum(map(len, line.action_events))
     edges = []
-    for events in line.computed:
+    for events in line.action_events:
         for event in events:
             assert isinstance(event.instruction, Action)
             start, end = (f"{seconds:.4g}" for seconds in (event.start_s, event.end_s))
@@ -71,13 +71,13 @@ def test_names_cannot_break_the_picture_and_nothing_can_be_drawn() -> None:
     flat = Timeline((Event(0, Action("F", 0, 0), 1.0, 1.0),), 1)
     assert list(boxes(draw.svg(flat))) == ["F0.0 on rank 0, 0 to 0 ns"]
     stage = "<script>alert(1)</script>"
-    picture = ElementTree.fromstring(draw.svg(Timeline((Event(0, Run(stage), 0.0, 1.0),), 1, "x")))
+    picture = ElementTree.fromstring(draw.svg(Timeline((Event(0, StageRun(stage), 0.0, 1.0),), 1, "x")))
     assert not any(element.tag.endswith("script") for element in picture.iter()) and stage in "".join(picture.itertext())
 
 
 def test_pipelines_stand_one_below_the_other() -> None:
     """Ranks 0 and 2 are one, 1 and 3 another, as on a mesh pp=2,dp=2; rank 1 has a stage before the first microbatch."""
-    events = [Event(rank, Action("F", int(rank > 1), 0), 1.0, 2.0) for rank in range(4)] + [Event(1, Run("before_0"), 0.0, 1.0)]
+    events = [Event(rank, Action("F", int(rank > 1), 0), 1.0, 2.0) for rank in range(4)] + [Event(1, StageRun("before_0"), 0.0, 1.0)]
     line = Timeline(tuple(events), 4, pipelines=((0, 2), (1, 3)))
     root = ElementTree.fromstring(draw.svg(line))
     rows = {str(text.text): float(text.attrib["y"]) for text in root.iter(f"{SVG}text") if str(text.text).startswith("rank ")}
@@ -91,7 +91,7 @@ def test_pipelines_stand_one_below_the_other() -> None:
         "F0.0 on rank 0": 58, "F1.0 on rank 2": 90, "F0.0 on rank 1": 122, "before_0 on rank 1": 122, "F1.0 on rank 3": 154,
     }  # fmt: skip
     assert (line.call_s, line.makespan_s, line.bubble) == (2.0, 1.0, 0.0)
-    again = trace.read(trace.write(line))
+    again = perfetto_trace.trace_to_timeline(perfetto_trace.timeline_to_trace(line))
     assert again.pipelines == line.pipelines and again.call_s == pytest.approx(2.0)
 
 
@@ -99,16 +99,16 @@ def test_messages_that_overlap_are_no_slices_of_a_thread() -> None:
     """Two are on their way from rank 0 to 1 at a time: the second is an asynchronous pair, and both are read back."""
     lists = [Event(stage, Action("F", stage, k), 4.0 * stage + k, 4.0 * stage + k + 1) for stage in (0, 1) for k in (0, 1)]
     sends = [Event(0, Send(Message(Action("F", 0, k), 1)), k + 1.0, 3.5) for k in (0, 1)]
-    text = trace.write(Timeline((*lists, *sends), 2))
+    text = perfetto_trace.timeline_to_trace(Timeline((*lists, *sends), 2))
     written = [event for event in json.loads(text)["traceEvents"] if event.get("cat") == "message"]
     kinds = {event["name"]: event["ph"] for event in written if event["ph"] in "Xb"}
     assert kinds == {"SEND:F0.0>1": "X", "SEND:F0.1>1": "b"}
-    found = {str(event.instruction): (event.start_s, event.end_s) for event in trace.read(text).events}
+    found = {str(event.instruction): (event.start_s, event.end_s) for event in perfetto_trace.trace_to_timeline(text).events}
     assert found["SEND:F0.0>1"] == (1.0, 3.5) and found["SEND:F0.1>1"] == (2.0, 3.5)
 
 
 def test_text() -> None:
-    line = simulate(parse("0: F0.0 F0.1 F3.0 F3.1\n1: F1.0 F2.0 F1.1 F2.1"), equal(4))
+    line = simulate(parse("0: F0.0 F0.1 F3.0 F3.1\n1: F1.0 F2.0 F1.1 F2.1"), equal_costs(4))
     assert draw.text(line) == "0  F0 F1    f0    f1\n1     F0 f0 F1 f1"
     assert draw.text(line, 0.5) == "0  F0    F1          f0          f1\n1        F0    f0    F1    f1"
 
@@ -119,7 +119,7 @@ def test_text() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v", "dualpipe_v", "inference"])
 def test_a_trace_is_read_back(name: str) -> None:
     line = timeline(name, 3, 7, 0.001)
-    again = trace.read(trace.write(line))
+    again = perfetto_trace.trace_to_timeline(perfetto_trace.timeline_to_trace(line))
     assert (again.ranks, again.name, len(again.events)) == (3, name, len(line.events))
     for found, event in zip(sorted(again.events, key=key), sorted(line.events, key=key), strict=True):
         assert key(found) == key(event)
@@ -133,8 +133,8 @@ def key(event: Event) -> tuple[int, str]:
 
 
 def test_what_is_in_a_trace() -> None:
-    line = simulate(parse("0: F0.0 B0.0\n1: F1.0 B1.0"), Costs(equal(2, 1e-3, 1e-3, 1e-3).seconds, 5e-4))
-    events = json.loads(trace.write(line))["traceEvents"]
+    line = simulate(parse("0: F0.0 B0.0\n1: F1.0 B1.0"), Costs(equal_costs(2, 1e-3, 1e-3, 1e-3).seconds, 5e-4))
+    events = json.loads(perfetto_trace.timeline_to_trace(line))["traceEvents"]
     slices = {event["name"]: event for event in events if event["ph"] == "X"}
     assert {name: (event["pid"], event["tid"], event["ts"], event["dur"]) for name, event in slices.items()} == {
         "F0.0": (0, 0, 0, 1000),
@@ -164,7 +164,7 @@ def test_a_trace_of_others_is_read_for_what_is_like_ours() -> None:
             {"ph": "i", "name": "F0.1", "pid": 1, "tid": 7, "ts": 10},
         ]
     )
-    line = trace.read(text)
+    line = perfetto_trace.trace_to_timeline(text)
     assert line.ranks == 2
     assert [(event.rank, str(event.instruction)) for event in line.events] == [(1, "F0.0")]
     assert line.makespan_s == pytest.approx(5e-6)
@@ -181,7 +181,7 @@ def test_a_trace_of_others_is_read_for_what_is_like_ours() -> None:
 )
 def test_what_is_no_trace(text: str, says: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        trace.read(text)
+        perfetto_trace.trace_to_timeline(text)
     assert says in str(caught.value)
 
 

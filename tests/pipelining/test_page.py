@@ -12,7 +12,7 @@ import pytest
 
 from meshc.passes.phases.schedule_kind import ScheduleKind
 from meshc.passes.stages.schedules import build, names
-from meshc.pipelining.timing import equal, simulate
+from meshc.pipelining.timing import equal_costs, simulate
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGE = (DOCS / "add-a-schedule.md").read_text()
@@ -49,7 +49,7 @@ def test_the_table_says_what_schedules_do(name: str, holds: str, eight: str, six
     for microbatches, idle in ((8, eight), (16, sixteen)):
         schedule = build(name, 4, microbatches)
         each = schedule.stages // 4
-        timeline = simulate(schedule, equal(schedule.stages))
+        timeline = simulate(schedule, equal_costs(schedule.stages))
         assert f"{100 * timeline.bubble:.1f}" == idle
         known = {
             "m": [microbatches] * 4, "p - r": [4, 3, 2, 1], "p": [4] * 4, "p + 1/2": [4.5] * 4, "nothing": [0] * 4,

@@ -15,13 +15,13 @@ class Told(Observer):
         self.player = Player(parse(text))
         self.stopped = self.player.play(self)
 
-    def ran(self, rank: int, action: Action, read: Sequence[Message]) -> None:
+    def record_action(self, rank: int, action: Action, read: Sequence[Message]) -> None:
         self.lines.append(f"{rank} runs {action}" + "".join(f" with {message}" for message in read))
 
-    def posted(self, place: Place) -> None:
+    def record_post(self, place: Place) -> None:
         self.lines.append(f"{place[0]} posts {self.lists[place[0]][place[1]]}")
 
-    def carried(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
+    def record_transfer(self, sent: Place, taken: Place, message: Message, comes: bool) -> None:
         self.lines.append(f"{message} from {sent} to {taken}" + ("" if comes else ", and is not what is awaited"))
 
 
@@ -41,7 +41,7 @@ def test_a_rank_that_nothing_comes_to_stands_and_says_for_what_it_waits() -> Non
     told = Told("0: RECV:B1.0>0 F0.0 B0.0 SEND:F0.0>1\n1: RECV:F0.0>1 F1.0 B1.0 SEND:B1.0>0")
     assert told.stopped == [0, 1]
     assert told.player.at == [2, 1]
-    assert [str(told.player.awaited(rank)) for rank in told.stopped] == ["B1.0>0", "F0.0>1"]
+    assert [str(told.player.awaited_message(rank)) for rank in told.stopped] == ["B1.0>0", "F0.0>1"]
     assert told.lines == ["0 posts RECV:B1.0>0", "0 runs F0.0", "1 posts RECV:F0.0>1"]
 
 

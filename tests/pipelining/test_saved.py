@@ -16,9 +16,9 @@ from meshc import artifact, environment
 from meshc.__main__ import main
 from meshc.commands.verify import same_program
 from meshc.errors import ArtifactError, PlanError, ScheduleError
-from meshc.pipelining.cut import Move
+from meshc.pipelining.pipeline_stages import Move
 from meshc.pipelining.schedule import parse
-from meshc.program.complete import refuse_incomplete
+from meshc.program.completeness import refuse_incomplete
 from meshc.report.account import stage_accounts
 from meshc.runtime.run.cuda_graph import refusal
 from meshc.text.show import hash_program, print_program

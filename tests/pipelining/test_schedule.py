@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshc.errors import ScheduleError
-from meshc.pipelining.schedule import Action, Instruction, Link, Message, Recv, Schedule, Send, chain, connect, parse
+from meshc.pipelining.schedule import Action, Instruction, Message, Recv, Schedule, Send, StageLink, chain, connect, parse
 
 TWO_RANKS = """\
 0: F0.0 SEND:F0.0>1 F0.1 SEND:F0.1>1 RECV:B1.0>0 B0.0 B0.1
@@ -41,7 +41,7 @@ def test_words() -> None:
     assert (schedule.rank_of(0), schedule.rank_of(1)) == (0, 1)
     assert [str(action) for action in schedule.actions[1]] == ["F1.0", "B1.0", "F1.1", "B1.1"]
     message = Message(Action("I", 3, 5), 1)
-    assert (str(message), message.link, list(map(str, message.users))) == ("I3.5>1", Link("B", 3, 1), ["I1.5", "B1.5"])
+    assert (str(message), message.link, list(map(str, message.users))) == ("I3.5>1", StageLink("B", 3, 1), ["I1.5", "B1.5"])
 
 
 def test_comments_and_blank_lines_and_the_order_of_ranks_do_not_matter() -> None:
@@ -118,7 +118,7 @@ def test_a_receive_is_posted_in_the_order_of_its_channel() -> None:
 
 def test_nothing_is_sent_between_stages_of_a_rank_and_skips_are_sent_where_they_go() -> None:
     """Stages 0 and 3 on rank 0, 1 and 2 on rank 1; a skip from 0 to 2 and one from 0 to 3."""
-    skips = {Link("F", 0, 2), Link("B", 2, 0), Link("F", 0, 3), Link("B", 3, 0)}
+    skips = {StageLink("F", 0, 2), StageLink("B", 2, 0), StageLink("F", 0, 3), StageLink("B", 3, 0)}
     schedule = connect(actions("F0.0 F3.0 B3.0 I0.0 W0.0\nF1.0 F2.0 I2.0 I1.0 W2.0 W1.0"), chain(4) | skips)
     assert str(schedule) == (
         "0: RECV:F2.0>3 F0.0 SEND:F0.0>1 SEND:F0.0>2 F3.0 RECV:I2.0>0 RECV:I1.0>0 B3.0 SEND:B3.0>2 I0.0 W0.0\n"

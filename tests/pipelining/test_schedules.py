@@ -18,7 +18,7 @@ from meshc.pipelining import draw
 from meshc.pipelining.activations import peaks
 from meshc.pipelining.check import check
 from meshc.pipelining.schedule import Action, chain, connect, parse
-from meshc.pipelining.timing import Costs, Timeline, equal, simulate
+from meshc.pipelining.timing import Costs, Timeline, equal_costs, simulate
 
 RANKS = range(2, 9)
 MICROBATCHES = (1, 2, 3, 5, 8, 13, 16, 24, 32)
@@ -27,7 +27,7 @@ MICROBATCHES = (1, 2, 3, 5, 8, 13, 16, 24, 32)
 def run(name: str, ranks: int, microbatches: int, stages: int | None = None, times: tuple[float, float, float] = (1, 1, 1)) -> Timeline:
     """Simulated with stages that take ``times`` for forward, gradient of inputs, gradient of weights, and messages that take none."""
     schedule = build(name, ranks, microbatches, stages)
-    return simulate(schedule, equal(schedule.stages, *times))
+    return simulate(schedule, equal_costs(schedule.stages, *times))
 
 
 def idles(timeline: Timeline) -> list[float]:
@@ -46,7 +46,7 @@ def test_every_schedule_runs_and_is_read_back(name: str, ranks: int, microbatche
     ops = {action.op for actions in schedule.actions for action in actions}
     assert kind.trains == schedule.trains == (ops != {"F"})
     assert kind.splits_backward or "W" not in ops
-    timeline = simulate(schedule, equal(schedule.stages))
+    timeline = simulate(schedule, equal_costs(schedule.stages))
     assert len(timeline.events) == sum(map(len, schedule.lists)), "every action ran and every message came"
 
 
@@ -127,7 +127,7 @@ def test_zb_v(ranks: int) -> None:
     """
     for microbatches in (2 * ranks - 1, 2 * ranks, 3 * ranks + 1, 32):
         timeline = run("zb_v", ranks, microbatches)
-        for rank, events in enumerate(timeline.computed):
+        for rank, events in enumerate(timeline.action_events):
             assert (events[0].start_s, events[-1].end_s) == (rank, rank + 6 * microbatches)
         assert idles(timeline) == [ranks - 1] * ranks
         assert max(timeline.peaks()) == 2 * ranks
@@ -206,7 +206,7 @@ def drawn_zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def test_the_drawing_of_filling() -> None:
-    drawn, filled = (simulate(connect(lists, chain(4)), equal(4)) for lists in (drawn_zb_v(2, 2), build("zb_v", 2, 2).actions))
+    drawn, filled = (simulate(connect(lists, chain(4)), equal_costs(4)) for lists in (drawn_zb_v(2, 2), build("zb_v", 2, 2).actions))
     for timeline in (drawn, filled):
         assert "".join(f"    {line}\n" for line in draw.text(timeline).splitlines()) in str(fill_gaps.__doc__)
     assert (drawn.makespan_s, filled.makespan_s) == (14, 13)

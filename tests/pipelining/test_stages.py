@@ -20,7 +20,7 @@ from meshc.cost.predict import costs_of
 from meshc.ir import spmd
 from meshc.passes.stages import pipeline_memory
 from meshc.passes.stages.balance import SLACK, Numbers, best_cuts, least_cuts
-from meshc.pipelining.schedule import Link
+from meshc.pipelining.schedule import StageLink
 from meshc.pipelining.timing import simulate
 from meshc.program.program import PlainProgram
 from tests.broad import broad
@@ -89,7 +89,7 @@ def test_cuts_at_named_modules() -> None:
     assert {name: rank for name, rank in here.items() if name.endswith("weight")} == {
         "0.weight": 0, "1.weight": 1, "2.weight": 1, "3.weight": 1,
     }  # fmt: skip
-    assert set(pipeline.messages) == {Link("F", 0, 1), Link("B", 1, 0)}
+    assert set(pipeline.messages) == {StageLink("F", 0, 1), StageLink("B", 1, 0)}
     assert meshc.verify(program, inputs, dtype=torch.float64).ok
 
 

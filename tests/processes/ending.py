@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 import meshc
 from meshc.passes.trace import capture_model
-from meshc.runtime.agreement import handed
+from meshc.runtime.agreement import store_broadcast
 from meshc.runtime.failure.watch import SILENT_END_S
-from meshc.runtime.run import backwards, session
+from meshc.runtime.run import backward_programs, session
 from meshc.runtime.state import adoption, state_dicts
 from tests.models import mlp
 from tests.processes.reference import sgd
@@ -74,11 +74,11 @@ PLACES: Final[dict[str, tuple[Any, str, int]]] = {
     "load": (adoption, "compare_ranks", 1),
     "first call": (session.Session, "compare_inputs", 1),
     "step": (session.Session, "work", 3),
-    "backward": (backwards.Backwards, "run", 2),
+    "backward": (backward_programs.BackwardPrograms, "run", 2),
     "save": (state_dicts, "_full", 1),
 }
 """Where the deed is done from inside: before the given call of this function."""
-WAITING: Final[dict[str, tuple[Any, str, int]]] = {"compile": (handed, "receive", 2)}
+WAITING: Final[dict[str, tuple[Any, str, int]]] = {"compile": (store_broadcast, "receive", 2)}
 """Likewise on another rank than rank 0, which does that work for it."""
 OUTSIDE: Final = ("before", "meet", "between", "exit")
 PHASES: Final = ("before", "meet", "compile", "load", "first call", "step", "backward", "save", "between", "exit")

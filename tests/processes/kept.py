@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import meshc
 from meshc.cost import memory
-from meshc.ops import coded
+from meshc.ops import block_codes
 from tests.meaning import test_kept_state as one_device
 from tests.meaning import test_state_in_8_bits as in_8_bits
 from tests.processes.session import device_mesh
@@ -139,7 +139,9 @@ def _forms() -> None:
     optimizer.load_state_dict(torchs.state_dict())
     weight = optimizer.param_groups[0]["params"][2]
     assert "exp_avg" not in optimizer.state[weight] and "exp_avg" in optimizer.state[optimizer.param_groups[0]["params"][0]]
-    whole = coded.decode(*(optimizer.state[weight][f"exp_avg.{part}"].full_tensor() for part in ("codes", "scale")), True, torch.float32)
+    whole = block_codes.decode(
+        *(optimizer.state[weight][f"exp_avg.{part}"].full_tensor() for part in ("codes", "scale")), True, torch.float32
+    )
     wanted = torchs.state_dict()["state"][2]["exp_avg"]
     assert (whole - wanted).abs().max() <= 0.9 / 128 * wanted.abs().max() and program.state_dict()["meshc"]["step"] == 0
 
@@ -154,4 +156,4 @@ def data32(data: one_device.Batches) -> one_device.Batches:
 def _wide(slots: dict[str, torch.Tensor], slot: str) -> torch.Tensor:
     if slot in slots:
         return slots[slot].float()
-    return coded.decode(slots[f"{slot}.codes"], slots[f"{slot}.scale"], True, torch.float32)
+    return block_codes.decode(slots[f"{slot}.codes"], slots[f"{slot}.scale"], True, torch.float32)

@@ -188,7 +188,7 @@ def all_is_well(mesh: Any) -> None:
     board.settle(20)
     streams = board.numbers.to_say()
     assert len(streams) == 7, streams  # two shapes, which of them calls have, the second program, the optimizer; runs, and changes
-    assert board.numbers.settled([1 - dist.get_rank()], streams), streams
+    assert board.numbers.has_compared([1 - dist.get_rank()], streams), streams
 
 
 WAYS: tuple[Callable[[Any], None], ...] = (

@@ -99,7 +99,7 @@ from meshc.rules import statistics
 from meshc.rules.local import Local
 from meshc.rules.reduction import argument, reduce
 from meshc.rules.rule import Rule
-from meshc.rules.statistics import _masked
+from meshc.rules.statistics import _mask_padding
 from meshc.testing.brute_force import prove
 from tests.rules.samples import SAMPLES
 

@@ -244,9 +244,9 @@ def another_program(mesh: Any) -> None:
         with pytest.raises(meshc.StateError if dist.get_rank() == 1 else meshc.PeerError, match="the compiled program") as caught:
             meshc.compile(model, mesh, kwargs={"x": torch.randn(4, 8, dtype=torch.float64)})
     begin = time.monotonic()
-    while not world_board().lost and time.monotonic() < begin + 20:
+    while not world_board().has_failure and time.monotonic() < begin + 20:
         time.sleep(0.05)
-    assert world_board().lost
+    assert world_board().has_failure
     behind = next(line for line in str(caught.value).splitlines() if "what the model's code reads" in line)
     this, other = behind.partition(", rank ")[::2] if dist.get_rank() == 1 else behind.partition(", rank ")[::-2]
     assert "model.scale: 3.0" in this and "model.linear._forward_hooks: 1 hooks" in this, behind

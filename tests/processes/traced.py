@@ -16,11 +16,11 @@ import meshc
 from meshc.cost import memory
 from meshc.ir import is_getitem, runs_on_host, spmd
 from meshc.optimizer.optimizer import numbers
-from meshc.pipelining import draw, trace
-from meshc.pipelining.events import Item, Run
+from meshc.pipelining import draw, perfetto_trace
+from meshc.pipelining.events import Item, StageRun
 from meshc.pipelining.schedule import Action, Recv, Send
 from meshc.pipelining.timing import Event, Timeline
-from meshc.program.steps import items_of
+from meshc.program.rank_instructions import items_of
 from meshc.report.account import link_accounts
 from tests.cost.test_memory import Live
 from tests.models import nanogpt
@@ -45,11 +45,11 @@ def made(mesh: Any, layers: int = 2, **options: Any) -> tuple[meshc.Program, dic
 
 def read(call: int) -> tuple[Timeline, dict[str, Any]]:
     text = (folder() / f"trace_{call}.json").read_text()
-    return trace.read(text), json.loads(text)["otherData"]
+    return perfetto_trace.trace_to_timeline(text), json.loads(text)["otherData"]
 
 
 def computed(line: Timeline, rank: int) -> list[Item]:
-    return [event.instruction for event in line.ran[rank]]
+    return [event.instruction for event in line.stage_events[rank]]
 
 
 def pipeline(mesh: Any) -> None:
@@ -67,10 +67,10 @@ def pipeline(mesh: Any) -> None:
                 items = [item for item in items_of(program.compiled, {"pp": rank}) if item is not None]
                 mine = [event for event in line.events if event.rank == rank]
                 assert sorted(map(str, (event.instruction for event in mine))) == sorted(map(str, items))
-                assert computed(line, rank) == [item for item in items if isinstance(item, (Action, Run))]
+                assert computed(line, rank) == [item for item in items if isinstance(item, (Action, StageRun))]
                 posted = sorted((event for event in mine if isinstance(event.instruction, Send)), key=lambda event: event.start_s)
                 assert [event.instruction for event in posted] == [item for item in items if isinstance(item, Send)]
-                in_turn = line.ran[rank]
+                in_turn = line.stage_events[rank]
                 assert all(a.end_s <= b.start_s + 1e-9 for a, b in zip(in_turn, in_turn[1:], strict=False))
             arrives(line, sum(accuracy_s))
             assert "B1.3 on rank 1" in draw.svg(line)
@@ -80,7 +80,7 @@ def arrives(line: Timeline, tolerance_s: float) -> None:
     sent = {event.instruction.message: event for event in line.events if isinstance(event.instruction, Send)}
     came = {event.instruction.message: event for event in line.events if isinstance(event.instruction, Recv)}
     assert sent.keys() == came.keys() and len(sent) == 2 * MICROBATCHES
-    users: dict[Any, Event] = {event.instruction: event for row in line.computed for event in row}
+    users: dict[Any, Event] = {event.instruction: event for row in line.action_events for event in row}
     for message, event in came.items():
         assert event.end_s >= sent[message].start_s - tolerance_s, message
         (user,) = (users[action] for action in message.users if action in users)
@@ -94,7 +94,7 @@ def no_pipeline(mesh: Any) -> None:
     program(**inputs)
     if dist.get_rank() == 0:
         line, _ = read(2)
-        wanted = [Run("before"), *(Run("each", k) for k in range(MICROBATCHES)), Run("after")]
+        wanted = [StageRun("before"), *(StageRun("each", k) for k in range(MICROBATCHES)), StageRun("after")]
         assert computed(line, 0) == computed(line, 1) == wanted
 
 
@@ -104,7 +104,7 @@ def module(mesh: Any) -> None:
     program = meshc.compile(case.model, device_mesh("dp=2"), kwargs=case.kwargs)
     case.loss_of(program(**case.kwargs)).backward()
     if dist.get_rank() == 0:
-        assert computed(read(3)[0], 1) == [Run("forward")] and computed(read(4)[0], 1) == [Run("backward")]
+        assert computed(read(3)[0], 1) == [StageRun("forward")] and computed(read(4)[0], 1) == [StageRun("backward")]
 
 
 def copies(mesh: Any) -> None:
@@ -116,7 +116,7 @@ def copies(mesh: Any) -> None:
         line, _ = read(5)
         stage = program.compiled.stage.graph
         for rank in (0, 1):
-            (run,) = line.ran[rank]
+            (run,) = line.stage_events[rank]
             mine = sorted((event for event in line.events if event.rank == rank and event is not run), key=lambda event: event.start_s)
             assert all(run.start_s <= event.start_s <= event.end_s <= run.end_s for event in mine)
             assert all(one.end_s <= next.start_s + 1e-9 for one, next in zip(mine, mine[1:], strict=False))
@@ -130,7 +130,9 @@ def copies(mesh: Any) -> None:
             updates = [place for place, name in enumerate(names) if "sgd" in name]
             assert len(updates) > 1  # windows: a later gradient leaves behind the first update
             assert any(name.startswith("OUT") for name in names[updates[0] : updates[-1]])
-            assert trace.read(trace.write(line)).events and "to the host" in trace.write(line)
+            assert perfetto_trace.trace_to_timeline(
+                perfetto_trace.timeline_to_trace(line)
+            ).events and "to the host" in perfetto_trace.timeline_to_trace(line)
 
 
 def offloaded(mesh: Any) -> tuple[meshc.Program, dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import meshc
 from meshc import artifact
-from meshc.runtime.run.executor import told
+from meshc.runtime.run.executor import instruction_text
 from tests.models import mlp, nanogpt, resnet
 from tests.processes.reference import SEED, adamw, close, furthest, sgd, train
 from tests.processes.session import run_checks
@@ -178,7 +178,7 @@ def messages(program: meshc.Program, kwargs: dict[str, Any]) -> Counter[str]:
         return call
 
     def doing(instruction: Any, *rest: Any) -> None:
-        now[0] = told(instruction)
+        now[0] = instruction_text(instruction)
         perform(instruction, *rest)
 
     with pytest.MonkeyPatch.context() as patch:

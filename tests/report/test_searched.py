@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from meshc.plan.weighed import Weighed
 from meshc.report.searched import SHOWN, searched, weighed
 
 
 def test_what_is_taken_comes_first_and_what_does_not_fit_last() -> None:
     tried = (
-        Tried(4, True, "zb_v", (3, 7, 11), holds=9_100_000, dropped="more than a rank may hold, 8,000,000 bytes"),
-        Tried(8, False, "zb_h1", (7,), 1.4e-3, 7_600_000, "slower than what is taken"),
-        Tried(4, True, "dualpipe_v", dropped="dualpipe_v has 2 stages on each rank\n  what to do: another"),
-        Tried(4, True, "zb_h1", (7,), 1.3e-3, 7_900_000),
+        PipelineCandidate(4, True, "zb_v", (3, 7, 11), holds=9_100_000, dropped="more than a rank may hold, 8,000,000 bytes"),
+        PipelineCandidate(8, False, "zb_h1", (7,), 1.4e-3, 7_600_000, "slower than what is taken"),
+        PipelineCandidate(4, True, "dualpipe_v", dropped="dualpipe_v has 2 stages on each rank\n  what to do: another"),
+        PipelineCandidate(4, True, "zb_h1", (7,), 1.3e-3, 7_900_000),
     )
     assert_expected_inline(searched(tried), """\
 tried for the stages: 4 candidates (times of the microbatches alone)
@@ -29,7 +29,7 @@ tried for the stages: 4 candidates (times of the microbatches alone)
 
 def test_no_choice_is_no_table_and_a_long_one_ends() -> None:
     assert searched(()) == ""
-    lines = searched([Tried(1, True, "1f1b", (1,), 1.0)] * (SHOWN + 5)).splitlines()
+    lines = searched([PipelineCandidate(1, True, "1f1b", (1,), 1.0)] * (SHOWN + 5)).splitlines()
     assert lines[-1] == "  and 5 more, in program.lowered.tried" and len(lines) == 3 + SHOWN + 1
     assert "gathered" not in lines[1] and "holds" not in lines[1]
 

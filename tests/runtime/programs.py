@@ -21,7 +21,7 @@ from meshc.cost import measure
 from meshc.errors import PeerError
 from meshc.runtime.comm import collectives, rows
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.comm.halo import Exchange
+from meshc.runtime.comm.halo_exchange import HaloExchange
 from meshc.runtime.failure import watch
 from meshc.runtime.failure.failed_rank import FailureBoard, world_board
 from meshc.runtime.run import link_times
@@ -90,7 +90,7 @@ def halos(group: dist.ProcessGroup) -> None:
         tile, step = -(-size // ranks), -(-other // ranks)
         window = [other, stride, offset, (step - 1) * stride + span]
         starts = [place * step * stride + offset for place in range(ranks)]
-        exchange = Exchange(size, window, [ranks], group)
+        exchange = HaloExchange(size, window, [ranks], group)
         shape = [2, 3, 2]
         shape[dim] = size
         for dtype in (torch.float32, torch.bfloat16, torch.int16):

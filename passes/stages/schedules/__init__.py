@@ -12,7 +12,7 @@ from functools import cache
 
 from meshc.errors import ScheduleError
 from meshc.passes.phases.schedule_kind import Lists, ScheduleKind
-from meshc.pipelining.schedule import Action, Link, Schedule, chain, connect, parse
+from meshc.pipelining.schedule import Action, Schedule, StageLink, chain, connect, parse
 from meshc.pipelining.timing import Costs
 
 
@@ -40,7 +40,7 @@ def build(
     ranks: int,
     microbatches: int,
     stages: int | None = None,
-    links: Collection[Link] | None = None,
+    links: Collection[StageLink] | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
     """A schedule with its messages, not checked yet (`check`). Raises ScheduleError if there is no such schedule, or it does not suit the

@@ -20,7 +20,7 @@ from meshc.passes.phases.schedule_kind import ScheduleKind
 from meshc.passes.stages.schedules.fill_gaps import fastest
 from meshc.passes.stages.schedules.numbered_steps import Step, keep_microbatches, number_microbatches
 from meshc.pipelining.schedule import Action
-from meshc.pipelining.timing import Costs, equal
+from meshc.pipelining.timing import Costs, equal_costs
 
 
 def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> Sequence[Sequence[Action]]:
@@ -28,7 +28,7 @@ def lists(ranks: int, stages: int, microbatches: int, costs: Costs | None) -> Se
     drawn = keep_microbatches([number_microbatches(_steps(rank, ranks, full)) for rank in range(ranks)], microbatches)
     if costs is None and full == microbatches:
         return drawn  # no stage and no rank can be any faster
-    return fastest(drawn, equal(stages) if costs is None else costs)
+    return fastest(drawn, equal_costs(stages) if costs is None else costs)
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:

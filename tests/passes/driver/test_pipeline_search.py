@@ -8,7 +8,7 @@ from torch import nn
 
 import meshc
 from meshc.passes.phases.compilation_phase import CompilationPhase
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from tests.models import nanogpt
 
 
@@ -21,7 +21,7 @@ def compiled(budget: int | None = None, microbatches: int | None = None, mesh: s
     )
 
 
-def taken(tried: tuple[Tried, ...]) -> Tried:
+def taken(tried: tuple[PipelineCandidate, ...]) -> PipelineCandidate:
     (found,) = (each for each in tried if not each.dropped)
     return found
 

@@ -13,7 +13,7 @@ import meshc
 from meshc import rules
 from meshc.check.program import check_program
 from meshc.ir.regions import region_of
-from meshc.ir.used_rows import dim_of, of_used_rows
+from meshc.ir.used_rows_dims import dim_of, of_used_rows
 from meshc.passes.lower.compact_expert_rows import compact_graph
 from meshc.program.program import PlainProgram
 from meshc.runtime.simulator import reference_comparison as verification

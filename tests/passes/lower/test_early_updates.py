@@ -15,7 +15,7 @@ from meshc.ir import calls, local_bytes, record, spmd
 from meshc.ir.regions import blocks
 from meshc.passes.lower.fuse_updates import fuse_stage_updates
 from meshc.program import bucket
-from meshc.program.kept import places, sizes_of
+from meshc.program.static_memory import places, sizes_of
 from meshc.text.parse import parse_stage
 from tests.broad import broad
 from tests.passes.stepped import steps

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 import meshc
 from meshc.check import check_program
 from meshc.ir import Record, record, set_record, spmd
-from meshc.ir.graph import read_by
+from meshc.ir.graph import descendants_of
 from meshc.ir.regions import region_of
 from meshc.passes.lower.group_regions import group_stage
 from meshc.passes.lower.levels import levels
@@ -179,7 +179,7 @@ def test_what_backward_gathers_of_forward_is_not_gathered_in_forward() -> None:
     at = {node: number for number, node in enumerate(stage.graph.nodes)}
     gathers = [node for node in at if node.target is spmd.all_gather and record(node).phase == "backward"]
     gathers = [node for node in gathers if record(node.all_input_nodes[0]).phase == "forward" or record(node.all_input_nodes[0]).again]
-    spans = [(at[node], max(at[reader] for reader in read_by(node.users, is_view))) for node in gathers]
+    spans = [(at[node], max(at[reader] for reader in descendants_of(node.users, is_view))) for node in gathers]
     assert len(spans) >= 6, spans
     alive = max(sum(start <= number <= end for start, end in spans) for number in at.values())
     assert alive <= 2, (alive, spans)

@@ -87,7 +87,7 @@ def compare(
     found = simulate(made, values)
     model.zero_grad(set_to_none=True)
     paths = [port.name for port in made.outputs if port.kind == "output"]
-    results = dict(zip(paths, [leaf for leaf in trees.leaves(reference.run()) if isinstance(leaf, Tensor)], strict=True))
+    results = dict(zip(paths, [leaf for leaf in trees.leaves(reference.call_model()) if isinstance(leaf, Tensor)], strict=True))
     torch.autograd.backward([results[name] for name in outputs], list(tangents.values()))
     wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     gradients = {key.removeprefix("gradient:"): value for key, value in found.items() if key.startswith("gradient:")}

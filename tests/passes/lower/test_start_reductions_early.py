@@ -17,7 +17,7 @@ from meshc.ir import Record, set_record, spmd
 from meshc.ir.regions import set_region
 from meshc.passes.lower.start_reductions_early import accumulation_order, reductions, whole_sums
 from meshc.program.program import Instruction, Stage
-from meshc.program.steps import ranks_of, steps_of
+from meshc.program.rank_instructions import ranks_of, steps_of
 from tests import models
 from tests.broad import broad
 from tests.passes.stepped import around, body, changed

@@ -119,7 +119,7 @@ def test_an_operator_on_what_lies_on_the_disk_is_refused(tmp_path: Path) -> None
 def test_files_have_no_names_and_their_bytes_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHC_DISK", str(tmp_path))
     before = disk.HELD.now
-    value = disk.moved(torch.arange(1000.0), "w/exp_avg")
+    value = disk.copy_to_disk(torch.arange(1000.0), "w/exp_avg")
     assert disk.HELD.now == before + 4000 and value.sum() == 499500 and list(tmp_path.iterdir()) == []
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert len(mapped) == 1

@@ -13,7 +13,7 @@ import meshc
 from meshc.cost import memory
 from meshc.errors import PlanError
 from meshc.ir import calls, op_name
-from meshc.pipelining.tried import Tried
+from meshc.pipelining.pipeline_candidate import PipelineCandidate
 from tests.broad import broad
 from tests.models import Case, gpt2, llama, nanogpt
 
@@ -25,7 +25,7 @@ def step_of(case: Case, mesh: str, budget: int | None, schedule: str | None, mic
     return meshc.compile(step, meshc.Mesh(mesh), kwargs=case.call_kwargs, options=options)
 
 
-def taken(program: meshc.Program) -> Tried:
+def taken(program: meshc.Program) -> PipelineCandidate:
     (found,) = (each for each in program.lowered.tried if not each.dropped)
     return found
 

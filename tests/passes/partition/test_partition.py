@@ -77,7 +77,7 @@ def check(model: Callable[..., object], tensors: tuple[Tensor, ...], mesh: Mesh,
     ports = [_port(node) for node in placeholders]
     propagator = Choosy(graph, factors, names, Plan("\n".join(f"{axis}: -" for axis in sizes)), sizes, ports)
     propagator.chance = chance
-    assignment = propagator.run()
+    assignment = propagator.assign_shardings()
     lies = [anyhow(assignment.whole((node, 0)), sizes, chance) for node in placeholders]
     ports = [replace(port, sharding=sharding) for port, sharding in zip(ports, lies, strict=True)]
     (output,) = graph.find_nodes(op="output")

@@ -75,7 +75,7 @@ def split(
         ports.append(Port("parameter" if name.startswith("w") else "input", name, found.shape, found.dtype or torch.float64))
     factors = factorize(graph)
     propagator = Propagator(graph, factors, name_factors(graph, factors, ports, names), Plan(plan), sizes, ports)
-    assignment = propagator.run()
+    assignment = propagator.assign_shardings()
     lies = [
         propagator.storage(port.name, "parameter") if port.kind == "parameter" else assignment.whole((node, 0))
         for port, node in zip(ports, placeholders, strict=True)

@@ -162,7 +162,7 @@ def test_verify_notices_a_microbatch_that_is_left_out(monkeypatch: pytest.Monkey
 
 
 def _one_part(reference: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    args, kwargs = reference.parts.cut((reference.args, reference.kwargs), 0)
+    args, kwargs = reference.parts.microbatch_inputs((reference.args, reference.kwargs), 0)
     loss: Tensor = reference.function(reference.module, *args, **kwargs)
     loss.backward()
     return loss.detach(), {}

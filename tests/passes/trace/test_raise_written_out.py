@@ -54,7 +54,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("how", [KINDS[0], KINDS[-1], *map(broad, KINDS[1:-1])], ids=str)
 def test_the_whole_becomes_one_call(how: dict[str, Any]) -> None:
     text = raised(Writes(**how))
-    assert "meshc.ops.sdpa.weighed(" in text
+    assert "meshc.ops.sdpa.written_out_attention(" in text
     gone = [line for line in text.splitlines() if line.startswith("-")]
     assert all(any(word in line for line in gone) for word in ("matmul", "softmax", "masked_fill"))
 

@@ -19,7 +19,7 @@ from meshc.frontend.capture import SEED_STEP, TorchGraph
 from meshc.frontend.grouped_calls import _of_functional, _of_torch
 from meshc.frontend.output_tree import OutputTree
 from meshc.frontend.reference_random import ReferenceRandom
-from meshc.ops import ctc, drawing
+from meshc.ops import ctc, raised_draws
 from meshc.ops.random import seed_step
 from meshc.ops.random_calls import QUIET, RAISED
 from meshc.ops.signatures import REQUIRED, Parameter, Signature, signatures
@@ -236,7 +236,7 @@ def test_a_stand_in_has_torchs_signature(target: Any, function: Callable[..., An
 
 def test_what_is_given_beside_is_refused_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in that drops an argument, as one did, gives another shape than torch."""
-    monkeypatch.setitem(RAISED, torch.rand, lambda size, *, seed_step, call: drawing.uniform(seed_step, call, [], torch.float32))
+    monkeypatch.setitem(RAISED, torch.rand, lambda size, *, seed_step, call: raised_draws.uniform(seed_step, call, [], torch.float32))
 
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

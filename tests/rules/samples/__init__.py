@@ -6,9 +6,9 @@ import meshc.ops.attention
 import meshc.ops.delta_rule
 import meshc.ops.norm
 import meshc.ops.optim
-import meshc.ops.parts
 import meshc.ops.recurrence
 import meshc.ops.scan_back
+import meshc.ops.sum_of_parts
 import meshc.ops.take  # noqa: F401
 from tests.rules.samples import (  # noqa: F401 - each adds its calls to SAMPLES
     attention,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-import meshc.ops.grouped  # noqa: F401
-import meshc.ops.routed  # noqa: F401
+import meshc.ops.grouped_mm  # noqa: F401
+import meshc.ops.routed_mm  # noqa: F401
 from tests.rules.samples.calls import begin, f, i, sample
 
 aten = torch.ops.aten

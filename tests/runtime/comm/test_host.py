@@ -20,16 +20,16 @@ def test_copies_there_and_back() -> None:
 
 
 def test_what_replaces_a_value_lies_in_its_place() -> None:
-    place = host.moved(torch.zeros(4), CPU)
+    place = host.copy_to_host(torch.zeros(4), CPU)
     assert host.to_host(torch.ones(4), place).wait() is place and place.tolist() == [1.0] * 4
 
 
 def test_bytes_are_counted_until_nobody_has_them() -> None:
     before = host.HELD.now
     host.HELD.begin()
-    x = host.moved(torch.zeros(1000), CPU)
+    x = host.copy_to_host(torch.zeros(1000), CPU)
     view = x[10:20]
-    y = host.moved(torch.zeros(500, dtype=torch.float64), CPU)
+    y = host.copy_to_host(torch.zeros(500, dtype=torch.float64), CPU)
     assert (host.HELD.now - before, host.HELD.most - before) == (8000, 8000)
     del y, x
     assert host.HELD.now - before == 4000

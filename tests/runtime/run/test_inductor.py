@@ -16,7 +16,7 @@ from meshc.passes.lower.group_regions import group_stage
 from meshc.program.program import Stage
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.codegen import generate
-from meshc.runtime.run.inductor import _pieces, compile_regions
+from meshc.runtime.run.inductor import _compilation_units, compile_regions
 from meshc.text.parse import parse_stage
 
 aten = torch.ops.aten
@@ -42,11 +42,11 @@ def reductions(equal: bool) -> Stage:
 @pytest.mark.parametrize("equal", [False, True])
 def test_results_that_are_written_over_are_each_their_own(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a group of one an all-reduce does nothing, so a stand-in that adds one in place shows what it writes to."""
-    from meshc.runtime.comm.collectives import Work
+    from meshc.runtime.comm.collectives import CollectiveWork
     from meshc.runtime.run import codegen
 
     def starter(node: Node, groups: Groups, overwrites: bool):  # type: ignore[no-untyped-def]
-        return lambda x: Work(x.add_(1) if overwrites else x + 1)
+        return lambda x: CollectiveWork(x.add_(1) if overwrites else x + 1)
 
     monkeypatch.setattr(codegen, "starter", starter)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -127,7 +127,7 @@ def main(
     }
 """
     stage = parse_stage(text)
-    assert [(compiled, [node.name for node in nodes]) for compiled, nodes in _pieces(stage, {})] == [
+    assert [(compiled, [node.name for node in nodes]) for compiled, nodes in _compilation_units(stage, {})] == [
         (True, ["twice"]), (False, ["table"]), (True, ["back"]),
     ]  # fmt: skip
     gradient, rows = torch.arange(12.0).reshape(3, 4), torch.tensor([2, 0, 2])

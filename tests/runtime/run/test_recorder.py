@@ -11,8 +11,8 @@ import torch
 
 import meshc
 from meshc import environment
-from meshc.pipelining import trace
-from meshc.pipelining.events import Handed, Run, parse_item
+from meshc.pipelining import perfetto_trace
+from meshc.pipelining.events import CallTransfer, StageRun, parse_item
 from meshc.pipelining.schedule import Action, Message, Recv, Send
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run.executor import Executor
@@ -33,8 +33,8 @@ def test_clocks_are_aligned_by_what_nobody_leaves_before_all_have_entered() -> N
 @pytest.mark.parametrize(
     "item",
     [
-        Run("after_0"), Run("each", 3), Handed("SEND", "parameter:h.0.w", 0, 1), Handed("RECV", "sum:g", 3, 12), Action("F", 1, 2),
-        Send(Message(Action("F", 0, 1), 1)), Recv(Message(Action("I", 2, 0), 1)),
+        StageRun("after_0"), StageRun("each", 3), CallTransfer("SEND", "parameter:h.0.w", 0, 1), CallTransfer("RECV", "sum:g", 3, 12),
+        Action("F", 1, 2), Send(Message(Action("F", 0, 1), 1)), Recv(Message(Action("I", 2, 0), 1)),
     ],
     ids=str,
 )  # fmt: skip
@@ -59,10 +59,10 @@ def test_a_call_is_recorded_if_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
         executor.run(values)
         executor.run(values)
     assert sorted(path.name for path in file.parent.iterdir()) == ["0.json", "1.json"]
-    line = trace.read((tmp_path / "new" / "1.json").read_text())
-    assert [str(event.instruction) for event in line.ran[0]] == ["RUN:before.0", "RUN:each.0", "RUN:each.1", "RUN:after.0"]
+    line = perfetto_trace.trace_to_timeline((tmp_path / "new" / "1.json").read_text())
+    assert [str(event.instruction) for event in line.stage_events[0]] == ["RUN:before.0", "RUN:each.0", "RUN:each.1", "RUN:after.0"]
     assert line.name == "step, measured" and line.events[0].start_s == 0
-    spans = [(event.start_s, event.end_s) for event in line.ran[0]]
+    spans = [(event.start_s, event.end_s) for event in line.stage_events[0]]
     assert all(start < end for start, end in spans) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
 
 

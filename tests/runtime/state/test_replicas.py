@@ -14,11 +14,11 @@ from meshc.errors import StateError
 from meshc.runtime.failure.failed_rank import FailureBoard
 from meshc.runtime.state.adoption import refuse_crossed
 from meshc.runtime.state.changes import Pace
-from meshc.runtime.state.replicas import BLOCK, Account, apart, compare, sums
+from meshc.runtime.state.replicas import BLOCK, Account, compare, sketch_distance, sums
 
 
 def share(one: torch.Tensor, other: torch.Tensor) -> float:
-    return apart(sums([one])[0].tolist(), sums([other])[0].tolist())
+    return sketch_distance(sums([one])[0].tolist(), sums([other])[0].tolist())
 
 
 def test_what_a_tensor_sums_up_to() -> None:

@@ -1,0 +1,227 @@
+"""Sharding rules of routed experts in groups (`meshc/ops/expert_groups.py`): an axis that splits groups splits their matrices.
+
+    group_mm    rows [q/ep, r, k], matrices [experts 8/ep, k, n], choice [q/ep, r]  ->  [q/ep, r, n]
+    to_groups   x [t, h], own [q/ep, t, m]  ->  [q/ep, t, m, h]                         each rank has its own group's rows
+    from_groups rows [q/ep, t, m, h], own   ->  [t, h] partial(sum: ep)
+
+A group goes with a window of as many experts as it has, so that three ranks have 3, 3 and 2 of 8 experts. Experts may have copies on other
+ranks (`meshc/ops/expert_copies.py`): each rank contributes the rows of its own tile as a partial sum, and gradients of copies are added up:
+
+    copies_of     x [experts 8/ep, ..], copies [q, n]              ->  [q, n, ..] partial(sum: ep)
+    added_copies  grad [q, n, ..], copies [q, n]                   ->  [experts 8/ep, ..]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+
+from meshc.ir import records
+from meshc.ir.window import Window
+from meshc.ops import bounded_groups as _bounded_groups  # noqa: F401 - registers them
+from meshc.ops import capacity as _capacity  # noqa: F401 - likewise
+from meshc.ops import expert_copies as _expert_copies  # noqa: F401 - likewise
+from meshc.ops import expert_groups as _expert_groups  # noqa: F401 - likewise
+from meshc.ops import expert_slots as _expert_slots  # noqa: F401 - likewise
+from meshc.rules.contraction import WEIGHT
+from meshc.rules.index import inside_tile
+from meshc.rules.rule import ALONE, Rule, RuleFunction, by_text, einsum, integer, shape_of
+
+if TYPE_CHECKING:
+    from meshc.rules.local import Local
+
+aten, meshc = torch.ops.aten, torch.ops.meshc
+
+EXPERTS = {"q": "experts", "g": "experts"}
+
+
+def _choices(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("t k! -> q t m! | q t m!", node, tensors, lower=_lower_choices, self_masked=True, major=frozenset("q"))
+
+
+def _lower_choices(local: Local) -> Node:
+    """The rank's groups, numbered from the global index of its first one. Padding of tokens chooses no expert."""
+    _, _, each, most, first = local.node.args
+    start = local.start("q")
+    if first != 0 and start != 0:
+        raise ValueError(f"{local.node.name}: groups that begin at {first} are not split")
+    chosen = local.neutralise(local.operands[0], "t", -1)
+    return local.emit(meshc.group_choices.default, chosen, local.local_size("q"), each, most, start if first == 0 else first)
+
+
+def _expert_window(node: Node) -> dict[str, tuple[str, Window]]:
+    each = integer(node.args[3])
+    return {"q": ("g", Window(stride=each, span=each))}
+
+
+def _mm(node: Node, tensors: list[Node]) -> Rule:
+    text = "q r k, g k n, q r -> q r n +k"
+    return einsum(text, node, tensors, lower=_lower_mm, windows=_expert_window(node), roles={**WEIGHT, **EXPERTS})
+
+
+def _lower_mm(local: Local) -> Node:
+    rows, matrices, choice = local.operands
+    return local.call(rows, local.window(matrices, 0, "q"), choice)
+
+
+def _outer(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("q r k, q r n, q r -> g k n +r", node, tensors, lower=_lower_outer, windows=_expert_window(node))
+
+
+def _lower_outer(local: Local) -> Node:
+    left, right, choice = local.operands
+    each, count, filled = local.node.args[3:]
+    if not local.axes("q"):
+        return local.call(left, right, choice)
+    made = local.emit(meshc.group_outer.default, left, right, choice, each, local.local_size("q") * integer(each), filled)
+    return local.sum_of_windows(made, 0, "q")
+
+
+def _copies(node: Node, tensors: list[Node]) -> Rule:
+    text = "e ..., q! n! -> q! n! ... +e"
+    return einsum(text, node, tensors, lower=_lower_copies, self_masked=True, clean=(1,), major=frozenset("e"), linear=ALONE)
+
+
+def _lower_copies(local: Local) -> Node:
+    x, copies = local.operands
+    return local.call(x, _local_copies(local, copies))
+
+
+def _sum_copies(node: Node, tensors: list[Node]) -> Rule:
+    text = "q! n! ..., q! n! -> e ..."
+    return einsum(text, node, tensors, lower=_lower_sum_copies, clean=(1,), major=frozenset("e"), linear=ALONE, defers=True)
+
+
+def _lower_sum_copies(local: Local) -> Node:
+    grad, copies = local.operands
+    return local.emit(meshc.added_copies.default, grad, _local_copies(local, copies), local.local_size("e"))
+
+
+def _local_copies(local: Local, copies: Node) -> Node:
+    """Copies of rows of this rank's tile, by local index; -1 for others."""
+    if not local.axes("e"):
+        return copies
+    places, inside = inside_tile(local, copies, "e")
+    return local.emit(aten.where.ScalarOther, inside, places, -1)
+
+
+def _by_group(node: Node, tensors: list[Node]) -> Rule:
+    return _in_windows("e ... -> q s! ...", node, tensors, _lower_by_group, integer(node.args[2]))
+
+
+def _lower_by_group(local: Local) -> Node:
+    each = integer(local.node.args[2])
+    return local.emit(meshc.by_group.default, local.window(local.operands[0], 0, "q"), local.local_size("q"), each)
+
+
+def _in_line(node: Node, tensors: list[Node]) -> Rule:
+    return _in_windows("q s! ... -> e ...", node, tensors, _lower_in_line, shape_of(tensors[0])[1])
+
+
+def _lower_in_line(local: Local) -> Node:
+    x = local.neutralise(local.operands[0], "q", 0.0)
+    if not local.axes("q"):
+        return local.call(x)
+    groups, each, *_ = local.shape(x)
+    return local.sum_of_windows(local.emit(meshc.in_line.default, x, groups * each), 0, "q")
+
+
+def _in_windows(text: str, node: Node, tensors: list[Node], lower: Callable[[Local], Node], each: int) -> Rule:
+    windows = {"q": ("e", Window(stride=each, span=each))}
+    return einsum(text, node, tensors, lower=lower, windows=windows, roles={"q": "experts", "e": "experts"})
+
+
+def _bounded_choices(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b s! k! -> q b p! | q b p!", node, tensors, lower=_lower_bounded_choices, self_masked=True)
+
+
+def _lower_bounded_choices(local: Local) -> Node:
+    """The rank's groups, numbered from the global index of its first one. Padding of tokens chooses no expert."""
+    _, _, each, places, _, groups, _ = local.node.args
+    chosen = local.neutralise(local.operands[0], "b", -1)
+    size, start = local.local_size("q"), local.start("q")
+    return local.emit(meshc.bounded_choices.default, chosen, size, each, places, start, groups, _module_path(local))
+
+
+def _counts(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b s k! -> b e! +s", node, tensors, lower=_lower_counts, self_masked=True)
+
+
+def _lower_counts(local: Local) -> Node:
+    return local.call(_mask_choices(local, "s"))
+
+
+def _mask_choices(local: Local, *letters: str) -> Node:
+    """Choices, with -1 in the padding of these letters."""
+    x = local.operands[0]
+    for letter in ("b", *letters):
+        x = local.neutralise(x, letter, -1)
+    return x
+
+
+def _first(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b s k!, b e! -> b s k!", node, tensors, lower=_lower_first, self_masked=True, major=frozenset({"s"}))
+
+
+def _lower_first(local: Local) -> Node:
+    """Tiles of a row follow each other: `before` of a tile includes the counts of the tiles that precede it."""
+    chosen, before, axes = _mask_choices(local, "s"), local.neutralise(local.operands[1], "b", 0, 1), local.axes("s")
+    if axes:
+        mine = local.emit(meshc.counts_of_rows.default, chosen, local.shape(before)[1])
+        totals = local.all_gather(local.emit(aten.unsqueeze.default, mine, 0), axes, 0)
+        count = local.shape(totals)[0]
+        places = local.emit(aten.arange.default, count, dtype=torch.int64, device=torch.device("cpu"))
+        earlier = local.emit(aten.reshape.default, local.emit(aten.lt.Scalar, places, local.index(axes)), [count, 1, 1])
+        totals = local.emit(aten.where.ScalarOther, earlier, totals, 0)
+        before = local.emit(aten.add.Tensor, before, local.emit(aten.sum.dim_IntList, totals, [0]))
+    return local.emit(meshc.first_choices.default, chosen, before, *local.node.args[2:4], _module_path(local))
+
+
+def _heaviest(node: Node, tensors: list[Node]) -> Rule:
+    return einsum("b s! k!, b s! k! -> b s! k!", node, tensors, lower=_lower_heaviest, self_masked=True)
+
+
+def _lower_heaviest(local: Local) -> Node:
+    return local.emit(meshc.heaviest_choices.default, _mask_choices(local), local.operands[1], *local.node.args[2:5], _module_path(local))
+
+
+def _module_path(local: Local) -> str:
+    """The module's path in the model, for errors."""
+    return records(local.node)[0].source.module
+
+
+def _summing(text: str) -> RuleFunction:
+    """The rule of a sum of rows: a reduction of the rows is deferred past the sum, which is smaller."""
+    return lambda node, tensors: einsum(text, node, tensors, linear=ALONE, defers=True)
+
+
+RULES: dict[object, RuleFunction] = {
+    meshc.group_choices.default: _choices,
+    meshc.to_groups.default: by_text("t h, q t m! -> q t m! h"),
+    meshc.from_groups.default: _summing("q t m! h, q t m! -> t h +q"),
+    meshc.in_slots.default: by_text("q t h, q t m! -> q t m! h"),
+    meshc.over_slots.default: _summing("q t m! h, q t m! -> q t h"),
+    meshc.weights_of_groups.default: by_text("t k!, q t m!, q t m! -> q t m!"),
+    meshc.weights_to_tokens.default: _summing("q t m!, q t m!, q t m! -> t k! +q"),
+    meshc.experts_by_slot.default: by_text("e! -> s!"),
+    meshc.in_order.default: by_text("e! ..., s, e! -> s ...", clean=(1,)),
+    meshc.choices_to_slots.default: by_text("t k, e! -> t k"),
+    meshc.choices_to_places.default: by_text("t k, q! n!, t -> t k"),
+    meshc.copies_of.default: _copies,
+    meshc.added_copies.default: _sum_copies,
+    meshc.by_group.default: _by_group,
+    meshc.in_line.default: _in_line,
+    meshc.counts_of_rows.default: _counts,
+    meshc.first_choices.default: _first,
+    meshc.heaviest_choices.default: _heaviest,
+    meshc.bounded_choices.default: _bounded_choices,
+    meshc.to_places.default: by_text("b s! h, q b p! -> q b p! h"),
+    meshc.in_places.default: by_text("q b s! h, q b p! -> q b p! h"),
+    meshc.from_places.default: _summing("q b p! h, q b p! -> b s! h +q"),
+    meshc.over_places.default: _summing("q b p! h, q b p! -> q b s! h"),
+    meshc.group_mm.default: _mm,
+    meshc.group_outer.default: _outer,
+}

@@ -1,0 +1,148 @@
+"""Stored tensor: the program's buffer, and the DTensor that the user sees of the same values."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from meshc.errors import StateError
+from meshc.ir.sharding import Sharding
+from meshc.optimizer.optimizer import Slot
+from meshc.runtime.comm.transfers import Transfers
+
+EDITS: Final[Counter[int]] = Counter()
+"""Number of edits that leave no trace in a tensor's version, such as `parameter.data[3] = 0`, by memory address."""
+
+
+def inverse(slots: Sequence[int]) -> list[int]:
+    """The expert in each slot; slots: the slot of each expert."""
+    return sorted(range(len(slots)), key=slots.__getitem__)
+
+
+@dataclass(eq=False)
+class StoredTensor:
+    """One stored tensor.
+
+    live     the tensor that the user sees;  local  its memory on this rank: a view of `buffer` if `shared`
+    places   the module dicts that hold it, with its name in each
+    of, slot, fresh, optimizer  of optimizer state: key of its parameter, name of the slot, initial value, owner
+    stale    the program has written the buffer, and `live` is older;  lags  so it is on ranks of other stages, after each run
+    offloaded   stored on the rank's host;  on_disk  in a file there
+    slots    of experts that have been moved, the row of each in `buffer`; None: row i is expert i
+    seen     the version that was read last;  memory  the DTensor's own local tensor;  wrapper  the storage of the DTensor itself
+    """
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+    buffer: Tensor
+    live: Tensor
+    local: Tensor
+    placements: tuple[Placement, ...]
+    shared: bool
+    home: Transfers
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    of: str = ""
+    slot: str = ""
+    fresh: Slot | None = None
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    stale: bool = False
+    lags: bool = False
+    offloaded: bool = False
+    on_disk: bool = False
+    slots: list[int] | None = None
+    seen: tuple[int, int] = (0, 0)
+    memory: Tensor | None = None
+    wrapper: torch.UntypedStorage | None = None
+
+    def __post_init__(self) -> None:
+        self.remember()
+
+    def remember(self) -> None:
+        """Records the memory and the wrapper of the live DTensor, by which later replacements are found."""
+        self.memory = self.live._local_tensor if isinstance(self.live, DTensor) else None
+        self.wrapper = self.live.untyped_storage() if isinstance(self.live, DTensor) else None
+
+    def current(self) -> object:
+        """The present entry in the live tensor's place in the model; for optimizer state the live tensor."""
+        for members, name in self.places:
+            now = members.get(name)
+            if now is not self.live:
+                return now
+        return self.live
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the local tensor of the live DTensor was replaced, as by `module.half()`."""
+        return isinstance(self.live, DTensor) and self.live._local_tensor is not self.memory
+
+    @property
+    def has_other_wrapper(self) -> bool:
+        """Whether the wrapper of the live DTensor was replaced, as by `parameter.data = value`."""
+        return self.wrapper is not None and self.live.untyped_storage() is not self.wrapper
+
+    def version(self) -> tuple[int, int]:
+        """Versions that change with every write through the DTensor, or through the tensor of its `to_local()`."""
+        if not isinstance(self.live, DTensor):
+            return self.live._version, 0
+        local = self.live._local_tensor
+        return self.live._version, local._version + (0 if self.shared else EDITS[local.data_ptr()])
+
+    def whole(self) -> Tensor:
+        """The program's values, whole on every rank, with experts in the model's order."""
+        full = self.home.whole(self.buffer, self.sharding)
+        return full if self.slots is None else full[self.slots]
+
+    def scatter_tile(self, value: Tensor | None) -> Tensor:
+        """The program's tile of rank 0's `value`, in which experts are in the model's order."""
+        there = value if value is None or self.slots is None else value[inverse(self.slots)]
+        return self.home.scatter(there, self.sharding, self.dtype)
+
+    def as_chunk(self) -> Tensor:
+        """The program's values as the local tensor of the live DTensor."""
+        return self.home.to_chunk(self.as_model(self.buffer, self.sharding), self.sharding)
+
+    def as_tile(self, chunk: Tensor) -> Tensor:
+        """The program's tile of a local tensor of the live DTensor."""
+        return self.in_slots(self.home.to_tile(chunk, self.sharding))
+
+    def as_model(self, tile: Tensor, sharding: Sharding) -> Tensor:
+        """A tile of this tensor, or of its gradient, with experts in the model's order."""
+        return tile if self.slots is None else self.home.permute_rows(tile, sharding, self.slots)
+
+    def in_slots(self, tile: Tensor) -> Tensor:
+        """A tile with experts in the model's order, permuted to their slots."""
+        return tile if self.slots is None else self.home.permute_rows(tile, self.sharding, inverse(self.slots))
+
+    def show(self, local: Tensor) -> None:
+        """Gives the live DTensor this local tensor."""
+        assert isinstance(self.live, DTensor)
+        self.local = self.live._local_tensor = local
+        self.remember()
+        self.seen = self.version()
+
+    def release_copy(self) -> None:
+        """Frees the copy that the user sees of moved experts; it has memory only from `sync` to the next step. Until `sync` it is NaN (or
+        0), and cannot be written."""
+        if self.slots is not None and not self.shared:
+            nothing = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.local.device)
+            self.show(nothing.expand(self.local.shape))
+
+    def check_untouched(self) -> None:
+        """Raises StateError if the user's copy was written while it was out of date."""
+        if self.version() != self.seen:
+            raise StateError(
+                f"{self.name} was changed in place while it was older than the program's own values, so one of the two would be lost\n"
+                f"  why: its storage {self.sharding} is no layout of torch's, so what you see is a copy, brought up to date on demand\n"
+                "  what to do: call program.sync() before you change parameters or optimizer state between steps"
+            )
