@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from meshc.ir.functions import Function
 from meshc.ir.keys import is_a
 from meshc.ir.mesh import DATA_ROLES, Mesh, role
 from meshc.ir.paths import input_names
+from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import OptimizerSpec
 from meshc.passes.phases.request import JoinedInputs, Request
 from meshc.plan.plan import Plan
@@ -38,6 +39,11 @@ from meshc.plan.recipes import PlanLike, resolve
 from meshc.program.program import BACKENDS, PlainProgram
 from meshc.runtime.state.ownership import refuse_foreign_parameters
 from meshc.runtime.state.store import Store
+
+if TYPE_CHECKING:
+    from meshc.frontend import padded_caches
+else:
+    padded_caches = LazyModule("meshc.frontend.padded_caches")
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """A call's arguments: those by position, those by name."""
@@ -401,8 +407,6 @@ class CompileArguments:
         """What is traced; of a call with a cache the model as a function of the cache's buffers."""
         if LENGTH not in kwargs:
             return self.traced.function
-        from meshc.frontend import padded_caches
-
         return partial(padded_caches.call_inside, self.path) if self.path else padded_caches.call
 
     def _microbatches(self, grad: bool) -> int | None:

@@ -20,13 +20,12 @@ from meshc.ir import has_record, op_name, records
 from meshc.ir.sharding import Sharding
 from meshc.passes import pipeline
 from meshc.passes.depth.captured_names import captured_name
-from meshc.passes.driver.choose import open_axes
 from meshc.passes.pass_runner import run_pass
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.planner.alternatives import Alternatives, collectives, decision_text
 from meshc.passes.planner.plan_search import PlanSearch
 from meshc.passes.planner.search_space import Decision, Form, Key, Option, Reading, given_form, wanted_form
-from meshc.plan.plan import Plan
+from meshc.plan.plan import Plan, open_axes
 from meshc.program.program import PlainProgram
 from meshc.report.explained import SHOWN, Alternative, Change, Chosen, Explained, Fall, Made, Reader, Stored
 from meshc.report.tables import dtensor_placements, placement

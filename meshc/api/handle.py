@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshc.api import batch_parts, cached_calls, generating, pretrained, rebalancing, saving, submodule_calls, trainer
+from meshc.api import batch_parts, cached_calls, generating, submodule_calls, trainer
 from meshc.api.compilations import Compilations
 from meshc.api.compile_arguments import CompileArguments
 from meshc.api.options import Options
 from meshc.api.world import Context, World
-from meshc.cost import call
+from meshc.cost.expert_balance import LEAST
 from meshc.errors import StateError
 from meshc.frontend import model_init, outer_transforms, stock_models
 from meshc.frontend.expert_load import with_loads
@@ -29,16 +29,12 @@ from meshc.lazy_module import LazyModule
 from meshc.optimizer.optimizer import mark_stepped, numbers, rates
 from meshc.optimizer.step_hooks import post_hooks, refuse_pre_hooks
 from meshc.passes.phases.lowered_program import LoweredProgram
-from meshc.pipelining import draw
-from meshc.pipelining.timing import Timeline
 from meshc.plan.plan import Plan
 from meshc.program.program import PlainProgram, Port
-from meshc.report.rebalanced import LEAST, Report
 from meshc.runtime.comm.uneven_rows import UnevenBatch
 from meshc.runtime.failure.step_numbers import Stream
 from meshc.runtime.run.autograd import ForwardCall, ProgramFunction
 from meshc.runtime.run.session import Session
-from meshc.runtime.saved import initial_values
 from meshc.runtime.state.optimizer_counts import OptimizerCounts
 from meshc.runtime.state.ownership import calls_allowed, run_calls, runs_program, runs_restored
 from meshc.runtime.state.store import Store
@@ -47,15 +43,22 @@ from meshc.text import show
 LOOKED_AT = "values looked at in a call"
 
 if TYPE_CHECKING:
-    from meshc.api import explaining
+    from meshc.api import explaining, pretrained, rebalancing, saving
+    from meshc.cost import call
     from meshc.passes import dump
     from meshc.passes.driver import compile_program as driver
+    from meshc.pipelining import draw
+    from meshc.pipelining.timing import Timeline
     from meshc.report import explained, html, page, searched, summary
+    from meshc.report.rebalanced import Report
+    from meshc.runtime.saved import initial_values
 else:  # what looks into a program is imported when somebody looks
     explaining, driver, dump = (LazyModule(f"meshc.{name}") for name in ("api.explaining", "passes.driver.compile_program", "passes.dump"))
+    pretrained, rebalancing, saving = (LazyModule(f"meshc.api.{name}") for name in ("pretrained", "rebalancing", "saving"))
     explained, html, page, searched, summary = (
         LazyModule(f"meshc.report.{name}") for name in ("explained", "html", "page", "searched", "summary")
     )
+    call, draw, initial_values = (LazyModule(f"meshc.{name}") for name in ("cost.call", "pipelining.draw", "runtime.saved.initial_values"))
 
 
 class Program:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from meshc.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    from meshc.runtime.saved import trainer_checkpoint
+else:
+    trainer_checkpoint = LazyModule("meshc.runtime.saved.trainer_checkpoint")
 
 
 def trainer_checkpoints() -> Any:
@@ -23,13 +30,10 @@ def trainer_checkpoints() -> Any:
     Needs transformers. Training raises StateError if the model is not compiled, or if the checkpoint that it resumes from has no
     optimizer.
     """
-    from meshc.runtime.saved.trainer_checkpoint import TrainerCheckpoint
-
-    return TrainerCheckpoint()
+    return trainer_checkpoint.TrainerCheckpoint()
 
 
 def save_by_all(trainer: Any) -> None:
     """Checkpoints of this Trainer, whose model is compiled, hold the optimizer, which all ranks bring together for them."""
-    from meshc.runtime.saved.trainer_checkpoint import save_by_all
 
-    save_by_all(trainer)
+    trainer_checkpoint.save_by_all(trainer)

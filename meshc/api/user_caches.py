@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +15,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshc.errors import InputError
 from meshc.frontend.padded_sizes import capacity_of
 from meshc.frontend.stock_caches import ATTENTION, STATES, WINDOW
+from meshc.lazy_module import LazyModule
+
+if TYPE_CHECKING:
+    from meshc.frontend import padded_caches
+    from meshc.runtime.run import cache_layers, state_layers, window_layers
+else:
+    padded_caches = LazyModule("meshc.frontend.padded_caches")
+    cache_layers = LazyModule("meshc.runtime.run.cache_layers")
+    state_layers = LazyModule("meshc.runtime.run.state_layers")
+    window_layers = LazyModule("meshc.runtime.run.window_layers")
 
 TAKEN: Final = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
 """Classes of transformers' layers of caches that hold keys and values and nothing else, or nothing."""
@@ -105,13 +115,11 @@ def capacity_in(buffers: Sequence[Any]) -> int | None:
 
 
 def _build_buffers(cache: Any, mesh: DeviceMesh, rows: int, tokens: int, most: int = -1) -> tuple[list[Any], int | None]:
-    from meshc.runtime.run.window_layers import window_extent
-
     most = max(most, _longest(cache))
     layers = [layer if _is_ours(layer) else _layer_on_mesh(layer, mesh, most) for layer in cache.layers]
     have = next((layer.buffers[0].shape[2] for layer in layers if _attends(layer) and not _is_window(layer)), 0)
     windows = [layer for layer in layers if _is_window(layer)]
-    first, room = window_extent(windows, tokens) if windows else (None, 0)
+    first, room = window_layers.window_extent(windows, tokens) if windows else (None, 0)
     capacity = capacity_of(tokens, have, most)
     found = [{WINDOW: [*one.rebase_buffers(rows, room, first)]} if _is_window(one) else _as_input(one, rows, capacity) for one in layers]
     return found, first
@@ -170,24 +178,20 @@ def _attends(layer: object) -> bool:
 
 def _layer_on_mesh(layer: Any, mesh: DeviceMesh, most: int) -> Any:
     """A layer of a transformers cache, whole on every rank, as a layer of replicated DTensors."""
-    from meshc.runtime.run.cache_layers import CacheLayer
-    from meshc.runtime.run.state_layers import MixedStateLayer, RecurrentStateLayer
-    from meshc.runtime.run.window_layers import WindowLayer
-
     tables = {name: {number: _everywhere(state, mesh) for number, state in _plain_states(layer, name).items()} for name in STATES}
     tables = {name: table for name, table in tables.items() if table}
     if not _attends(layer):
-        return RecurrentStateLayer(tables, rows_of_states(tables), 1) if tables else layer
+        return state_layers.RecurrentStateLayer(tables, rows_of_states(tables), 1) if tables else layer
     length, window = int(layer.get_seq_length()), _window_of(layer)
     if window is not None:
         last = [_everywhere(tensor[:, :, :length], mesh) for tensor in (layer.keys, layer.values)]
-        return WindowLayer(last, len(layer.keys), length, window, length - last[0].shape[2], _since(layer, length))
+        return window_layers.WindowLayer(last, len(layer.keys), length, window, length - last[0].shape[2], _since(layer, length))
     found = [_fit_to_length(tensor, length) for tensor in (layer.keys, layer.values)]
     parts = [each if isinstance(each, DTensor) else _everywhere(each, mesh) for each in found]
     how: dict[str, Any] = dict(
         buffers=parts, rows=int(layer.keys.shape[0]), length=length, is_sliding=getattr(layer, "is_sliding", False), max_length=most
     )
-    return MixedStateLayer(tables, **how) if tables else CacheLayer(**how)
+    return state_layers.MixedStateLayer(tables, **how) if tables else cache_layers.CacheLayer(**how)
 
 
 def _plain_states(layer: Any, name: str) -> dict[int, Tensor]:
@@ -215,9 +219,7 @@ def _since(layer: Any, length: int) -> int | None:
 
 def held_by(cache: Any) -> list[Any]:
     """What a traced cache holds, layer by layer as `padded_caches.call` takes it; with an encoder's two of these."""
-    from meshc.frontend.padded_caches import layer_buffers
-
-    found = [[layer_buffers(layer) for layer in part.layers] for part in parts_of(cache)]
+    found = [[padded_caches.layer_buffers(layer) for layer in part.layers] for part in parts_of(cache)]
     return found if len(found) > 1 else found[0]
 
 
@@ -232,37 +234,33 @@ def write_back(cache: Any, left: Sequence[Any], rows: int, length: int, source: 
 
 
 def _write_back_cache(cache: Any, left: Sequence[Any], rows: int, length: int, first: int) -> None:
-    from meshc.runtime.run.window_layers import drop_unseen_tokens
-
     most, left_as = _longest(cache), _layer_builder()
     before = [*cache.layers, *(None for _ in range(len(left) - len(cache.layers)))]
     cache.layers[:] = [left_as(layer, old, rows, length, first, most) for layer, old in zip(left, before, strict=True)]
     begun = [layer for layer, old in zip(cache.layers, before, strict=True) if _is_window(layer) and not _is_ours(old)]
     if begun:
-        drop_unseen_tokens(begun)
+        window_layers.drop_unseen_tokens(begun)
 
 
 @cache
 def _layer_builder() -> Callable[[Any, Any, int, int, int, int], Any]:
     """A function that builds a cache layer of a call's output buffers, the old layer, rows, length, first token and largest length; without
     buffers it returns the old layer."""
-    from meshc.runtime.run.cache_layers import CacheLayer
-    from meshc.runtime.run.state_layers import MixedStateLayer, RecurrentStateLayer
-    from meshc.runtime.run.window_layers import WindowLayer
-
     def build_layer(held: Any, old: Any, rows: int, length: int, first: int, most: int) -> Any:
         if not held:
             return old
-        if type(old) is CacheLayer and isinstance(held, list):
+        if type(old) is cache_layers.CacheLayer and isinstance(held, list):
             old.buffers, old.rows, old.length, old.max_length = (held[0], held[1]), rows, length, most
             return old
         slides, window = bool(getattr(old, "is_sliding", False)), _window_of(old)
         if window is not None:
             pair = held if isinstance(held, list) else held[WINDOW]
-            return WindowLayer(pair, rows, length, window, first, _since(old, 0))
+            return window_layers.WindowLayer(pair, rows, length, window, first, _since(old, 0))
         if isinstance(held, list):
-            return CacheLayer(held, rows, length, slides, most)
+            return cache_layers.CacheLayer(held, rows, length, slides, most)
         pair, states = held.get(ATTENTION), {name: table for name, table in held.items() if name != ATTENTION}
-        return RecurrentStateLayer(states, rows, length) if pair is None else MixedStateLayer(states, pair, rows, length, slides, most)
+        if pair is None:
+            return state_layers.RecurrentStateLayer(states, rows, length)
+        return state_layers.MixedStateLayer(states, pair, rows, length, slides, most)
 
     return build_layer

@@ -17,6 +17,8 @@ from typing import Final
 
 NOTHING: Final = 1e-9
 """A share that makes no difference."""
+LEAST: Final = 0.05
+"""By what share the busiest rank must have less for experts to move, where nobody says otherwise."""
 
 
 def sizes_of(experts: int, groups: int) -> list[int]:

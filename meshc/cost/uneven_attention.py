@@ -6,7 +6,7 @@
 
     a window of w in blocks of w rows                                       2 w keys for each of them, of which a query sees w
     a mask that is given as a tensor                                        at most all scores; what it hides is not known before it is
-                                                                            there, and passed over then on a CPU (`attention_masked_blocks.py`)
+                                                                            there; then passed over on a CPU (`attention_masked_blocks.py`)
 
 Seconds are those of the clock, which prices each call by the rank that has most to do (`operators.py`), and what they would be if all
 ranks had the same and nothing hidden were computed. In zigzag order they are the same.

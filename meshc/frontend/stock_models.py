@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 from torch import Tensor, nn
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from meshc.frontend import stock_caches, stock_rope
 from meshc.frontend.stock_caches import STATES
 from meshc.ir import trees
+from meshc.lazy_module import LazyModule
 from meshc.private import resolve_name
+
+if TYPE_CHECKING:
+    from meshc.frontend import padded_caches
+else:
+    padded_caches = LazyModule("meshc.frontend.padded_caches")
 
 HOOKS: Final = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING: Final = "transformers.utils.output_capturing"
@@ -174,8 +180,6 @@ def learn_caches() -> None:
     from transformers import DynamicCache, EncoderDecoderCache
 
     if stock_caches.can_be_padded():
-        from meshc.frontend import padded_caches
-
         if not trees.is_known(padded_caches.PaddedCache):
             trees.learn(padded_caches.PaddedCache, padded_caches.flatten, padded_caches.unflatten)
     if not trees.is_known(DynamicCache):

@@ -18,14 +18,21 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from torch import Tensor
 
 from meshc.files import kernel_cache
+from meshc.lazy_module import LazyModule
 from meshc.ops.operands import misfit
 from meshc.ops.tile import Tile
+
+if TYPE_CHECKING:
+    from meshc.ops import philox_triton
+else:
+    philox_triton = LazyModule("meshc.ops.philox_triton")
 
 # Position is the kernel's number for it (philox.cpp, philox_triton.py).
 KINDS = ("uniform32", "uniform64", "normal32", "normal64", "mask", "dropout32", "dropout64", "backward32", "backward64", "round16")
@@ -53,8 +60,6 @@ def draw(
         if operand is not None and (operand.numel() != tile.elements or not operand.is_contiguous() or operand.device != at.device):
             raise misfit(kind, f"operands are contiguous and hold {tile.elements} elements", out=out, mask=mask, x=x)
     if at.is_cuda and len(tile.sizes) <= 6 and _has_triton():
-        from meshc.ops import philox_triton
-
         philox_triton.draw(KINDS.index(kind), tile, out, mask, seed_step, call, x, threshold, scale)
         return
     native = library() if at.device.type == "cpu" else None

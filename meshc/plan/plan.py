@@ -222,3 +222,8 @@ def _clashes_within(pin: TensorLine) -> Iterator[str]:
         if one[0] == other[0]:
             places = f"{one[2]} in dim {one[1]} " + ("twice" if one == other else f"and {other[2]} in dim {other[1]}")
             yield f"{pin.where}: {one[0]} splits {places}; an axis splits a value once"
+
+
+def open_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes that a plan leaves to the search."""
+    return tuple(entry.axis for entry in plan.axes if entry.auto)

@@ -13,14 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from meshc.cost import expert_balance
 from meshc.cost.expert_balance import Spread
 from meshc.report.tables import bytes_text, table
-
-LEAST: Final = 0.05
-"""By what share the busiest rank must have less for experts to move, where nobody says otherwise."""
 
 
 @dataclass(frozen=True)

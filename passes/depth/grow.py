@@ -30,8 +30,7 @@ from meshc.program.program import Stage
 def grow(lowered: LoweredProgram) -> LoweredProgram:
     """Raises Unequal."""
     depth = lowered.depth
-    if depth is None:
-        return lowered
+    assert depth is not None
     (stage,) = lowered.stages.values()
     joint = lowered.placed.joint
     local = GrownGraph(stage.graph, lowered.inputs, lowered.outputs, {}, {}, 0)

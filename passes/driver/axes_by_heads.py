@@ -11,16 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from meshc.errors import PlanError
 from meshc.ir.mesh import Axis, Mesh
-from meshc.passes.driver.choose import open_axes
+from meshc.lazy_module import LazyModule
 from meshc.passes.phases.placed_model import PlacedModel
-from meshc.passes.planner.shared_key_pins import pins_for_keys
 from meshc.plan.by_group import GROUP, SHARED, parts_by_group
 from meshc.plan.by_name import HEADS, parts_by_name
 from meshc.plan.by_node import with_axes_apart
+from meshc.plan.plan import open_axes
 from meshc.plan.products import factor_of, parts_of, settled, taken_apart
+
+if TYPE_CHECKING:
+    from meshc.passes.planner import shared_key_pins
+else:
+    shared_key_pins = LazyModule("meshc.passes.planner.shared_key_pins")
 
 
 def split_axes_by_heads(placed: PlacedModel) -> PlacedModel:
@@ -65,7 +71,7 @@ def _by_group(placed: PlacedModel) -> PlacedModel:
     parts = parts_by_group(placed.plan, placed.mesh, _sizes(placed, SHARED[0]), _sizes(placed, GROUP[0]))
     told = _with_split_axes(placed, parts)
     for heads, group in parts.values():
-        plan = told.plan + pins_for_keys(told, heads.name, group.name)
+        plan = told.plan + shared_key_pins.pins_for_keys(told, heads.name, group.name)
         told = told.restart_for_request(replace(told.request, plan=plan))
     return told.with_notes(*(
         f"{axis}: taken apart into {heads} and {group}: {heads.name} splits the {heads.size} key-value heads, {group.name} the heads of "

@@ -49,7 +49,7 @@ from meshc.passes.planner.plan_search import FoundChoice, PlanSearch
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.search_space import Option
 from meshc.passes.stages.pipeline_memory import may_hold
-from meshc.plan.plan import Plan
+from meshc.plan.plan import open_axes
 from meshc.plan.weighed import Weighed
 
 BEST: Final = 3
@@ -70,11 +70,6 @@ AGAIN_ROUNDS: Final = 2
 """Of searches for these: each of their programs is lowered several times."""
 ENOUGH: Final = "as many choices as may be have been through all passes"
 SAME: Final = "does what was found does"
-
-
-def open_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes that a plan leaves to the search."""
-    return tuple(entry.axis for entry in plan.axes if entry.auto)
 
 
 def choose(placed: PlacedModel, lower: Lower, hook: Hook | None, plain: Lower, allowed: Allowance | None = None) -> LoweredProgram:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshc.errors import MeshcError
+from meshc.lazy_module import LazyModule
 from meshc.passes.depth.prove_depth import prove, whole_note, with_depth
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.phases.captured_depth import Depth
 from meshc.passes.phases.compilation_phase import CompilationPhase, begin
 from meshc.passes.phases.compiler_pass import Hook
@@ -23,6 +23,11 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.pipeline import GROW
 from meshc.passes.place.batch import WrongJoinDim
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import nothing_fits
+else:
+    nothing_fits = LazyModule("meshc.passes.driver.nothing_fits")
 
 Answer = TypeVar("Answer")
 
@@ -64,7 +69,7 @@ def run_at_depth(compiled: Callable[[CompilationPhase, Hook | None], Answer], re
             return compiled(wider, report)
     except Unequal as difference:
         outset = outset.with_notes(whole_note(difference))
-    except (NothingFits, WrongJoinDim):
+    except (nothing_fits.NothingFits, WrongJoinDim):
         raise
     except MeshcError:
         if whole:

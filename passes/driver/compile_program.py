@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,20 +15,14 @@ from meshc.frontend.compilation_cleanup import clean_up_compilation
 from meshc.frontend.dynamic_dims import DynamicDims
 from meshc.frontend.faults import phase as part
 from meshc.frontend.skipped_work import fewer_collections
+from meshc.lazy_module import LazyModule
 from meshc.passes import pipeline
 from meshc.passes.depth.unequal import Unequal
-from meshc.passes.driver import budget_errors
 from meshc.passes.driver.axes_by_heads import split_axes_by_heads
-from meshc.passes.driver.choose import choose, open_axes
 from meshc.passes.driver.compile_at_depth import is_depth_valid, run_at_depth
 from meshc.passes.driver.finish_program import finish
 from meshc.passes.driver.joined_batch import run_with_joined_batch
-from meshc.passes.driver.nothing_fits import NothingFits
 from meshc.passes.driver.pass_memo import PassMemo, run_before_recompute, run_to_partition
-from meshc.passes.driver.pass_replay import PassReplay, may_replay
-from meshc.passes.driver.pipeline_search import has_choice, search_pipeline, settle_microbatches
-from meshc.passes.driver.within_budget import lower_within_budget
-from meshc.passes.lower.specialise import specialise
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.compilation_phase import CompilationPhase
 from meshc.passes.phases.compilation_phase import begin as outset_of
@@ -39,12 +33,26 @@ from meshc.passes.phases.request import Request
 from meshc.passes.phases.traced_model import Joint, TracedModel
 from meshc.passes.place.batch import refuse_other_joint
 from meshc.passes.place.one_row import begin_with_open_rows, compare, rows_to_open, settle, why_whole
-from meshc.passes.stages.pipeline_memory import DoesNotFit
-from meshc.passes.stages.write_chunks import NotInChunks
 from meshc.passes.trace import mean_of_parts
 from meshc.plan.expert_groups import splits
+from meshc.plan.plan import open_axes
 from meshc.program import instance
 from meshc.program.program import PlainProgram
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import budget_errors, choose, nothing_fits, pass_replay, pipeline_search, within_budget
+    from meshc.passes.lower import specialise
+    from meshc.passes.stages import pipeline_memory, write_chunks
+else:  # imported for what leaves a choice, keeps a budget, has stages or fails
+    budget_errors = LazyModule("meshc.passes.driver.budget_errors")
+    choose = LazyModule("meshc.passes.driver.choose")
+    nothing_fits = LazyModule("meshc.passes.driver.nothing_fits")
+    pass_replay = LazyModule("meshc.passes.driver.pass_replay")
+    pipeline_search = LazyModule("meshc.passes.driver.pipeline_search")
+    within_budget = LazyModule("meshc.passes.driver.within_budget")
+    specialise = LazyModule("meshc.passes.lower.specialise")
+    pipeline_memory = LazyModule("meshc.passes.stages.pipeline_memory")
+    write_chunks = LazyModule("meshc.passes.stages.write_chunks")
 
 REFUSED: Final = 6
 """Beginnings that are remembered while changes are tried of what is refused: about as many as there are changes."""
@@ -67,14 +75,18 @@ def _compile_request(hook: Hook | None, request: Request) -> tuple[PlainProgram,
     return run_at_depth(lambda outset, told: _compile_trace(_trace_outset(outset, told), told), request, hook)
 
 
-def _compile_trace(traced: TracedModel, hook: Hook | None, following: PassReplay | None = None) -> tuple[PlainProgram, LoweredProgram]:
+def _compile_trace(
+    traced: TracedModel, hook: Hook | None, following: pass_replay.PassReplay | None = None
+) -> tuple[PlainProgram, LoweredProgram]:
     try:
         return _compile_factors(update_and_factorize(traced, hook), hook, following)
-    except NothingFits as error:
+    except nothing_fits.NothingFits as error:
         raise error.with_changes_tried() from None
 
 
-def _compile_factors(placed: PlacedModel, hook: Hook | None, following: PassReplay | None = None) -> tuple[PlainProgram, LoweredProgram]:
+def _compile_factors(
+    placed: PlacedModel, hook: Hook | None, following: pass_replay.PassReplay | None = None
+) -> tuple[PlainProgram, LoweredProgram]:
     placed = split_axes_by_heads(placed)
     if placed.depth is not None:
         if rows_to_open(placed) is not None:
@@ -109,7 +121,7 @@ def trace_open(request: Request, dims: DynamicDims) -> TracedModel:
 
 
 def compile_traced(
-    traced: TracedModel, hook: Hook | None = None, following: PassReplay | None = None
+    traced: TracedModel, hook: Hook | None = None, following: pass_replay.PassReplay | None = None
 ) -> tuple[PlainProgram, LoweredProgram] | None:
     """The passes behind a trace; None where other layers stand for all at its sizes than those that were traced. `following`: what they did
     at other sizes."""
@@ -160,37 +172,47 @@ def update_and_factorize(traced: TracedModel, hook: Hook | None = None) -> Place
 
 def lower_by_plan(placed: PlacedModel, hook: Hook | None = None) -> LoweredProgram:
     """By the request's plan; of a pipeline, in the way that is found to be best."""
-    request = settle_microbatches(placed.request)
+    request = _settle_microbatches(placed.request)
     placed = placed.with_request(request) if request is not placed.request else placed
     if open_axes(placed.plan):
-        return choose(placed, _within_budget, hook, _lower_or_unchunk)
+        return choose.choose(placed, _within_budget, hook, _lower_or_unchunk)
     try:
         left = _within_budget(placed, hook)
-    except DoesNotFit as error:
+    except pipeline_memory.DoesNotFit as error:
         raise budget_errors.no_stages_error(placed, error, _lower_or_unchunk) from None
-    budget_errors.refuse_over_budget(placed, left, partial(_lower_or_unchunk, begun=PassMemo(REFUSED)))
+    if left.request.memory_budget is not None:
+        budget_errors.refuse_over_budget(placed, left, partial(_lower_or_unchunk, begun=PassMemo(REFUSED)))
     return left
+
+
+def _settle_microbatches(request: Request) -> Request:
+    """With the number of microbatches, where it follows from the rest of the request."""
+    if request.microbatches is None and request.mesh.pipeline_axis is None:
+        return replace(request, microbatches=1)
+    return request if request.microbatches is not None else pipeline_search.settle_microbatches(request)
 
 
 def _within_budget(placed: PlacedModel, hook: Hook | None) -> LoweredProgram:
     """Of a search as of a plan that leaves nothing open: what is found is a text, which is to give the same program."""
     again = placed.request.memory_budget is not None
-    return lower_within_budget(placed, hook, partial(_lower_or_unchunk, begun=PassMemo()) if again else _lower_or_unchunk)
+    if not again and placed.mesh.device_type != "cuda":  # no bound
+        return _lower_or_unchunk(placed, hook)
+    return within_budget.lower_within_budget(placed, hook, partial(_lower_or_unchunk, begun=PassMemo()) if again else _lower_or_unchunk)
 
 
 def _lower_or_unchunk(placed: PlacedModel, hook: Hook | None, begun: PassMemo | None = None) -> LoweredProgram:
     """All passes from the plan on. A head that cannot run in chunks runs whole, and a note says why. `begun`: what may have begun alike."""
     try:
         return _lower_request(placed, hook, begun)
-    except NotInChunks as why:
+    except write_chunks.NotInChunks as why:
         whole = _lower_request(placed.restart_for_request(replace(placed.request, chunks=1)), hook, begun)
         return whole.with_notes(f"the head and loss run whole, and not in chunks: {why}")
 
 
 def _lower_request(placed: PlacedModel, hook: Hook | None, begun: PassMemo | None) -> LoweredProgram:
     request = placed.request
-    if has_choice(request):
-        cut = search_pipeline(placed, hook)
+    if request.mesh.pipeline_axis is not None and pipeline_search.has_choice(request):
+        cut = pipeline_search.search_pipeline(placed, hook)
     else:
         cut = _recompute_and_cut(run_before_recompute(placed, hook) if begun is None else begun.run_before_recompute(placed, hook), hook)
     return run_passes(pipeline.LOWER, run_pass(pipeline.CUT, cut, hook), hook)
@@ -200,7 +222,7 @@ def _recompute_and_cut(grown: LoweredProgram, hook: Hook | None) -> LoweredProgr
     return run_passes((pipeline.RECOMPUTE, *pipeline.PARTS, pipeline.STAGES), grown, hook)
 
 
-def _lower_by_replay(placed: PlacedModel, hook: Hook | None, following: PassReplay) -> LoweredProgram:
+def _lower_by_replay(placed: PlacedModel, hook: Hook | None, following: pass_replay.PassReplay) -> LoweredProgram:
     """As `lowered`, of what leaves nothing to choose."""
 
     def rest(left: LoweredProgram) -> LoweredProgram:
@@ -236,9 +258,15 @@ def _open_rows(placed: PlacedModel, hook: Hook | None) -> PlacedModel | None:
     return again
 
 
-def _compile_by_plan(placed: PlacedModel, hook: Hook | None, following: PassReplay | None = None) -> tuple[PlainProgram, LoweredProgram]:
+def _compile_by_plan(
+    placed: PlacedModel, hook: Hook | None, following: pass_replay.PassReplay | None = None
+) -> tuple[PlainProgram, LoweredProgram]:
     """The passes that read the plan."""
-    left = _lower_by_replay(placed, hook, following) if following is not None and may_replay(placed) else lower_by_plan(placed, hook)
+    left = (
+        _lower_by_replay(placed, hook, following)
+        if following is not None and pass_replay.may_replay(placed)
+        else lower_by_plan(placed, hook)
+    )
     with part("putting the program together"):
         program = finish(left)
         if left.opened is None:
@@ -254,7 +282,9 @@ def specialise_backward(program: PlainProgram, left: LoweredProgram, received: C
     """
     if left.backward is None:
         return program
-    backward = run_passes(pipeline.LOWER, replace(left, stages={"backward": specialise(left.backward, received)})).stages["backward"]
+    backward = run_passes(pipeline.LOWER, replace(left, stages={"backward": specialise.specialise(left.backward, received)})).stages[
+        "backward"
+    ]
     return replace(
         program,
         stages={**program.stages, "backward": backward},

@@ -31,9 +31,9 @@ from meshc.ir.likeness import like
 from meshc.ir.trail import Trail, TrailMismatch, is_tracked
 from meshc.passes.depth.grow import pairs_of
 from meshc.passes.depth.mentions import Mentions
-from meshc.passes.driver.pipeline_search import has_choice
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.plan.plan import open_axes
 from meshc.program.program import Stage
 
 MOST: Final = 4
@@ -46,8 +46,8 @@ def may_replay(placed: PlacedModel) -> bool:
     """Whether what comes behind `partition` reads nothing of sizes but what `partition` leaves."""
     request, plan = placed.request, placed.plan
     budget = request.memory_budget is not None or request.host_budget is not None
-    lines = plan.kept or plan.offloads or any(entry.auto for entry in plan.axes)
-    cut = has_choice(request) or request.mesh.pipeline_axis is not None or request.microbatches != 1
+    lines = plan.kept or plan.offloads or open_axes(plan)
+    cut = request.mesh.pipeline_axis is not None or request.microbatches != 1
     return not (budget or lines or cut or request.offloaded or placed.opened is not None or placed.parts is not None)
 
 

@@ -67,10 +67,6 @@ fill the pipeline better and cost more launches and messages."""
 
 def settle_microbatches(request: Request) -> Request:
     """With the number of microbatches that follows from the rest of the request, where one does."""
-    if request.microbatches is not None:
-        return request
-    if request.mesh.pipeline_axis is None:
-        return replace(request, microbatches=1)
     if isinstance(request.schedule, str) and ":" in request.schedule:
         return replace(request, microbatches=parse(request.schedule, ()).microbatches)
     return request

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -28,8 +28,8 @@ from meshc.frontend.dynamic_dims import UNBOUNDED, DynamicDims
 from meshc.frontend.stock_caches import LENGTH
 from meshc.ir import trees
 from meshc.ir.paths import input_names
+from meshc.lazy_module import LazyModule
 from meshc.passes.driver.compile_program import compile_program, compile_traced, partition_traced, trace_open
-from meshc.passes.driver.pass_replay import PassReplay
 from meshc.passes.pass_runner import run_passes
 from meshc.passes.phases.compiler_pass import Hook
 from meshc.passes.phases.lowered_program import LoweredProgram
@@ -39,6 +39,11 @@ from meshc.passes.pipeline import FOLD
 from meshc.passes.trace import mean_of_parts
 from meshc.passes.trace.put_sizes import NotServed, put_sizes
 from meshc.program.program import PlainProgram
+
+if TYPE_CHECKING:
+    from meshc.passes.driver import pass_replay
+else:
+    pass_replay = LazyModule("meshc.passes.driver.pass_replay")
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 """Name and shape of each tensor that a call passes."""
@@ -80,7 +85,7 @@ class _RequestFamily:
         self._like, self._leaves = _without_inputs(request), _leaves(request)
         self._seen: list[Shapes] = []
         self._open: tuple[DynamicDims, TracedModel] | None = None
-        self.following: PassReplay | None = None
+        self.following: pass_replay.PassReplay | None = None
         """Of that trace."""
         self._refused: DynamicDims | None = None
         """Dims with which the model could not be traced: it is not tried at each size."""
@@ -108,7 +113,7 @@ class _RequestFamily:
                 raise NotServed("tracing does not take these sizes open")
             self._open, self._refused = None, dims
             self._open, self._refused = (dims, trace_open(request, dims)), None
-            self.following = PassReplay(partial(_partition_nearby, *self._open))
+            self.following = pass_replay.PassReplay(partial(_partition_nearby, *self._open))
         try:
             sizes = dims.sizes(shapes)
         except InputError as error:

@@ -35,9 +35,7 @@ from meshc.program.program import Stage
 
 
 def group_regions(lowered: LoweredProgram) -> LoweredProgram:
-    """Marks and reorders each stage; values do not change. Nothing is to be done for a backend that runs operators one by one."""
-    if lowered.request.backend == "eager":
-        return lowered
+    """Marks and reorders each stage; values do not change."""
     sums = sums_of_late_stages(lowered)
     return replace(
         lowered, stages={name: group_stage(stage, lowered.sizes, sums=sums.get(name, ())) for name, stage in lowered.stages.items()}

@@ -32,8 +32,6 @@ _NAMED = "name modules as model.named_modules() does, with * for any text, or le
 def offload(lowered: LoweredProgram) -> LoweredProgram:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
     lines = [line for line in lowered.plan.offloads if line.what not in STORED]
-    if not lines or not lowered.request.grad:
-        return lowered
     ((name, given),) = lowered.stages.items()
     stage = replace(given, graph=copy_graph(given.graph))  # of a pipeline, what `recompute` left may be taken up again
     graph, lowered = stage.graph, replace(lowered, stages={name: stage})

@@ -38,8 +38,6 @@ def offload_params(lowered: LoweredProgram) -> LoweredProgram:
     """Raises PlanError for lines of the plan about no parameter."""
     request = lowered.request
     lines = [line for line in lowered.plan.offloads if line.what == PARAMS]
-    if not lines and not request.offloaded:
-        return lowered
     held = [port for port in lowered.inputs if port.kind == "parameter" and port.shape]
     _refuse(lines, held, lowered)
     offloaded = {port.key: str(line_of(lines, port) or THERE) for port in held if line_of(lines, port) or port.name in request.offloaded}

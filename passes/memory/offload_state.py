@@ -29,8 +29,6 @@ from meshc.program.program import Port, Stage
 def offload_state(lowered: LoweredProgram) -> LoweredProgram:
     """Of training steps; elsewhere the optimizer is torch's, and so is its state. Raises PlanError for lines of the plan about no state."""
     lines = [line for line in lowered.plan.offloads if line.what == STATE]
-    if not lines or lowered.request.optimizer is None:
-        return lowered
     held = [port for port in lowered.inputs if port.kind == "state"]
     _refuse_lines_about_nothing(lines, [port for port in held if port.shape])
     (stage,) = lowered.stages.values()

@@ -30,8 +30,6 @@ _NO_MODULE = f"forward runs no operator in such a module; {_NAMED}"
 def recompute(lowered: LoweredProgram) -> LoweredProgram:
     """Of programs with a backward. Raises PlanError for lines of the plan about nothing that the model has."""
     request, plan = lowered.request, lowered.plan
-    if not request.grad:
-        return lowered
     (stage,) = lowered.stages.values()
     forward = calls_of(stage.graph, "forward")
     kept = _kept_names(lowered, forward)

@@ -20,11 +20,15 @@ Left = TypeVar("Left", bound=CompilationPhase)
 
 @dataclass(frozen=True)
 class Pass(Generic[Given, Left]):
-    """`why` is given where the place in the order is not obvious."""
+    """
+    why   given where the place in the order is not obvious
+    when  whether the pass has anything to do; a phase that it leaves out passes as it is, and the pass is not imported
+    """
 
     name: str
     run: Callable[[Given], Left]
     why: str = ""
+    when: Callable[[Given], bool] | None = None
 
 
 Hook = Callable[[str, CompilationPhase], None]

@@ -41,8 +41,7 @@ class NotInChunks(MeshcError):
 def write_chunks(lowered: LoweredProgram) -> LoweredProgram:
     """Raises NotInChunks where a chunk needs what is made of all of them, or what is made of them is as large as the product itself."""
     chunked = lowered.placed.chunked
-    if chunked is None:
-        return lowered
+    assert chunked is not None
     (stage,) = lowered.stages.values()
     names = lowered.placed.names.of
     _Writer(stage.graph, chunked.count, {names[factor] for factor in chunked.features}).run()

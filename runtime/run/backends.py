@@ -9,13 +9,18 @@ compiler does for it, which the program's text then shows, in `passes/lower/grou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from meshc.errors import StateError
+from meshc.lazy_module import LazyModule
 from meshc.runtime.run.codegen import RunStage, generate
-from meshc.runtime.run.inductor import compile_regions
 
-MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "inductor": compile_regions}
+if TYPE_CHECKING:
+    from meshc.runtime.run import inductor
+else:
+    inductor = LazyModule("meshc.runtime.run.inductor")
+
+MAKERS: Final[Mapping[str, Callable[..., RunStage]]] = {"eager": generate, "inductor": lambda *stage: inductor.compile_regions(*stage)}
 
 
 def maker(backend: str) -> Callable[..., RunStage]:

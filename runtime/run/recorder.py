@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypedDict
+from typing import TYPE_CHECKING, Final, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from meshc import environment
 from meshc.errors import FileError
 from meshc.files.folders import write_text, writing
-from meshc.pipelining import perfetto_trace
+from meshc.lazy_module import LazyModule
 from meshc.pipelining.events import HostEvent, Item, StageRun, parse_item
 from meshc.pipelining.pipeline_stages import slot
 from meshc.pipelining.timing import Event, Timeline
@@ -42,6 +42,11 @@ from meshc.program.rank_instructions import items_of, steps_of
 from meshc.runtime.agreement.compare import collect_after_failure, to_rank_0
 from meshc.runtime.comm import collectives, host
 from meshc.runtime.failure.failed_rank import FailureBoard
+
+if TYPE_CHECKING:
+    from meshc.pipelining import perfetto_trace
+else:
+    perfetto_trace = LazyModule("meshc.pipelining.perfetto_trace")
 
 _ROUNDS: Final = 16
 """All-reduces by which clocks are aligned."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshc.cost.expert_balance import Spread
+from meshc.cost.expert_balance import LEAST, Spread
 from meshc.errors import StateError
 from meshc.frontend.expert_slots import COPIES, SLOTS, WEIGHTS, is_slots
 from meshc.frontend.train_step import ROUTED
@@ -23,7 +23,7 @@ from meshc.ir.keys import key_of
 from meshc.ir.sharding import Sharding
 from meshc.plan.expert_groups import groups_of
 from meshc.program.program import PlainProgram, Port
-from meshc.report.rebalanced import LEAST, Report, planned
+from meshc.report.rebalanced import Report, planned
 from meshc.runtime.comm import reorder
 from meshc.runtime.saved.loaded_program import LoadedProgram
 from meshc.runtime.state.stored_tensor import inverse

@@ -16,7 +16,6 @@ from meshc.cost import memory
 from meshc.optimizer.optimizer import describe
 from meshc.passes import pipeline
 from meshc.passes.driver import compile_program
-from meshc.passes.driver.choose import open_axes
 from meshc.passes.driver.finish_program import finish
 from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.assignment import Assignment
@@ -27,7 +26,7 @@ from meshc.passes.planner.build_space import build_space
 from meshc.passes.planner.fold import fold
 from meshc.passes.planner.write_plan import difference, write_plan
 from meshc.plan.entries import AxisEntry
-from meshc.plan.plan import Plan
+from meshc.plan.plan import Plan, open_axes
 from meshc.program.program import PlainProgram
 from meshc.text.show import hash_program, print_program
 from tests import models
