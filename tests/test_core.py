@@ -1,4 +1,4 @@
-"""The core that a reader meets: tokens of all modules of meshc that a first compilation imports, and where imports may stand in functions."""
+"""The core that a reader meets: tokens of all modules that a first compilation imports, and where imports may stand in functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ model = LlamaForCausalLM(config)
 step = meshc.TrainStep(model, optimizer=torch.optim.AdamW(model.parameters()))
 ids = torch.randint(64, (8, 16))
 meshc.compile(step, meshc.Mesh("dp=2,tp=2"), kwargs={"input_ids": ids, "labels": ids})
-print(*sorted({module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "meshc" and module.__file__}), sep="\\n")
+files = {module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "meshc"}
+print(*sorted(filter(None, files)), sep="\\n")
 """
 
 IN_FUNCTIONS: Final = ("meshc.passes.pipeline", "meshc.commands", "meshc.__main__", "meshc.lazy_module")
@@ -91,7 +92,8 @@ def test_imports_of_meshcs_own_stand_in_functions_of_the_lists_alone() -> None:
     assert list(inner_imports("def f():\n    from meshc.ir import mesh\n    import meshc.ops\n")) == ["meshc.ir", "meshc.ops"]
 
 
-LISTED: Final = [each for value in vars(pipeline).values() for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, Pass)]
+VALUES: Final = [each for value in vars(pipeline).values() for each in (value if isinstance(value, tuple) else [value])]
+LISTED: Final = [each for each in VALUES if isinstance(each, Pass)]
 
 
 @pytest.mark.parametrize("each", {one.name: one for one in LISTED}.values(), ids=lambda each: each.name)
