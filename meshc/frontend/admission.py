@@ -207,7 +207,7 @@ def _copies(module: nn.Module) -> tuple[str, ...]:
     return tuple(
         f"{path}." if path else ""
         for path, child in module.named_modules()
-        if any(getattr(hook, "copied", False) for hook in child._forward_pre_hooks.values())
+        if any(getattr(hook, "is_copy", False) for hook in child._forward_pre_hooks.values())
     )
 
 
