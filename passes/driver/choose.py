@@ -12,7 +12,7 @@ be slower than what has been through all passes is left out: estimates are a clo
 plan of what was found is its text (`choice_text.py`).
 
 Where what is best holds more than the user's budget, backward may recompute values (`memory/recompute_within_budget.py`), as in
-programs of plans that leave nothing open: the search is asked once more with memory as it is then (`planner/recompute_live_ranges.py`),
+programs of plans that leave nothing open: the search is asked once more with memory as it is then (`planner/memory_model.py`),
 and the clock says what that takes.
 
 Where a plan on another mesh is known, and not even the bound of what hides most is below it, there is nothing to weigh

@@ -15,11 +15,15 @@ runs there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from meshc.ir import update
+from torch.fx import Graph, Node
+
+from meshc.ir import KEY, has_record, is_getitem, is_integer, record, records, set_record, spmd, update, value_of
+from meshc.ir.graph import call, output_of, results_of, set_results
+from meshc.ir.keys import is_a
 from meshc.passes.memory.host_storage import fetch, line_of, mark_on_host, put_back
-from meshc.passes.memory.host_updates import update_on_host
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.plan.faults import refuse_faults
 from meshc.plan.offload_lines import STATE, OffloadLine
@@ -62,3 +66,94 @@ def _offload(stage: Stage, offloaded: dict[str, str], disk: Collection[str]) -> 
             fetch(stage.graph, node, min(readers), readers, "update", offloaded[key])
         if results[key] is not node:
             put_back(stage.graph, stage.outputs.index(key), node, offloaded[key])
+
+
+# Updates on the host of state that is stored there, so that the state is not copied to the device.
+#
+#     here = from_host(m);  s = mul(g, clip)                      there = to_host(g);  c = to_host(clip);  s = mul(there, c)
+#     p1, m1 = sgd(p, s, here, ..)                     becomes    mine = to_host(p);  p1, m1 = sgd(mine, s, m, ..)
+#     return {p: p1, m: to_host(m1, m)}                           return {p: from_host(p1, p), m: m1}
+#
+# An operator of the update that reads state, or what is made of it, runs there, and so does what is made for such operators alone. What
+# they read of the device is copied there, once; what the device reads of theirs comes back. Operators of ranks (collectives, tiles, masks)
+# stay on the device. A parameter that lies on the host is read there, and is written in its place.
+
+
+def update_on_host(stage: Stage, offloaded: Mapping[str, str]) -> None:
+    """In place. `offloaded`: by the key of state that lies on the host and is updated there, the line that says so."""
+    graph, keys = stage.graph, stage.keys()
+    state = [node for node, key in keys.items() if key in offloaded]
+    there = _host_operators(graph, state)
+    for node in there:
+        made = tuple(replace(one, host=one.dtype is not None) for one in records(node))
+        set_record(node, made if isinstance(node.meta[KEY], tuple) else made[0])
+    why = next(iter(offloaded.values()))
+    _copy_operands_to_host(graph, there, why)
+    _copy_results_to_device(stage, there, {key: node for node, key in keys.items()}, why)
+    for node in reversed(list(graph.nodes)):
+        if node.target is spmd.from_host and not node.users:
+            graph.erase_node(node)
+
+
+def _host_operators(graph: Graph, state: Sequence[Node]) -> dict[Node, None]:
+    """What runs on the host, in the graph's order."""
+    found: set[Node] = set()
+    seeds = {*state, *(user for node in state for user in node.users if user.target is spmd.from_host)}
+    for node in graph.nodes:
+        if _is_update(node) and any(operand in found or operand in seeds for operand in node.all_input_nodes):
+            found.add(node)
+    for node in reversed(list(graph.nodes)):
+        if _is_update(node) and node.users and found.issuperset(node.users) and any(map(_is_tensor, node.all_input_nodes)):
+            found.add(node)
+    return {node: None for node in graph.nodes if node in found}
+
+
+def _is_update(node: Node) -> bool:
+    """Whether it is an operator of the update, or one of its results."""
+    if node.op != "call_function" or spmd.is_function(node.target):
+        return False
+    return records(value_of(node)[0] if is_getitem(node) else node)[0].phase == "update"
+
+
+def _is_tensor(node: Node) -> bool:
+    return has_record(node) and not is_integer(node) and records(node)[0].dtype is not None
+
+
+def _copy_operands_to_host(graph: Graph, there: Collection[Node], why: str) -> None:
+    """What is read there of the device is copied."""
+    copies: dict[Node, Node] = {}
+    for node in there:
+        for operand in node.all_input_nodes:
+            if operand in there or not _is_tensor(operand) or record(operand).host:
+                continue
+            if operand.target is spmd.from_host:
+                copies[operand] = operand.args[0]  # type: ignore[assignment]
+            elif operand not in copies:
+                with graph.inserting_before(node):
+                    made = replace(record(operand), host=True, phase="update", reason=why, returned_by=())
+                    copies[operand] = call(graph, made, spmd.to_host, operand)
+            node.replace_input_with(operand, copies[operand])
+
+
+def _copy_results_to_device(stage: Stage, there: Collection[Node], entered: Mapping[str, Node], why: str) -> None:
+    """What the device reads of theirs is copied; what lies on the host stays."""
+    graph = stage.graph
+    for node in there:
+        outside = [user for user in node.users if user.op == "call_function" and user not in there]
+        for user in outside:
+            if user.target is spmd.to_host:
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+        readers = [user for user in outside if user.target is not spmd.to_host and user.op == "call_function"]
+        if readers:
+            with graph.inserting_before(min(readers)):
+                back = call(graph, replace(record(node), host=False, reason=why), spmd.from_host, node)
+            for reader in readers:
+                reader.replace_input_with(node, back)
+    results = list(results_of(graph))
+    for position, (key, node) in enumerate(zip(stage.outputs, results, strict=True)):
+        if node in there and (key not in entered or not record(entered[key]).host):
+            place = (entered[key],) if is_a(key, "parameter", "state", "buffer") else ()
+            with graph.inserting_before(output_of(graph)):
+                results[position] = call(graph, replace(record(node), host=False, reason=why), spmd.from_host, node, *place)
+    set_results(graph, results)

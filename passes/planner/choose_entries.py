@@ -10,17 +10,18 @@ the ranks before it leave. Equal operators of layers count once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from torch.fx import Node
 
-from meshc.passes.phases.factors import Instance
+from meshc.passes.phases.factors import Instance, Token
 from meshc.passes.phases.placed_model import PlacedModel
+from meshc.passes.place.assign import propagator
 from meshc.passes.place.interests import Interest, in_region, interests
 from meshc.passes.place.operator_names import named_operators
-from meshc.passes.planner.compare_entries import EntryRow, compare_entries
+from meshc.passes.place.propagate import Decision, Propagator
 from meshc.passes.planner.layer_globs import factor_of_layers, operator_of_layers
 from meshc.plan.entries import AxisEntry, Term
 from meshc.plan.plan import Plan
@@ -121,3 +122,64 @@ def _matches_term(placed: PlacedModel, term: Term, one: _OperatorOffer) -> bool:
 
 def _gain(placed: PlacedModel, term: Term, left: Sequence[_OperatorOffer]) -> int:
     return sum(1 if one.taken == term.factor else -1 for one in left if _matches_term(placed, term, one))
+
+
+# Candidate entries of an axis, compared at each operator with what is decided, all other operators and axes doing that.
+
+
+@dataclass(frozen=True)
+class EntryRow:
+    """One operator, on its way along one axis.
+
+    offered  the tokens that the axis could split;  taken  the one that it does, or None
+    missed   which of the entries that are weighed would have it do something else
+    """
+
+    node: Node
+    offered: tuple[Token, ...]
+    taken: Token | None
+    missed: tuple[bool, ...]
+
+
+class EntryComparison(Propagator):
+    """
+    asks  by axis, what the entries that are weighed let it take;  nodes  the operators that are asked
+    rows  by axis
+    """
+
+    asks: Mapping[str, tuple[Interest, ...]]
+    nodes: set[Node]
+    rows: dict[str, list[EntryRow]]
+
+    def decision(self, instance: Instance) -> Decision:
+        wanted = super().decision(instance)
+        if instance.node in self.nodes:
+            for axis, interests in self.asks.items():
+                self.rows[axis].append(self._row(instance, axis, interests, wanted))
+        return wanted
+
+    def _row(self, instance: Instance, axis: str, interests: tuple[Interest, ...], wanted: Decision) -> EntryRow:
+        told = self.directive(instance.node)
+        others = told.along([each for each in told.axes if each != axis])
+        own, missed = self.interest, []
+        for interest in interests:
+            self.interest = {**own, axis: interest}
+            missed.append(not _is_same_up_to_order(self.decide(instance, others), wanted))
+        self.interest = own
+        offered = tuple(token for token in instance.size if self._fits(instance, token, others.tokens))
+        taken = next((token for token, axes in told.tokens.items() if axis in axes), None)
+        return EntryRow(instance.node, offered, taken, tuple(missed))
+
+
+def _is_same_up_to_order(one: Decision, other: Decision) -> bool:
+    """Whether axes go to the same tokens, in whatever order, and the same is deferred: the order is that of all entries together."""
+    first, second = ({token: set(axes) for token, axes in each[0].items() if axes} for each in (one, other))
+    return first == second and one[1] == other[1]
+
+
+def compare_entries(placed: PlacedModel, nodes: set[Node], asks: Mapping[str, tuple[Interest, ...]]) -> dict[str, list[EntryRow]]:
+    """Of choices. `placed` has been annotated."""
+    found = propagator(placed, EntryComparison)
+    found.nodes, found.asks, found.rows = nodes, asks, {axis: [] for axis in asks}
+    found.assign_shardings()
+    return found.rows

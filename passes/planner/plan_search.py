@@ -6,35 +6,38 @@ between those that are left (`relaxation.py`). Within a budget a byte at the ful
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Final
 
 import numpy as np
+from torch.fx import Node
 
 from meshc.cost.devices import Device
+from meshc.ir.sharding import Part, Sharding
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.choices import AxisChoices
 from meshc.passes.phases.compiler_pass import report_progress
+from meshc.passes.phases.factors import Token
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
 from meshc.passes.planner import fold, overlap
-from meshc.passes.planner.axis_choices import axis_choices
 from meshc.passes.planner.budget_search import search_within_budget
 from meshc.passes.planner.build_space import Base, build_space, searched_axes
 from meshc.passes.planner.certificate import Certificate
-from meshc.passes.planner.cost_model import CostModel, Pick, build_model
+from meshc.passes.planner.cost_model import CostModel, Pick, ValueGroup, build_model
 from meshc.passes.planner.fewest_bytes import FewestBytes, find_fewest_bytes
+from meshc.passes.planner.fold import DecisionClasses
 from meshc.passes.planner.lagrangian import Lagrangian
 from meshc.passes.planner.memory_model import MemoryModel
 from meshc.passes.planner.narrow_options import NarrowedModel, close_gap, narrow_options
-from meshc.passes.planner.plainest_storage import plainest
-from meshc.passes.planner.plan_options import add_plan_options, option_of
 from meshc.passes.planner.relaxation import Allowance
 from meshc.passes.planner.reshard_prices import ReshardPrices
-from meshc.passes.planner.search_space import Key, Option, SearchSpace
+from meshc.passes.planner.search_space import Axes, Decision, Key, Option, SearchSpace
 from meshc.passes.planner.tile_prices import OperatorPrices
 from meshc.plan.entries import AxisEntry, Term
 from meshc.plan.recipes import by_role
@@ -253,3 +256,122 @@ def _baseline(placed: PlacedModel, open_axes: Sequence[str]) -> Assignment | Non
     kept = [entry for entry in placed.plan.axes if entry.axis not in open_axes]
     idle = [AxisEntry(axis) for axis in open_axes]
     return assign(replace(placed, plan=placed.plan.having((*kept, *idle)))).require_assignment()
+
+
+# Search space extended by given plans: what a plan decides becomes an option, so that the model prices it.
+#
+#     ddp+megatron    mm of up_proj    dp: m0, tp: n          among its options already
+#                     its gradient     dp: k, tp: n           likewise
+#
+# A plan is one option of each decision. What it does that the search would not have thought of becomes an option more, for everyone.
+
+
+def add_plan_options(space: SearchSpace, plans: Sequence[Assignment]) -> SearchSpace:
+    """With the options that the plans take."""
+    decisions = {
+        key: replace(one, options=tuple(dict.fromkeys((*one.options, *(option_of(space.axes, one, plan) for plan in plans)))))
+        for key, one in space.decisions.items()
+    }
+    return replace(space, decisions=decisions) if plans else space
+
+
+def option_of(order: Sequence[str], decision: Decision, plan: Assignment) -> Option:
+    """What a plan decides of it, along these axes."""
+    key: Key = decision.key
+
+    def keep_searched(axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in order)
+
+    if isinstance(key, tuple):
+        kind, name = key
+        return Option(tuple(keep_searched(part.axes) for _, _, part in plan.storage[name, kind].parts()))
+    if key.op != "call_function":
+        return decision.options[0]  # an input lies as it is given
+    chosen = plan.chosen[key]
+    partial = {axis for want in plan.wanted[key] for axis, _ in want.partial}
+    axes = tuple(keep_searched(chosen.get(label, ())) for label in decision.labels)  # type: ignore[arg-type]
+    return Option(axes, tuple(axis for axis in order if axis in partial))
+
+
+# Axis choices for `propagate`, from the option picked for each class.
+
+
+def axis_choices(placed: PlacedModel, space: SearchSpace, folded: DecisionClasses, pick: Sequence[int]) -> AxisChoices:
+    tokens: dict[Node, dict[Token, Axes]] = {}
+    deferred: dict[Node, Axes] = {}
+    storage: dict[tuple[str, str], Sharding] = {}
+    parameters = {port.name: node for port, node in zip(placed.joint.inputs, placed.graph.find_nodes(op="placeholder"), strict=True)}
+    for key, decision in space.decisions.items():
+        option = decision.options[pick[folded.of[key]]]
+        if isinstance(key, tuple):
+            kind, name = key
+            lies = _stored_sharding(placed, parameters[name], decision, option)
+            storage[(name, kind)] = lies
+            if kind == "state" or not placed.joint.updates:
+                storage[(name, "gradient")] = lies
+                storage.setdefault((name, "state"), lies)
+        elif key.op == "call_function":
+            tokens[key] = {token: axes for token, axes in zip(decision.labels, option.axes, strict=True) if axes}  # type: ignore[misc]
+            deferred[key] = option.deferred
+    return AxisChoices(space.axes, tokens, deferred, storage)
+
+
+def _stored_sharding(placed: PlacedModel, node: Node, decision: Decision, option: Option) -> Sharding:
+    factors, names = placed.factors, placed.names
+    whole = Sharding(tuple(tuple(Part(names.of[f], factors.size[f]) for f in row) for row in factors.dims[(node, 0)]))
+    for (dim, position), axes in zip(decision.labels, option.axes, strict=True):
+        if axes:
+            whole = whole.with_axes(dim, position, axes)  # type: ignore[arg-type]
+    return whole
+
+
+# Tie-breaking of storage: the plainest of equal cost and no more bytes, so that equal tensors are stored alike and plans are short.
+#
+#     gate.weight's state   ffn/dp/tp, _   or   ffn/tp/dp, _   or   ffn/dp, hidden/tp      the first: one dim, axes in the order of the mesh
+#
+# A relaxation takes any of them. What is plain goes by what a store clause does (`place/storage.py`).
+
+
+SAME: Final = 1e-9
+"""Of what a choice costs: a smaller difference is none."""
+
+
+def plainest(model: CostModel, memory: MemoryModel, pick: Pick) -> Pick:
+    """The choice with storage as plain as it may be: it costs no more, and holds no more at its fullest moment."""
+    groups = _groups(model)
+    least, holds = SAME * model.seconds(pick), float(memory.walk(pick).max())
+    for number in range(len(pick)):
+        decision = model.decision(number)
+        if not isinstance(decision.key, tuple):
+            continue
+        plain = sorted(range(len(decision.options)), key=lambda option: _order(decision, decision.options[option], model.space.sizes))
+        now = _seconds(model, groups[number], number, pick)
+        for option in plain[: plain.index(pick[number])]:
+            other = (*pick[:number], option, *pick[number + 1 :])
+            if _seconds(model, groups[number], number, other) <= now + least and float(memory.walk(other).max()) <= holds:
+                pick = other
+                break
+    return pick
+
+
+def _groups(model: CostModel) -> Mapping[int, Sequence[ValueGroup]]:
+    """By class, the values that it makes or reads."""
+    found: dict[int, list[ValueGroup]] = defaultdict(list)
+    for group in model.groups:
+        for number in {group.maker, *(leg.reader for leg in group.legs)}:
+            found[number].append(group)
+    return found
+
+
+def _seconds(model: CostModel, groups: Sequence[ValueGroup], number: int, pick: Pick) -> float:
+    return float(model.own[number][pick[number]]) + sum(model.reshard_seconds(group, pick) for group in groups)
+
+
+def _order(decision: Decision, option: Option, sizes: Mapping[str, int]) -> tuple[object, ...]:
+    """What stands first is plainer: few dims, those that divide, major factors, the first dim, axes in the order of the mesh."""
+    used = [at for at, axes in enumerate(option.axes) if axes]
+    counts = [prod(sizes[axis] for axis in option.axes[at]) for at in used]
+    uneven = sum(decision.sizes[at] % count != 0 for at, count in zip(used, counts, strict=True))
+    places = [decision.labels[at] for at in used]
+    order = list(sizes)
+    return len(used), uneven, [place[1] != 0 for place in places], places, [[order.index(axis) for axis in option.axes[at]] for at in used]

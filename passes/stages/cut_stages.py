@@ -11,26 +11,26 @@ before the first microbatch, and returns the sum of its gradients after the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from meshc.cost.predict import costs_of
-from meshc.ir.keys import is_a, name_of
+from meshc.ir import records, spmd
+from meshc.ir.graph import add_placeholder, copied_node, copy_graph, descendants_of, equal_calls, output_of
+from meshc.ir.keys import is_a, key_of, name_of
 from meshc.passes.memory.stage_trades import StageMap
 from meshc.passes.partition.make_main_stage import gathers_once
 from meshc.passes.phases.compilation_phase import begin
 from meshc.passes.phases.lowered_program import LoweredProgram
 from meshc.passes.phases.request import Request
 from meshc.passes.phases.splitter import Splitter
-from meshc.passes.stages.around_microbatches import before_ranks, without_update
 from meshc.passes.stages.cut_places import CutPlaces
 from meshc.passes.stages.cuts_within_budget import StageBytes, cuts_within, waiting_microbatches
 from meshc.passes.stages.flows import Flows, flow_of, flows, messages_of
 from meshc.passes.stages.forwarded_values import choose_forwarded
-from meshc.passes.stages.gather_once import gather_once
 from meshc.passes.stages.halves import WEIGHTS, split_backward, split_convolution_backwards
 from meshc.passes.stages.operator_prices import Prices
 from meshc.passes.stages.owners import Owners
@@ -220,3 +220,85 @@ class Cutter:
 def _result_halves(parts: MicrobatchResults, placed: Mapping[Node, Half]) -> Sequence[tuple[Node, Half]]:
     """The results of a microbatch, each with the half that computes it."""
     return [(node, placed.get(node, half)) for node, half in parts.made.values()]
+
+
+# Stages that run once a call on each rank: before the first microbatch, and after the last.
+
+
+def without_update(stage: Stage) -> dict[str, Stage]:
+    """A step of one microbatch as two stages, `each` up to the gradients and `after`; an inference has only its outputs in `after`."""
+    graph = stage.graph
+    keys = stage.keys()
+    found = kinds(graph, keys)
+    late = descendants_of(node for node in graph.nodes if node.op == "call_function" and records(node)[0].phase == "update")
+    early = {*found.forward, *found.backward} - late
+    parts = dict.fromkeys(x for node in (*late, output_of(graph)) for x in node.all_input_nodes if x in early)
+    order = [node for node in graph.nodes if node in parts]
+    split = Splitter(graph, keys)
+    each = split.stage("each", {key_of("part", node.name): node for node in order}, {})
+    return {"each": each, "after": split.stage("after", stage.results(), {node: key_of("sum", node.name) for node in order})}
+
+
+def before_ranks(before: Stage | None, stages: Sequence[Stage], rank_of: Callable[[Stage], int], count: int) -> list[Stage]:
+    """For each rank a stage of the values of `before` that its stages read."""
+    if before is None:
+        return []
+    nodes = before.results()
+    split = Splitter(before.graph, before.keys())
+    found = []
+    for rank in range(count):
+        mine = [stage for stage in stages if rank_of(stage) == rank]
+        wanted = {key: nodes[key] for stage in mine for key in stage.inputs if key in nodes}
+        if wanted:
+            found.append(split.stage(f"before_{rank}", wanted, {}))
+    return found
+
+
+# Gathers of stored parameters hoisted out of the microbatches: once a call, where memory allows.
+#
+#     each:  w = all_gather(stored); y = mm(x, w)        before:  gathered:w = all_gather(stored)
+#                                               becomes  each:    y = mm(x, gathered:w)
+#
+# Without this a stage of a pipeline would gather its parameters, and reduce-scatter their gradients, once a microbatch and half. With it
+# gradients add up whole and are reduced after the last microbatch. It costs the bytes of the stage's parameters, twice.
+
+
+def gather_once(stages: Mapping[str, Stage]) -> Mapping[str, Stage]:
+    """The stages with the gathers of parameters moved from `each` to `before`."""
+    each = replace(stages["each"], graph=copy_graph(stages["each"].graph))
+    keys = each.keys()
+    learned = kinds(each.graph, keys).learned
+    gathers = dict.fromkeys(node for node in each.graph.nodes if node in learned and node.target is spmd.all_gather)
+    for node, first in equal_calls(gathers):  # forward and backward each have their own
+        node.replace_all_uses_with(first)
+        del gathers[node]
+    if not gathers:
+        return stages
+    results = each.results()
+    split = Splitter(each.graph, keys)
+    given = {node: key_of("gathered", node.name) for node in gathers}
+    made = split.stage("before", {key: node for node, key in given.items()}, {})
+    before = _join_stages(stages["before"], made) if "before" in stages else made
+    return {**stages, "before": before, "each": split.stage("each", results, given)}
+
+
+def _join_stages(one: Stage, other: Stage) -> Stage:
+    """Both stages as one; an input of both enters once."""
+    graph = Graph()
+    entered: dict[str, Node] = {}
+    results: dict[str, Node] = {}
+    copies: list[tuple[Stage, dict[Node, Node]]] = []
+    for stage in (one, other):
+        env: dict[Node, Node] = {}
+        for node, key in stage.keys().items():
+            if key not in entered:
+                entered[key] = add_placeholder(graph, node)
+            env[node] = entered[key]
+        copies.append((stage, env))
+    for stage, env in copies:
+        for node in stage.graph.nodes:
+            if node.op == "call_function":
+                env[node] = copied_node(graph, node, env.__getitem__)
+        results |= {key: env[node] for key, node in stage.results().items()}
+    graph.output(tuple(results.values()))
+    return Stage("before", graph, tuple(entered), tuple(results))

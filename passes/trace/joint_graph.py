@@ -10,21 +10,23 @@ thereby synchronised). Aliases, detaches and common subexpressions that tracing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument, map_aggregate
 
+from meshc.errors import CaptureError
 from meshc.frontend import capture
 from meshc.frontend.capture import JointGraph, TorchGraph
-from meshc.frontend.sources import source_of
-from meshc.ir import KEY, Record, is_getitem, leaves, record, records, set_record, update
-from meshc.ir.graph import equal_calls, output_of, placeholders, set_results
+from meshc.frontend.sources import module_calls, source_of
+from meshc.frontend.symbols import Symbols
+from meshc.ir import KEY, Record, is_getitem, leaves, op_name, record, records, set_record, update
+from meshc.ir.graph import equal_calls, output_of, placeholders, results_of, set_results
 from meshc.passes.phases.traced_model import Joint
 from meshc.passes.trace.checkpoint_regions import mark_regions
 from meshc.passes.trace.decompositions import decompositions
-from meshc.passes.trace.module_outputs import mark_module_outputs
 from meshc.passes.trace.refuse_mixed_dtypes import refuse_mixed
-from meshc.passes.trace.refuse_sparse import refuse_sparse
-from meshc.passes.trace.settle_sizes import settle_sizes, shape_of, shapes_of
 from meshc.passes.trace.strides import forget_strides
 from meshc.program.program import Port
 
@@ -219,3 +221,96 @@ def _kept_apart(node: Node) -> str:
 def _expensive(node: Node) -> bool:
     """Whether a value is worth its memory across phases, so that forward and backward stay as traced; views and getitem are free."""
     return not (is_getitem(node) or node.target in (aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default))
+
+
+# Refusal of sparse tensors: rules and collectives cut dense arrays only.
+#
+# h = aten._to_sparse(x)          refused, with the user's line
+
+
+def refuse_sparse(graph: Graph) -> None:
+    """Raises CaptureError that lists every value whose layout is not strided. Layouts are those of the trace, in `val`."""
+    faults = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            faults.append(f"{op_name(node).removeprefix('aten.')} at {records(node)[0].source or 'the model itself'}: {value.layout}")
+    if faults:
+        raise CaptureError(
+            "sparse tensors in the model, and programs compute with dense ones:\n  " + "\n  ".join(faults[:4]) + "\n  "
+            "what to do: leave out to_sparse(), or make the tensor dense outside the model; products with zeros are zero"
+        )
+
+
+# Return values of the user's modules: by value, the paths of the modules that return it.
+#
+#     linear: 3 dims, computed in mlp.down_proj, read by an addition of layers.0             returned by mlp.down_proj and mlp
+#     keys:   4 dims, computed in layers.0.self_attn, an output of the model (a cache)        returned by layers.0.self_attn, layers.0, ...
+#
+# A value is returned by a call of a module if it was computed during the call and is read in forward after it, or is the model's output.
+# That covers containers, whose own code computes nothing, and values that leave a module through a cache.
+
+
+def mark_module_outputs(graph: Graph, outputs: Sequence[Port]) -> None:
+    """Fills `returned_by` of every forward value, outermost module first; the whole model has no path and is left out."""
+    results = {node for node, port in zip(results_of(graph), outputs, strict=True) if port.kind == "output"}
+    calls = {node: dict(module_calls(node)) for node in graph.nodes if _is_forward(node)}
+    for node, made_in in calls.items():
+        if isinstance(node.meta[KEY], tuple):
+            continue  # read by getitem, of the same call
+        readers = [calls[user] for user in node.users if user in calls] + [{}] * (node in results)
+        returned = (path for call, path in made_in.items() if path and any(call not in reader for reader in readers))
+        update(node, returned_by=tuple(dict.fromkeys(returned)))
+
+
+def _is_forward(node: Node) -> bool:
+    return node.op == "call_function" and records(node)[0].phase == "forward"
+
+
+# Symbolic sizes of a trace as numbers with their expressions, in place of nodes that compute them.
+#
+#     sym_size = aten.sym_size.int(x, 0);  mul = sym_size * 4;  y = aten.view(x, [mul, 16])
+#   becomes
+#     y = aten.view(x, [4 * n_batch, 16])
+#
+# Later passes compute with them as with any other size (`meshc/ir/sizes.py`).
+
+
+SHAPE = "open_shape"
+
+
+def settle_sizes(graph: Graph, symbols: Symbols) -> None:
+    """Replaces every number that the graph computes by its expression; records the shape of every tensor."""
+    numbers: dict[Node, Argument] = {}
+
+    def settle_argument(argument: Argument) -> Argument:
+        if isinstance(argument, Node):
+            return numbers.get(argument, argument)
+        return symbols.open(argument)
+
+    for node in list(graph.nodes):
+        node.args, node.kwargs = map_aggregate(node.args, settle_argument), map_aggregate(node.kwargs, settle_argument)
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool) and node.op == "call_function":
+            numbers[node] = symbols.open(value)
+        elif isinstance(value, torch.Tensor):
+            node.meta[SHAPE] = symbols.shape(value.shape)
+        elif isinstance(value, list | tuple):
+            node.meta[SHAPE] = [symbols.shape(item.shape) if isinstance(item, torch.Tensor) else () for item in value]
+    for node in reversed(list(graph.nodes)):
+        asserts = node.op == "call_function" and not node.users and "val" not in node.meta  # on sizes: constraints have them
+        if node in numbers or asserts:
+            graph.erase_node(node)
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The global shape of a traced node's tensor."""
+    found: tuple[int, ...] = node.meta.get(SHAPE) or tuple(node.meta["val"].shape)
+    return found
+
+
+def shapes_of(node: Node) -> list[tuple[int, ...]]:
+    """The global shapes of a traced node's results."""
+    if SHAPE in node.meta:
+        return list(node.meta[SHAPE])
+    return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in node.meta["val"]]

@@ -12,32 +12,34 @@ recognised. Random calls get their number first (`number_random_calls.py`). Assu
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
+from typing import Final
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from meshc.frontend.capture import TorchGraph
+from meshc.errors import CompileError
+from meshc.frontend.capture import SEED_STEP, TorchGraph
 from meshc.frontend.sources import source_of
 from meshc.ir.functions import Function, Target
 from meshc.ops import grouped_mm, recurrent
 from meshc.ops.as_strided import as_strided, fill_diagonal
 from meshc.ops.bags import embedding_bag
 from meshc.ops.multi_head import multi_head_attention
+from meshc.ops.random_calls import QUIET, RAISED, REFUSED, draws
 from meshc.ops.sdpa import sdpa
 from meshc.ops.signatures import bind_arguments
 from meshc.ops.take import cross_entropy, raised_one_hot
 from meshc.ops.upsample import interpolate
 from meshc.passes.phases.traced_model import TracedModel
 from meshc.passes.trace.chains import READ
-from meshc.passes.trace.number_random_calls import number_random_calls
 from meshc.passes.trace.own_results import own_result
 from meshc.passes.trace.raise_flex import FLEX, raise_flex
-from meshc.passes.trace.raise_masked_writes import raise_masked_writes
 from meshc.passes.trace.raise_sinks import raise_sinks
 from meshc.passes.trace.raise_written_out import raise_written_out
 from meshc.passes.trace.stand_ins import StandIns, read_by_place
-from meshc.passes.trace.transformed_calls import ATTENTION, write_out_attention
+from meshc.passes.trace.transformed_calls import ATTENTION, draw_below, write_out_attention
 from meshc.private import OpOverload
 
 functional = torch.nn.functional
@@ -119,3 +121,113 @@ def _composite(target: Target) -> Function | None:
     """The function that replaces a target; None if there is none."""
     name = target.name() if isinstance(target, OpOverload) else getattr(target, "_qualified_op_name", "")
     return COMPOSITES.get(target) or grouped_mm.NAMED.get(name)
+
+
+# Raise masked writes: one row written to the places that a mask chooses, as a `where` over all places.
+#
+#     x[mask] = row              becomes              chosen = where(mask.reshape([4, 12, 1]), row, x);  x.copy_(chosen)
+#
+# The gradient of `row` sums over the chosen places, whose number is not known beforehand; that of a `where` sums over all. Part of
+# `raise_ops`. Writes with a different row for each place are unchanged.
+
+
+WRITES: Final[tuple[object, ...]] = (operator.setitem, "__setitem__")
+
+
+def raise_masked_writes(module: GraphModule) -> None:
+    """Replaces the calls in place."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target not in WRITES or len(node.args) != 3:
+            continue
+        x, mask, row = node.args
+        if not isinstance(x, Node) or not isinstance(mask, Node) or not isinstance(row, Node) or not _is_one_row(x, mask, row):
+            continue
+        places, written = _value(mask), _value(x)
+        assert places is not None and written is not None
+        with graph.inserting_before(node):
+            at = graph.call_method("reshape", (mask, [*places.shape, *[1] * (written.dim() - places.dim())]))
+            chosen = graph.call_function(torch.where, (at, row, x))
+            copied = graph.call_method("copy_", (x, chosen))
+        for made in (at, chosen, copied):
+            made.meta.update({key: value for key, value in node.meta.items() if key != "example_value"})
+        graph.erase_node(node)
+
+
+def _is_one_row(x: Node, mask: Node, row: Node) -> bool:
+    """Whether all places of `x` where the mask is true get the same row, whatever their number."""
+    written, places, value = _value(x), _value(mask), _value(row)
+    if written is None or places is None or value is None or places.dtype != torch.bool or value.dtype != written.dtype:
+        return False
+    below = written.dim() - places.dim()
+    if value.dim() > written.dim():
+        return False
+    return all(size == 1 for size in value.shape[: max(value.dim() - below, 0)])
+
+
+def _value(node: Node) -> torch.Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+# Number random calls: dropout, `rand` and attention with dropout get call numbers, in the order of the model.
+#
+#     h = torch.nn.functional.dropout(x, 0.1)           h = dropout(x, 0.1, seed_step=seed, call=0)
+#     u = torch.rand_like(h)                  becomes   u = rand_like(h, seed_step=seed, call=1)
+#
+# Part of `raise_ops`. How many numbers a call takes, and what replaces it, is in `meshc/ops/random_calls.py`; what is drawn under a number,
+# in docs/randomness.md. One device counts with the reference's own counter (`meshc/frontend/reference_random.py`).
+
+
+NUMBERED: Final[dict[Target, Function]] = {
+    torch.nn.functional.scaled_dot_product_attention: sdpa,
+    torch.nn.functional.multi_head_attention_forward: multi_head_attention,
+}
+"""Composites that draw if their dropout is on, and take the call's number."""
+
+
+def number_random_calls(model: TorchGraph, stand_ins: StandIns) -> TorchGraph:
+    """Edits the graph in place; `random_calls` of the result counts them. Raises CompileError for a call without definition."""
+    calls = 0
+    seed: Node | None = None
+    for node in list(model.module.graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue
+        count = draws(node.target, node.args, node.kwargs)
+        if count == 0:
+            if node.target in QUIET and node not in stand_ins.transformed_nodes:
+                stand_ins.replace_call(node, QUIET[node.target])
+            continue
+        function = RAISED.get(node.target) or NUMBERED.get(node.target)
+        if function is None:
+            raise _undefined_error(node)
+        seed = seed or _seed(model)
+        if node in stand_ins.transformed_nodes:
+            calls += draw_below(node, seed, calls, count)
+            continue
+        stand_ins.replace_call(node, function, seed_step=seed, call=calls)
+        if function in NUMBERED.values():
+            own_result(node)
+        calls += count
+    return replace(model, random_calls=calls)
+
+
+def _seed(model: TorchGraph) -> Node:
+    """One graph attribute holds (seed, step); AOTAutograd turns it into an input."""
+    module = model.module
+    with model.fake_mode:
+        module.register_buffer(SEED_STEP, torch.zeros(2, dtype=torch.int64))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        node = module.graph.get_attr(SEED_STEP)
+    node.meta["example_value"] = getattr(module, SEED_STEP)
+    return node
+
+
+def _undefined_error(node: Node) -> CompileError:
+    why = f"\n  why: {REFUSED[node.target]}" if node.target in REFUSED else ""
+    known = ", ".join(sorted({function if isinstance(function, str) else function.__name__ for function in RAISED}))
+    return CompileError(
+        f"{getattr(node.target, '__name__', node.target)}() at {source_of(node)} draws random numbers in a way that meshc has no "
+        f"operator for.{why}\n  what to do: use one of {known}, or draw outside the model and pass the result in"
+    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -34,13 +34,12 @@ from meshc.ir.graph import last_reads, output_of, placeholders, values_freed_aft
 from meshc.ir.keys import is_a
 from meshc.ir.sharing import OVER_OPERAND, sharing_of
 from meshc.ops.implementations import direct
-from meshc.program.accumulate import is_added
+from meshc.program.accumulate import ACCUMULATES, is_added, whole_of
 from meshc.program.in_flight import earlier_waits
 from meshc.program.packing import is_alone, pieces
 from meshc.program.program import Origin, Stage
 from meshc.runtime.comm import collectives, halo_exchange, host, rows
 from meshc.runtime.comm.groups import Groups
-from meshc.runtime.run.accumulator import Accumulator
 from meshc.runtime.run.stage_memory import StageMemory
 
 RunStage = Callable[..., list[torch.Tensor]]
@@ -359,3 +358,32 @@ def _view_piece(memory: torch.Tensor, start: int, shape: tuple[int, ...]) -> tor
 def device_argument(key: str, value: Argument, device: torch.device) -> Argument:
     """A keyword argument for this device: constants are traced for the CPU, and created on the device that runs."""
     return device if key == "device" and value is not None else value
+
+
+# In-place accumulation of the parts of microbatches into the value of the whole step.
+
+
+class Accumulator:
+    """Combines the parts under one key in place. The first part becomes the whole; it is cloned if it is `shared` with another value or
+    is a view of a larger storage.
+
+    done  called with the key of the whole, after the part was added
+    """
+
+    __slots__ = ("_combine", "_shared", "_whole")
+
+    def __init__(self, key: str, shared: bool) -> None:
+        found = whole_of(key)
+        assert found is not None
+        self._combine, self._whole, self._shared = ACCUMULATES[found[0]], found[1], shared
+
+    def __call__(self, env: MutableMapping[str, torch.Tensor], part: torch.Tensor, done: Callable[[str], None] | None = None) -> None:
+        whole = env.get(self._whole)
+        if whole is not None:
+            self._combine(whole, part, out=whole)
+        elif self._shared or (part._base is not None and part._base.numel() != part.numel()):
+            env[self._whole] = part.clone()
+        else:
+            env[self._whole] = part
+        if done is not None:
+            done(self._whole)

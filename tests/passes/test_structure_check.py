@@ -84,11 +84,13 @@ def one_key(left: Phase) -> Phase:
 
 CASES = {
     "the model's graph": ("TRACE", 1, torchs(behind_its_reader), "dp=2", "output: MalformedGraph: it reads relu, which stands behind it"),
-    "the joint graph's order": ("TRACE", 5, joints(behind_its_reader), "dp=2", r"\w+: MalformedGraph: it reads relu, which stands behind it"),
+    "the joint graph's order": ("TRACE", 5, joints(behind_its_reader), "dp=2",
+                                r"\w+: MalformedGraph: it reads relu, which stands behind it"),
     "its record": ("PLACE", 1, joints(without_record), "dp=2", "relu: MalformedGraph: it has no record"),
     "its ports": ("TRACE", 5, lambda left: replace(left, joint=replace(left.joint, inputs=left.joint.inputs[1:])), "dp=2",
                   r"output: MalformedGraph: \d values enter the graph, and there are \d ports for them"),
-    "a rank's tile": ("LOWER", 1, stages(of_another_shape), "dp=2", r"relu_default: MalformedGraph: its record says \[4, 8\], and the tile"),
+    "a rank's tile": ("LOWER", 1, stages(of_another_shape), "dp=2",
+                      r"relu_default: MalformedGraph: its record says \[4, 8\], and the tile"),
     "a rank's keys": ("LOWER", 2, one_key, "dp=2", ".*: MalformedGraph: two of its ports are one"),
     "a collective of some ranks": ("LOWER", 2, stages(of_one_rank, "after_1"), "pp=2",
                                    ".*: MalformedGraph: between pipeline stages after_0 and after_1 meet in"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshc.passes.depth.series import Series
+from meshc.passes.depth.copies import Series
 from meshc.passes.depth.unequal import Unequal
 
 LAYERS = [("parameter:h.1.fc1.weight", "parameter:h.2.fc1.weight"), ("buffer:table", "buffer:table")]

@@ -10,9 +10,8 @@ import pytest
 from meshc.passes.planner import narrow_options as narrowing
 from meshc.passes.planner.cost_model import CostModel, Leg, ValueGroup
 from meshc.passes.planner.dual_ascent import DualAscent
-from meshc.passes.planner.guided_messages import charges, guide_messages
 from meshc.passes.planner.lagrangian import Lagrangian
-from meshc.passes.planner.narrow_options import close_gap, columns_of, narrow_options
+from meshc.passes.planner.narrow_options import charges, close_gap, columns_of, guide_messages, narrow_options
 from meshc.passes.planner.relaxation import Charges, ProgramColumns
 from tests.passes.planner.drawn import MILLI, NOTHING, best, drawn
 from tests.passes.planner.test_solver import CLOSE, everything

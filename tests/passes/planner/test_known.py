@@ -12,10 +12,9 @@ from meshc.cost.devices import Device, Link, device
 from meshc.ir import op_name
 from meshc.passes.place.annotate import annotate
 from meshc.passes.place.assign import assign
-from meshc.passes.planner.axis_choices import axis_choices
 from meshc.passes.planner.certificate import Certificate
 from meshc.passes.planner.choose_entries import choose_entries
-from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.plan_search import PlanSearch, axis_choices
 from tests.passes.planner.known import Two, products, step, two
 
 OPEN = "dp: auto\ntp: auto"

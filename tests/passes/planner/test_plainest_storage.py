@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from meshc.cost.devices import named
-from meshc.passes.planner.plainest_storage import plainest
-from meshc.passes.planner.plan_search import PlanSearch
+from meshc.passes.planner.plan_search import PlanSearch, plainest
 from meshc.passes.planner.search_space import Key
 from tests.passes.planner.known import two
 

@@ -21,9 +21,9 @@ from meshc.passes.pass_runner import run_pass, run_passes
 from meshc.passes.phases.assignment import Assignment
 from meshc.passes.phases.placed_model import PlacedModel
 from meshc.passes.place.assign import assign
-from meshc.passes.planner.axis_choices import axis_choices
 from meshc.passes.planner.build_space import build_space
 from meshc.passes.planner.fold import fold
+from meshc.passes.planner.plan_search import axis_choices
 from meshc.passes.planner.write_plan import difference, write_plan
 from meshc.plan.entries import AxisEntry
 from meshc.plan.plan import Plan, open_axes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshc.errors import StateError
-from meshc.runtime.failure.restarts import place_of_this_start
+from meshc.runtime.failure.failed_rank import place_of_this_start
 from tests.runtime.launch import launch
 
 

@@ -14,8 +14,7 @@ from meshc.program.program import Instruction, PlainProgram, Port
 from meshc.runtime.comm.collectives import CollectiveWork
 from meshc.runtime.comm.groups import Groups
 from meshc.runtime.run import executor
-from meshc.runtime.run.early_collectives import EarlyStart, sum_listener
-from meshc.runtime.run.executor import Executor
+from meshc.runtime.run.executor import EarlyStart, Executor, sum_listener
 from meshc.runtime.simulator.simulation import simulate
 from meshc.text.parse import parse_stage
 

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 import meshc
 from meshc import artifact
-from meshc.runtime.saved.number_schedule import NumbersByStep
-from meshc.runtime.saved.run_saved import RunRequest, run_saved
+from meshc.runtime.saved.run_saved import NumbersByStep, RunRequest, run_saved
 from tests.models import mlp
 
 
